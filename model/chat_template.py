@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import Any, NoReturn
-
-from jinja2 import TemplateError, nodes
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.utils import Namespace
+from typing import Any
 
 from model.bundle import parse_template
-from model.template_limits import (
-    MAX_SOURCE,
-    Allowance,
-    LimitedEnvironment,
-    LimitError,
-    allowance,
-)
 
 # Names for a message's reasoning; transformers fills the first from the others.
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -36,9 +21,15 @@ class ChatTemplateLimitError(ChatTemplateError):
 
 
 class ChatTemplate:
-    """A sandboxed Jinja template with special tokens. Raises ChatTemplateError if invalid."""
+    """A sandboxed Jinja template with special tokens. Raises ChatTemplateError if invalid.
+
+    Only here is Jinja loaded: a server of models without templates does without its memory.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, Any] | None = None) -> None:
+        from model.template_environment import environment  # noqa: PLC0415
+        from model.template_limits import MAX_SOURCE, Allowance, allowance  # noqa: PLC0415
+
         self.source = source
         self.special_tokens = dict(special_tokens or {})
         if len(source) > MAX_SOURCE:
@@ -47,7 +38,7 @@ class ChatTemplate:
             )
         allowance.set(Allowance({}))
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment().from_string(source)
         except RecursionError:
             raise ChatTemplateError("the chat template is not valid: it nests too deeply") from None
         except Exception as error:  # Python's own limits too, as on nested blocks
@@ -76,6 +67,8 @@ class ChatTemplate:
         add_generation_prompt: end it where the assistant begins. Raises ChatTemplateError, and its
         ChatTemplateLimitError if that takes too much time or memory.
         """
+        from model.template_limits import Allowance, LimitError, allowance  # noqa: PLC0415
+
         if not messages:
             raise ChatTemplateError("the chat template cannot render this: there are no messages")
         known = {**self.special_tokens, "documents": None, **variables, "tools": tools}
@@ -99,64 +92,3 @@ def _prepare(message: Mapping[str, Any]) -> dict[str, Any]:
     if reasoning is None:
         return given
     return {"thinking": reasoning, **given, "reasoning_content": reasoning}
-
-
-class _GenerationBlock(Extension):
-    """{% generation %} … {% endgeneration %}, a mark around the assistant's text: left out."""
-
-    tags = {"generation"}  # noqa: RUF012  (as Jinja has it)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Namespace(Namespace):
-    """A namespace() without names that begin with _, which could lead out of the sandbox."""
-
-    def __init__(*arguments: Any, **names: Any) -> None:  # so that `self` can be a name
-        held = dict(*arguments[1:], **names)
-        for name in held:
-            _refuse_private(name)
-        Namespace.__init__(arguments[0], held)
-
-    def __repr__(self) -> str:
-        return "<Namespace>"  # what it holds can be of any size
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _refuse_private(name)
-        super().__setitem__(name, value)
-
-
-def _refuse_private(name: object) -> None:
-    if str(name).startswith("_"):
-        raise SecurityError(f"a namespace may not hold {name!r}")
-
-
-def _environment() -> LimitedEnvironment:
-    environment = LimitedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _raise, "namespace": _Namespace}
-    # Local time, as templates expect it.
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # noqa: DTZ005
-    environment.limit_filters()
-    return environment
-
-
-def _raise(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Write JSON; Jinja's own filter writes < and ' as escapes for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 
 from model.files import parse_object
+from model.suggestions import nearest
 
 ADAPTER_FILE = "adapter_config.json"
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _POINTER = b"version https://git-lfs.github.com/"
 _LONGEST_HEADER = 100 * 10**6  # bytes, of the format
+_MOST_NAMES = 1000  # beside a path that does not exist, compared with its own
 _LARGE = ("*.safetensors", "*.gguf", "*.onnx", "*.data", "tokenizer.json")
 
 
@@ -21,9 +24,7 @@ def find_mistake(source: Path) -> str | None:
     Of files only names, sizes and headers are read. Raises OSError.
     """
     if not source.exists():
-        if _HUB_ID.fullmatch(str(source)):
-            return f"{source} does not exist; a model of Hugging Face's hub is hf://{source}"
-        return None
+        return _advice_on_missing(source)
     if source.is_file():
         if source.suffix == ".safetensors":
             return f"{source} is a file of weights alone; name its folder: {source.parent}"
@@ -36,6 +37,15 @@ def find_mistake(source: Path) -> str | None:
             base = None
         return f"{source} {of_adapter(base)}"
     return next(_damages(path for kind in _LARGE for path in sorted(source.glob(kind))), None)
+
+
+def _advice_on_missing(source: Path) -> str | None:
+    beside = islice(source.parent.iterdir(), _MOST_NAMES) if source.parent.is_dir() else ()
+    if near := nearest(source.name, [path.name for path in beside]):
+        return f"{source} does not exist; did you mean {source.with_name(near)}?"
+    if _HUB_ID.fullmatch(str(source)):
+        return f"{source} does not exist; a model of Hugging Face's hub is hf://{source}"
+    return None
 
 
 def of_adapter(base: object) -> str:

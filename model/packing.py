@@ -23,6 +23,19 @@ def pack(
     types: each text's token types, None where all are 0; None for a network without types.
     """
     lengths = np.array([len(text) for text in texts])
+    if len(texts) == 1 and lengths[0] > 1:  # a lone text waits for each of the operations below
+        places = np.arange(lengths[0])
+        inputs = {
+            "input_ids": np.array(texts[0], np.int64),
+            "position_ids": places,
+            "rows": places[None],
+            "lengths": lengths,
+            "places": places,
+        }
+        if types is not None:
+            of_text = [0] * len(texts[0]) if types[0] is None else types[0]
+            inputs[TYPES_INPUT] = np.array(of_text, np.int64)
+        return inputs, lengths
     ends = lengths.cumsum()
     starts = ends - lengths
     # A product of one row rounds differently: a lone token runs beside one that nobody reads.

@@ -26,6 +26,7 @@ WITHOUT_TORCH = (
     "model.packing",
     "model.progress",
     "model.suggestions",
+    "model.template_environment",
     "model.template_limits",
     "model.tokenizer",
 )
@@ -67,7 +68,7 @@ RULES = {
 ONLY_IMPORTERS = {
     "onnxruntime": ("model/onnx/runtime.py",),
     "prometheus_client": ("server/telemetry/metrics.py",),
-    "llguidance": ("server/engine/grammar/constraints.py",),
+    "llguidance": ("server/engine/grammar/compiler.py", "server/engine/grammar/constraints.py"),
     "opentelemetry.sdk.trace.export": ("server/process/tracing.py",),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -79,6 +80,7 @@ def _one_line(error: typer.TyperException) -> str:
     if isinstance(error.__cause__, ValidationError):
         error.message = describe_fault(error.__cause__)
     line = " ".join(error.format_message().split()).replace(". Did you", "; did you").rstrip(".?")
+    line = re.sub(r" \(Possible options: (.*)\)$", r"; did you mean \1", line)
     context = getattr(error, "ctx", None)
     hint = f"; see {context.command_path} --help" if line and context is not None else ""
     return line[:1].lower() + line[1:] + hint

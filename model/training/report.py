@@ -20,7 +20,9 @@ from model.training.trainer import Report
 
 # Called with "training", the step, the number of steps, and a note: loss, speed and MFU.
 StepProgress = Callable[[str, int, int, str], object]
-_LONG, _TASTE = 10, 300  # seconds of a run that gets a forecast; steps of a shorter one
+_LONG = 10  # seconds of a run that gets a forecast
+_TASTE, _TASTE_SECONDS = 300, 600  # most steps and seconds of a run that is suggested for a taste
+_FEWEST = 30  # steps of which a taste may show that the loss falls
 
 
 def console_report(
@@ -61,15 +63,24 @@ def expected_time(seconds: float, step: int, steps: int, processes: Processes) -
     if processes.device.type == "cuda":
         where = f"{processes.size} x {cuda.get_device_name(processes.device)}"
     text = f"about {_in_words(left)} on {where}, beside evaluations"
-    if step == 0 and steps > 2 * _TASTE:
-        text += f"; for a taste, --steps {_TASTE} takes {_in_words(seconds * _TASTE)}"
-    return f"{text}; Ctrl-C stops and saves"
+    taste = min(_TASTE, int(_TASTE_SECONDS / seconds))
+    taste -= taste % 10
+    if step > 0 or steps <= 2 * taste:
+        shorter = ""
+    elif taste < _FEWEST:
+        shorter = "; a smaller --preset or --context learns sooner"
+    else:
+        shorter = f"; for a taste, --steps {taste} takes {_in_words(seconds * taste)}"
+    return f"{text}{shorter}; Ctrl-C stops and saves"
 
 
 def _in_words(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 2 * 3600 else f"{seconds / 3600:.1f} hours"
+    if seconds < 2 * 3600:
+        return f"{seconds / 60:.0f} min"
+    hours = seconds / 3600
+    return f"{hours:.1f} hours" if hours < 48 else f"{hours / 24:,.0f} days"
 
 
 def _print_sample(lines: Console, prompt: str, text: str) -> None:

@@ -58,9 +58,10 @@ def openapi(request: Request) -> dict[str, Any]:  # no coroutine: it takes a whi
 
 
 ROUTERS = (
-    *(chat.router, responses.router, completions.router, messages.router, models.router),
-    *(tgi.router, tokenize.router),
-    *(embeddings.router, cohere.router, tei.router, tei.label_router, scores.router),
+    # The busiest come first: a request is compared with each route before its own.
+    *(chat.router, completions.router, embeddings.router),
+    *(responses.router, messages.router, models.router, tgi.router, tokenize.router),
+    *(cohere.router, tei.router, tei.label_router, scores.router),
     *(vllm.router, vllm.label_router),
     *(files.router, batches.router),
     *(explain.router, health.router, playground.router, router),

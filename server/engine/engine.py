@@ -14,7 +14,6 @@ from model.config import TransformerConfig
 from server.engine.batch import Chunk, StepBatch
 from server.engine.beams import BeamSearch, Hypothesis
 from server.engine.candidates import candidate_logprobs, choose
-from server.engine.grammar.constraints import TokenMasks
 from server.engine.kv.store import KVStore
 from server.engine.logits import SCORING_LOGITS_BYTES, Logits
 from server.engine.sampling import Floats, SamplingParams, TokenLogprobs, sample, token_logprobs
@@ -163,6 +162,8 @@ class Engine:
         if chunk_size < 2:
             why = "runs of one token round differently"
             raise ValueError(f"chunk_size must be at least 2, not {chunk_size}: {why}")
+        from server.engine.grammar.compiler import TokenMasks  # noqa: PLC0415  llguidance
+
         scoring = max(2, min(chunk_size, SCORING_LOGITS_BYTES // (4 * runner.vocab_size)))
         self.runner = runner
         self.kv = runner.kv

@@ -13,11 +13,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from threading import Lock
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from model.bundle import ModelBundle
-from server.engine.grammar.constraints import Constraint, Grammar, GrammarCompiler, GrammarError
-from server.engine.grammar.trial import GrammarTrial
+from server.engine.grammar.constraints import Constraint, Grammar, GrammarError
 from server.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -25,6 +24,10 @@ from server.errors import (
     UnavailableError,
 )
 from server.requests.completion import CompletionRequest
+
+if TYPE_CHECKING:
+    from server.engine.grammar.compiler import GrammarCompiler
+    from server.engine.grammar.trial import GrammarTrial
 
 T = TypeVar("T")
 
@@ -127,6 +130,8 @@ class Grammars:
 
     @cached_property
     def _trial(self) -> GrammarTrial:
+        from server.engine.grammar.trial import GrammarTrial  # noqa: PLC0415  llguidance
+
         config = self._bundle.config
         tokenizer = json.loads(self._bundle.tokenizer.to_str())
         if "merges" in tokenizer["model"]:  # grammars need none; reading them takes half the time
@@ -135,6 +140,8 @@ class Grammars:
 
     @cached_property
     def _compiler(self) -> GrammarCompiler:
+        from server.engine.grammar.compiler import GrammarCompiler  # noqa: PLC0415  llguidance
+
         return GrammarCompiler(*self._trial.model)  # each grammar has been tried first
 
 

@@ -17,6 +17,7 @@ from model.bundle import CHAT_TEMPLATE_FILE, ModelBundle
 from model.chat_template import ChatTemplate, ChatTemplateError
 from model.tokenizer import keep_spaces_in_offsets
 from server.engine.engine import Engine
+from server.engine.machine import return_freed_memory
 from server.engine.sampling import Floats
 from server.errors import DeadlineExceededError, StartupError
 from server.requests.admission.forecast import Work
@@ -113,6 +114,7 @@ class Service:
         Raises what `build` raises.
         """
         await self.engine.start(build)
+        return_freed_memory()  # what only loading needed
         if self.admission.phase is Phase.LOADING:
             self.admission.phase = Phase.READY
             fields = self.describe_model() | {"start_seconds": clock.rounded()}

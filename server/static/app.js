@@ -20,8 +20,8 @@ import { load, save } from "./common/storage.js";
 // attention: prompt, layer, head; token: the row to pin, from 0 (without: the last); focused=1, in
 // place of layer and head: the head that is most focused at that row.
 // without: the heads that are switched off.
-// playground: prompt, or messages as JSON; each setting that was changed, and seed; when two columns
-// are compared, the same of the second with the prefix "b.".
+// playground: prompt, or messages as JSON; each setting that was changed, and seed; branch: the path
+// to the shown branch; when two columns are compared, the same of the second with the prefix "b.".
 const VIEWS = { playground, similarity, attention: explorer, live, model };
 const THEMES = ["system", "light", "dark"];
 const RETRY_SECONDS = 2;
@@ -161,10 +161,12 @@ async function openWithKey(event) {
   }
 }
 
-/** Submit the form of a text by Ctrl+Enter, or Command+Enter. */
+/** Submit the view's form by Ctrl+Enter, or Command+Enter. */
 function submitByKey(event) {
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !event.defaultPrevented)
-    event.target.form?.requestSubmit();
+  const form = event.target.closest("main > section, dialog")?.querySelector("form");
+  if (!form || event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
+  event.preventDefault(); // or a focused button would be pressed too
+  form.requestSubmit();
 }
 
 setTheme(THEMES.find((theme) => theme === load("theme")) ?? "system");

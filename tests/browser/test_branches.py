@@ -25,6 +25,7 @@ def branch(page: Page, place: int, choice: int = 0) -> tuple[str, str]:
     name = taken.locator("code").inner_text()
     with page.expect_request("**/v1/completions"):
         taken.click()
+    page.mouse.move(0, 0)  # off the new text, whose tokens have tooltips
     expect(page.locator("#token-popover")).to_be_hidden()
     expect(page.locator("#stop")).to_be_disabled()
     return name, before
@@ -141,3 +142,35 @@ def test_a_link_reproduces_an_answer(
     assert generate(other) == sent
     other.goto(page.url.split("?")[0] + "?messages=%7B&form=x")  # not of this page
     generate(other)
+
+
+def test_a_link_reproduces_a_branch(
+    page: Page, open_page: Callable[..., Page], chat_url: str
+) -> None:
+    for shown in (page, open_page(chat_url)):
+        setting(shown, "max_tokens").fill("40")
+        setting(shown, "seed").fill("1")
+        setting(shown, "ignore_eos").check()
+        if shown is not page:
+            shown.get_by_label("Your message").fill("def main():")
+        generate(shown)
+        branch(shown, 5)
+        second, link_of_second = part(shown, "text").text_content() or "", shown.url
+        setting(shown, "temperature").fill("2")  # of later requests
+        branch(shown, 20, 1)
+        third, link_of_third = part(shown, "text").text_content() or "", shown.url
+        links = [link_of_second, link_of_third]
+        tree = shown.get_by_role("navigation", name="Branches")
+        tree.locator("li > button").nth(1).click()
+        expect(part(shown, "text")).to_have_text(second, use_inner_text=False)
+        assert shown.url == link_of_second
+        for n_branches, link, text in zip((2, 3), links, (second, third), strict=True):
+            other = open_page(link)
+            known = other.get_by_role("navigation", name="Branches").locator("li > button")
+            expect(known).to_have_count(n_branches)
+            expect(known.nth(n_branches - 1)).to_have_attribute("aria-current", "true")
+            expect(part(other, "text")).to_have_text(text, use_inner_text=False)
+            expect(other.locator("#stop")).to_be_disabled()
+            assert other.url == link
+    other = open_page(f"{link_of_third}-x.9")  # no step of that answer
+    expect(other.locator("#generation-status")).to_contain_text("Done.")

@@ -1,4 +1,5 @@
-"""An encoder's views, on the published all-MiniLM-L6-v2; both make a README picture."""
+"""Views of an encoder, all-MiniLM-L6-v2, two of which make a README picture, and of an
+encoder-decoder."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from loadtest.local_server import serve_locally
-from tests.browser.conftest import PYTHON
+from tests.browser.conftest import PYTHON, ROOT
 from tests.browser.test_explorer import explain, quoted, shown_tokens, wait_until_settled
 from tests.browser.test_first_minute import picture, window
 
@@ -26,6 +27,13 @@ def minilm_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command: list[str | Path] = [PYTHON, "-m", "kvasir", "export", found.stdout.strip()]
     subprocess.run([*command, "--out", directory], check=True, capture_output=True)
     with serve_locally(directory, python=PYTHON) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def numbers_url() -> Iterator[str]:
+    """Serve the example that reads numbers and writes their words."""
+    with serve_locally(ROOT / "examples/numbers", python=PYTHON) as started:
         yield started
 
 
@@ -58,3 +66,33 @@ def test_a_head_that_attends_to_the_next_token(
     picture(page, "encoder-head")
     page.locator("#strip button").last.click()
     expect(page).to_have_url(re.compile(f"&token={len(tokens) - 1}$"))  # the first is the usual one
+
+
+def test_an_encoders_views_leave_out_what_it_does_not_do(
+    open_page: Callable[..., Page], minilm_url: str
+) -> None:
+    page = open_page(f"{minilm_url}/#model")
+    expect(page.locator("[data-fact=mean-cosine]")).to_have_text(re.compile(r"^0\.99\d\d\d$"))
+    for fact in ("token", "perplexity-torch", "agreement"):
+        expect(page.locator(f"#model [data-fact={fact}]")).to_be_hidden()
+    page.locator("header a[href='#live']").click()
+    tiles = page.locator("#live .tile:visible h3")
+    expect(tiles).to_have_text(["Running", "Waiting", "Prompt tokens", "Rejected requests"])
+
+
+@pytest.mark.parametrize("width", [380, 1440])
+def test_an_alignment_is_as_wide_as_the_view(
+    width: int, open_page: Callable[..., Page], numbers_url: str
+) -> None:
+    page = open_page(f"{numbers_url}/#attention", viewport={"width": width, "height": 900})
+    wait_until_settled(page)
+    example = page.request.get(f"{numbers_url}/model").json()["examples"][0]
+    expect(page.locator("#explain-text")).to_have_value(example)
+    cards = page.locator("#alignment-card, #lab").all()
+    boxes = [box for card in cards if (box := card.bounding_box())]
+    assert len(boxes) == 2
+    assert (boxes[0]["x"], boxes[0]["width"]) == (boxes[1]["x"], boxes[1]["width"])
+    page.locator("header a[href='#playground']").click()
+    expect(page.locator("#no-chat")).to_have_text(
+        re.compile("reads your text, and writes another of it"), use_inner_text=True
+    )

@@ -230,7 +230,7 @@ def test_a_rejected_key_restores_the_selection(open_page: Any, guarded_url: str)
     page.unroute("**/explain")
     page.get_by_label("API key").fill(KEY)
     page.keyboard.press("Enter")
-    expect(page.locator("#switched")).to_have_text("Off: 2.0")
+    expect(page.locator("#switched")).to_have_text("Off, by layer and head: 2.0")
 
 
 @pytest.mark.refusals

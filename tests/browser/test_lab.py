@@ -70,11 +70,11 @@ def test_a_head_is_switched_off_and_on(page: Page) -> None:
     assert lab.locator("#next-tokens .next-share").first.inner_text() != before
     expect(lab).to_have_url(re.compile("&without=3.2$"))
     lab.reload()
-    expect(lab.locator("#switched")).to_have_text("Off: 3.2")
+    expect(lab.locator("#switched")).to_have_text("Off, by layer and head: 3.2")
     wait_until_settled(lab)
     lab.get_by_label("Head", exact=True).select_option("1")
     lab.get_by_role("button", name="Switch layer 3, head 1 off").click()
-    expect(lab.locator("#switched")).to_have_text("Off: 3.2, 3.1")
+    expect(lab.locator("#switched")).to_have_text("Off, by layer and head: 3.2, 3.1")
     lab.get_by_role("button", name="Switch all on").click()
     expect(lab.locator("#effect")).to_be_hidden()
     wait_until_settled(lab)

@@ -276,14 +276,13 @@ def test_a_real_server_shows_its_requests(open_page: Callable[..., Page], url: s
     body = {"prompt": "def f", "max_tokens": 100, "ignore_eos": True}
     assert page.request.post(f"{url}/v1/completions", data=body).ok
     expect(figure(page, "prompt")).not_to_have_text(NO_VALUE)
-    expect(page.locator("#live-empty")).to_be_hidden()
     expect(figure(page, "running")).to_have_text("0")
 
 
 def test_requests_can_be_sent_from_an_empty_batch(page: Page) -> None:
     page.locator("header a[href='#live']").click()
     button = page.get_by_role("button", name="Send 16 requests")
-    with page.expect_response("**/v1/completions") as sent:
+    with page.expect_response("**/v1/completions", timeout=120_000) as sent:
         button.click()
     assert len(sent.value.json()["choices"]) == 16
     expect(page.locator("#batch-idle")).to_be_visible(timeout=60_000)

@@ -89,6 +89,7 @@ def test_the_text_is_constrained(page: Page) -> None:
         ("regex", " ", "a value is required"),
     ):
         form.select_option(kind)
+        assert form.evaluate("select => select.offsetWidth") >= 100  # or its choice is cut off
         rule.fill(wrong)
         page.get_by_role("button", name="Generate", exact=True).click()  # sends nothing
         expect(page.locator("#setting-a-form-error")).to_contain_text(message)

@@ -107,7 +107,7 @@ def test_help_imports_nothing_that_takes_seconds() -> None:
         ("exprot", "no such command 'exprot'; did you mean 'export'; see kvasir --help"),
         (
             "serve --prot 1",
-            "no such option: --prot (Possible options: --host, --port); see kvasir serve --help",
+            "no such option: --prot; did you mean --host, --port; see kvasir serve --help",
         ),
         (
             "export x --out y --top-p nan",

@@ -15,11 +15,11 @@ from tokenizers import AddedToken, Tokenizer
 
 from server.engine.engine import Engine
 from server.engine.grammar import constraints
+from server.engine.grammar.compiler import GrammarCompiler
 from server.engine.grammar.constraints import (
     FORMATS,
     MAX_GRAMMAR_CHARS,
     Grammar,
-    GrammarCompiler,
     GrammarError,
     enforceable_schema,
 )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from model.packing import pack
 from server.engine.encoder.engine import MAX_PADDING, EncoderEngine
 from server.engine.encoder.sequence import EncoderOutput, EncoderSequence
 from server.engine.sampling import Floats, SamplingParams
@@ -119,6 +120,20 @@ class Lengths:
 
     def release_idle_memory(self) -> None:
         self.batches.clear()
+
+
+@pytest.mark.parametrize("types", [None, [None], [[0, 0, 1, 1]]])
+def test_a_lone_text_is_packed_as_the_first_of_two(types: list[list[int] | None] | None) -> None:
+    """The inputs of a lone text have a short way of their own."""
+    text = [5, 3, 8, 1]
+    lone, ends = pack([text], types)
+    two, _ = pack([text, text], types and types * 2)
+    assert ends.tolist() == [4]
+    assert lone.keys() == two.keys()
+    for name, of_two in two.items():
+        half = of_two[: len(of_two) // 2]
+        assert lone[name].dtype == half.dtype
+        np.testing.assert_array_equal(lone[name], half)
 
 
 def test_types_that_the_model_lacks_have_no_effect(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from server.engine.engine import Engine
-from server.engine.grammar.constraints import Grammar, GrammarCompiler
+from server.engine.grammar.compiler import GrammarCompiler
+from server.engine.grammar.constraints import Grammar
 from server.engine.kv.prefix_cache import PrefixCache
 from server.engine.runner import OnnxRunner
 from server.engine.sampling import SamplingParams

@@ -36,6 +36,7 @@ ADAPTER = {
         ({"model.safetensors": WHOLE[:30]}, "", "cut off: it ends in its header; copy it again"),
         ({"model.safetensors": WHOLE}, "model.safetensors", "name its folder"),
         (ADAPTER, "", "is a LoRA adapter of org/base, not a model; merge it"),
+        ({}, "mm", "mm does not exist; did you mean m\\?"),
         ({}, "org/name", "does not exist; a model of Hugging Face's hub is hf://org/name"),
     ],
 )

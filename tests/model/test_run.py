@@ -21,7 +21,9 @@ from model.checkpoint import load_checkpoint
 from model.tokenizer import train_tokenizer
 from model.training import run
 from model.training.data import open_tokens
+from model.training.distributed import Processes
 from model.training.metrics import StepMetrics
+from model.training.report import expected_time
 from model.training.trainer import Report, Trainer
 
 SHAPE = ("n_layer=1", "d_model=32", "d_ff=48", "n_head=2", "n_kv_head=1", "head_dim=16")
@@ -160,6 +162,18 @@ def test_the_steps_follow_the_text(preset: str) -> None:
     assert progress["step"] == steps == math.ceil(16 * progress["train_tokens"] / (64 * 8))
     assert f"{steps:,} steps of 512 tokens, 16." in output
     assert len([row for row in metrics("run")[1:] if row[3]]) >= 5
+
+
+def test_the_expected_time_comes_with_a_shorter_run() -> None:
+    alone = Processes(0, 1, torch.device("cpu"))
+    taste = {0.1: "300 takes 30 s", 0.5: "300 takes 2 min", 4.0: "150 takes 10 min"}
+    for seconds, shorter in taste.items():
+        assert f"; for a taste, --steps {shorter};" in expected_time(seconds, 0, 2000, alone)
+    assert "about 46 days on" in expected_time(100.0, 0, 40_000, alone)
+    assert "a smaller --preset or --context learns sooner" in expected_time(100.0, 0, 40_000, alone)
+    for step, steps in ((1000, 2000), (0, 300)):  # it is known, or short already
+        assert "taste" not in expected_time(0.5, step, steps, alone)
+    assert expected_time(0.01, 0, 900, alone) == ""
 
 
 def test_a_given_tokenizer_is_used_as_it_is_and_positions_hold_the_context() -> None:

@@ -20,7 +20,7 @@ import pytest
 from llguidance import LLParserLimits
 from tokenizers import Tokenizer, models
 
-from server.engine.grammar import constraints
+from server.engine.grammar import compiler
 from server.engine.grammar.constraints import Grammar
 from server.engine.sampling import SamplingParams
 from server.errors import DeadlineExceededError
@@ -213,7 +213,7 @@ def asking(source: str) -> CompletionRequest:
 async def test_a_text_that_uses_up_the_lexer_of_its_grammar_spoils_no_other_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(constraints, "_LIMITS", LLParserLimits(max_lexer_states=60))
+    monkeypatch.setattr(compiler, "_LIMITS", LLParserLimits(max_lexer_states=60))
     async with serving() as served:
         known, (letter,) = served.service.grammars, tokenizer.encode("a").ids
         first, second = [await known.constraint(asking("a{200}")) for _ in range(2)]

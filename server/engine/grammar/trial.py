@@ -19,7 +19,8 @@ from typing import Any
 
 import psutil
 
-from server.engine.grammar.constraints import Grammar, GrammarCompiler, GrammarError
+from server.engine.grammar.compiler import GrammarCompiler
+from server.engine.grammar.constraints import Grammar, GrammarError
 
 CPU_SECONDS = 0.5
 MEMORY_BYTES = 32 * 2**20

@@ -13,9 +13,8 @@ export function themeColours() {
     probe.style.color = `var(--${name})`;
     return [name, getComputedStyle(probe).color];
   };
-  const colours = Object.fromEntries(
-    ["accent", "line", "page", "quiet", "surface", "text"].map(resolve),
-  );
+  const names = ["accent", "line", "page", "quiet", "surface", "text"];
+  const colours = Object.fromEntries(names.map(resolve));
   probe.remove();
   return colours;
 }

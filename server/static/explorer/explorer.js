@@ -41,7 +41,8 @@ export function start(modelCard) {
   layerHeads = new Heads(byId("heads"), "head-of-layer", nHead > 12 ? 60 : 92, select);
   overview = new Heads(byId("overview"), "head-of-all", nHead > 12 ? 26 : 44, select);
   overview.setHeads(range(nLayer), range(nHead));
-  if (card.source.name === "stdlib") byId("explain-text").value = CODE; // the example model
+  const example = card.source.name === "stdlib" ? CODE : card.examples[0]; // the example model's
+  if (example) byId("explain-text").value = example;
   for (const [id, count] of Object.entries({ layer: nLayer, head: nHead })) {
     byId(id).replaceChildren(...range(count).map((i) => make("option", { value: i }, `${i}`)));
     byId(id).addEventListener("change", () =>

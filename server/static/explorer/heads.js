@@ -8,7 +8,7 @@ import { hatching, sharpen, weightImage } from "./weight_image.js";
 export function describe({ behaviour, shares }) {
   const parts = Object.entries(shares ?? {}).sort(([, a], [, b]) => b - a);
   const measured = parts.map(([kind, share]) => `${kind} ${formatShare(share)}`).join(", ");
-  return `${behaviour ? `${behaviour} head · ` : ""}${measured}`;
+  return measured && `${behaviour ? `${behaviour} head · ` : ""}shares of attention: ${measured}`;
 }
 
 /**
@@ -26,14 +26,10 @@ export class Heads {
     this.rows = new Map(
       layers.map((layer) => [layer, heads.map((head) => this.button(layer, head))]),
     );
-    const rows = [...this.rows].map(([layer, buttons]) =>
-      make(
-        "div",
-        { class: "heads-row flow" },
-        make("span", { class: "quiet" }, `${layer}`),
-        ...buttons,
-      ),
-    );
+    const rows = [...this.rows].map(([layer, buttons]) => {
+      const name = make("span", { class: "quiet" }, `${layer}`);
+      return make("div", { class: "heads-row flow" }, name, ...buttons);
+    });
     this.drawn.clear();
     this.element.replaceChildren(...rows);
   }

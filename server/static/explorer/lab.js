@@ -14,7 +14,7 @@ export function showSwitches(without, { layer, head }, onchange) {
   byId("all-on").hidden = without.length < 2;
   byId("all-on").onclick = () => onchange([]);
   byId("switched").textContent = without.length
-    ? `Off: ${without.join(", ")}`
+    ? `Off, by layer and head: ${without.join(", ")}`
     : "All heads are on.";
 }
 
@@ -34,7 +34,7 @@ export function showRowAnswers({ effect, lens }, token) {
 
 function showEffect({ kl_divergence: bits, tokens }, token) {
   byId("effect-caption").textContent =
-    `After ${quoted(token)}: ${bits.toFixed(3)} bits from the whole model`;
+    `After ${quoted(token)}: ${bits.toFixed(3)} bits (KL divergence) from the whole model`;
   const rows = tokens
     .toSorted((a, b) => b.whole_probability - a.whole_probability)
     .map((one) => {

@@ -44,14 +44,6 @@ export class Figures {
     return counts;
   }
 
-  /** True if the server has had no request since it started. */
-  get isUntouched() {
-    const { metrics } = this.#snapshots.at(-1);
-    const { running, waiting } = this.points.at(-1);
-    const ended = ["kvasir_request_success_total", "kvasir_requests_rejected_total"];
-    return running + waiting === 0 && ended.every((name) => metrics.total(name) === 0);
-  }
-
   /** Return the figures of the last snapshot. Those of a window need an earlier one in it. */
   #point() {
     const last = this.#snapshots.at(-1);

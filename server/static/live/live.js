@@ -3,7 +3,7 @@
 import { getJson, postJson, request } from "../common/api.js";
 import { showBatch, startBatch } from "./batch.js";
 import { Chart, formatFigure } from "./chart.js";
-import { byId, showError } from "../common/dom.js";
+import { byId, present, showError } from "../common/dom.js";
 import { Figures } from "./figures.js";
 import { formatCount } from "../common/format.js";
 import { pause } from "../common/pause.js";
@@ -27,6 +27,7 @@ let readAt = null; // when the shown figures were read
 export function start(card) {
   figures = new Figures(card.model);
   startBatch(card.max_num_seqs);
+  present(byId("live"), card.config);
   charts = [...byId("live").querySelectorAll("[data-series]")].map(
     (element) => new Chart(element, element.closest(".tile").querySelector("h3").textContent),
   );
@@ -42,7 +43,7 @@ export function start(card) {
 async function sendRequests({ model, examples, max_model_len: most }) {
   byId("live-send").hidden = true;
   const prompt = examples[0] ?? "Once upon a time";
-  const length = { max_tokens: Math.min(256, most >> 1), ignore_eos: true };
+  const length = { max_tokens: Math.min(512, most >> 1), ignore_eos: true };
   const body = { model, prompt, ...length, n: SENT_AT_ONCE, seed: 0 };
   showMessage((refusal = ""));
   try {
@@ -127,6 +128,5 @@ function showFigures() {
   byId("live-reasons").textContent = reasons.length
     ? `Since the server started: ${reasons.join(", ")}.`
     : "None since the server started.";
-  byId("live-empty").hidden = !figures.isUntouched;
   byId("live-send").hidden = !canSend || now.running + now.waiting > 0;
 }

@@ -42,8 +42,7 @@ function generalFacts(card) {
 
 function memoryFacts({ config, kv_cache: cache, max_source_len: source, max_model_len: target }) {
   if (cache === null) {
-    const token = config.pooling === null ? "not known until the model is loaded" : "none";
-    return { token, prompt: "–", sequence: "–", budget: "–" };
+    return { token: "not known until the model is loaded", prompt: "–", sequence: "–", budget: "–" };
   }
   const { n_layer: layers, n_kv_head: heads, head_dim: channels } = config;
   const { bytes_per_token: bytes, prompt_bytes_per_token: more, budget_tokens: budget } = cache;
@@ -72,7 +71,8 @@ function verificationFacts(verification) {
     agreement: orNone(verification.greedy_agreement, formatShare),
     "perplexity-torch": orNone(before, (value) => value.toFixed(3)),
     "perplexity-onnx": orNone(after, (value) => value.toFixed(3) + change),
-    text: text === null ? "Perplexity was not measured." : `Perplexity was measured on: ${text}.`,
+    "mean-cosine": orNone(verification.mean_cosine, (value) => value.toFixed(5)),
+    text,
   };
 }
 

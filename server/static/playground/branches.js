@@ -8,13 +8,15 @@ import { quoted, visible } from "../common/token_text.js";
 const RULES = ["response_format", "regex", "grammar", "tools"];
 
 /**
- * A branch is { sent, promptIds, ids, pieces, reasoning, calls, error, timings } and, but for the
- * root, { parent, position, name, title }: the request and its answer, the tokens of prompt and
- * text by id, and what tells the branch from its parent, at a position in its text.
+ * A branch is { sent, promptIds, ids, pieces, reasoning, calls, error, isWhole, timings, path } and,
+ * but for the root, { parent, position, name, title }: the request and its answer, the tokens of
+ * prompt and text by id, the positions and ids of the tokens that were taken (".5-1234.20-99"), and
+ * what tells the branch from its parent, at a position in its text.
  */
 export class Branches {
   all = [];
   shown = null;
+  path = ""; // to the shown branch, or to the one that is to follow
 
   /** Shows the tree in `element` if there is more than one branch. Calls onselect(branch). */
   constructor(element, onselect) {
@@ -22,10 +24,20 @@ export class Branches {
     this.onselect = onselect;
   }
 
-  /** Begin anew with an answer, the root, or with none. */
-  begin(root = null) {
-    this.all = root ? [{ ...root, parent: null, name: "first answer" }] : [];
+  /** Begin anew with an answer, the root, or with none. `path`: of the branch that is to follow. */
+  begin(root = null, path = "") {
+    this.all = root ? [{ ...root, parent: null, path: "", name: "first answer" }] : [];
     this.select(root && this.all[0]);
+    this.path = path;
+  }
+
+  /** Return the branch of the shown one to which a step of a path leads; null if there is none. */
+  follow(step) {
+    const [place, id] = step.split("-").map(Number);
+    const tokens = this.shown.pieces.flatMap((piece) => piece.tokens);
+    const token = tokens.find(({ position }) => position === place);
+    const alternative = token?.top.find((one) => one.id === id);
+    return alternative ? this.fork(token, alternative) : null;
   }
 
   /** Return a branch of the shown one, with an alternative in a token's place; null if none can be. */
@@ -47,6 +59,7 @@ export class Branches {
     return {
       parent: this.shown,
       position,
+      path: `${this.shown.path}.${position}-${alternative.id}`,
       name: visible(alternative.name),
       title,
       sent: { path: "v1/completions", body },
@@ -60,6 +73,7 @@ export class Branches {
   select(branch) {
     if (branch && !this.all.includes(branch)) this.all.push(branch);
     this.shown = branch;
+    this.path = branch?.path ?? "";
     this.element.hidden = this.all.length < 2;
     this.element.querySelector("ul").replaceWith(this.#list(null));
   }

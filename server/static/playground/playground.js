@@ -49,16 +49,19 @@ export function start(card) {
   layOut();
 }
 
-/** Return what a link needs to reproduce the shown answers: the input, the settings, the seed. */
+/** Return what a link needs to reproduce the shown answers: input, settings, seed and branch. */
 export function state() {
   const params = new URLSearchParams();
   if (!answered) return params;
   if ("prompt" in answered) params.set("prompt", answered.prompt);
   else params.set("messages", JSON.stringify(answered.messages));
-  for (const [i, run] of shownRuns().entries()) {
-    const { seed } = run.branches.all[0].sent.body;
-    for (const [name, value] of Object.entries({ ...run.settings.state(), seed }))
-      params.set((i ? "b." : "") + name, typeof value === "object" ? JSON.stringify(value) : value);
+  for (const [i, { branches }] of shownRuns().entries()) {
+    if (!branches.shown) continue; // compared since
+    const [{ sent, settings }] = branches.all;
+    const all = { ...settings, seed: sent.body.seed, branch: branches.path };
+    for (const [name, value] of Object.entries(all))
+      if (value !== "")
+        params.set((i ? "b." : "") + name, typeof value === "object" ? JSON.stringify(value) : value);
   }
   return params;
 }
@@ -80,7 +83,7 @@ export function open(params) {
     return; // not a link of this page
   }
   changed();
-  if (own.seed) generate();
+  if (own.seed) generate([own.branch, others.branch]);
 }
 
 /** Return the conversation that messages were made of. */
@@ -92,7 +95,10 @@ function asConversation(messages) {
 }
 
 function wire(card) {
-  byId("prompt-form").addEventListener("submit", (event) => handle(event, generate));
+  byId("prompt-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    generate();
+  });
   byId("stop").addEventListener("click", stop);
   byId("regenerate").addEventListener("click", regenerate);
   byId("clear").addEventListener("click", clear);
@@ -102,26 +108,17 @@ function wire(card) {
   byId("prompt-form").addEventListener("input", save);
   byId("message").addEventListener("input", () => byId("message").setCustomValidity(""));
   byId("examples").addEventListener("click", useExample);
-  byId("playground").addEventListener("keydown", (event) => {
-    const isOfPage = !event.target.closest("dialog");
-    if (isOfPage && event.key === "Enter" && (event.ctrlKey || event.metaKey))
-      handle(event, generate);
-  });
   copying.start();
   popover.start();
   next.start(card, runs[0]);
 }
 
-function handle(event, action) {
-  event.preventDefault();
-  action();
-}
-
-const generate = () =>
+/** Answer the input; `paths` are those that a link names to branches of each column's answer. */
+const generate = (paths = []) =>
   afterStop(() => {
     if (!areSettingsValid() || (isChat() && !hasMessage())) return null;
     if (isChat()) commitTurns();
-    return send(input());
+    return send(input(), paths);
   });
 
 const regenerate = () =>
@@ -144,17 +141,17 @@ function commitTurns() {
 }
 
 /** Send the input in all columns, with the same seed, so that only settings make a difference. */
-function send(sentInput) {
+function send(sentInput, paths = []) {
   answered = sentInput;
   const seed = Math.floor(Math.random() * 2 ** 32);
-  return follow(
-    () => shownRuns().map((run) => run.send(run.request(sentInput, seed))),
-    () => {
-      link = `${state()}`;
-      store("link", link, "sessionStorage");
-      window.dispatchEvent(new Event("kvasir:state"));
-    },
-  );
+  return follow(() => shownRuns().map((run, i) => run.send(run.request(sentInput, seed), paths[i])));
+}
+
+/** Let the address, and a page that returns to it, name what is shown. */
+function showLink() {
+  link = `${state()}`;
+  store("link", link, "sessionStorage");
+  window.dispatchEvent(new Event("kvasir:state"));
 }
 
 /** Show a branch of a run's answer, which is sent if it is new. */
@@ -162,17 +159,19 @@ const branchOff = (run, branch) =>
   afterStop(() => {
     const isNew = !branch.timings;
     run.show(branch);
-    return isNew ? follow(() => [run.read()]) : layOut();
+    if (isNew) return follow(() => [run.read()]);
+    showLink();
+    return layOut();
   });
 
 /** Be busy until the answers that `begin` asks for have ended. It returns promises of how. */
-async function follow(begin, begun = () => {}) {
+async function follow(begin) {
   const isRegenerating = document.activeElement === byId("regenerate");
   keepFocus(byId("stop"), () => {
     sending = Promise.all(begin());
     setBusy(true, "Generating.");
   });
-  begun();
+  showLink();
   runs[0].tokens.card.scrollIntoView({ block: "nearest" });
   save();
   const ends = (await sending).join(", ");

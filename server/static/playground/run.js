@@ -84,16 +84,25 @@ export class Run {
   }
 
   /**
-   * Send a request and show its answer. Return how it ended, in words. Never throws.
+   * Send a request and show its answer, then those of the branches on a path. Return how the last
+   * one ended, in words. Never throws.
    *
    * The previous request must have ended.
    */
-  send(sent) {
+  async send(sent, path = "") {
     this.clear();
     const shown = (sent.body.prompt ?? "") + (this.card.config.encoder === null ? "" : "\n");
     this.tokens.follow(() => this.part("prompt").replaceChildren(...revealed(shown)));
-    this.branches.begin({ sent, promptIds: [], ids: [], pieces: [] });
-    return this.read();
+    const settings = this.settings.state();
+    this.branches.begin({ sent, settings, promptIds: [], ids: [], pieces: [] }, path);
+    let ending = await this.read();
+    for (const step of path.split(".").slice(1)) {
+      const branch = this.branches.shown.isWhole && this.branches.follow(step);
+      if (!branch) break;
+      this.show(branch);
+      ending = await this.read();
+    }
+    return ending;
   }
 
   /** Show a branch. */
@@ -129,7 +138,8 @@ export class Run {
     const { pieces } = this.tokens;
     const { reasoning, calls } = this.extras;
     const error = this.part("error").textContent;
-    Object.assign(shown, { pieces, timings: this.timings, reasoning, calls, error });
+    const isWhole = !signal.aborted && !error;
+    Object.assign(shown, { pieces, timings: this.timings, reasoning, calls, error, isWhole });
     return this.timings.ending;
   }
 

@@ -1,6 +1,6 @@
 // The playground's introduction: the served model, and example prompts.
 
-import { byId, make } from "../common/dom.js";
+import { byId, make, present } from "../common/dom.js";
 import { formatCompact, formatCount } from "../common/format.js";
 
 const PROSE = ["Once upon a time", "The capital of France is", "There are three reasons why"];
@@ -15,6 +15,7 @@ export function showWelcome({ model, parameters, config, source, examples }) {
     source.train_tokens ? `, trained on ${formatCompact(source.train_tokens)} tokens` : "",
     isExample ? " of Python's standard library. " : ". ",
   );
+  present(byId("no-chat"), config);
   const first = isExample ? PYTHON : examples.length ? [] : PROSE;
   for (const text of [...first, ...examples])
     byId("examples").append(make("button", { type: "button" }, text), " ");
