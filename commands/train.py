@@ -154,7 +154,8 @@ def _prepare_run(
 ) -> None:
     """Write the run that the options of `train` describe. They are named as fields of settings."""
     from model.checkpoint import load_checkpoint
-    from model.config import TransformerConfig, preset
+    from model.config import TransformerConfig
+    from model.presets import preset
     from model.training.run import CorpusSettings, prepare_run
     from model.training.settings import TrainSettings
 

@@ -22,10 +22,11 @@ from rich.table import Column, Table
 
 from loadtest.random_model import folder_name, make_random_model
 from model.bundle import GRAPH_FILE, Device
-from model.config import TransformerConfig, preset
+from model.config import TransformerConfig
 from model.machine import usable_cpus
 from model.network.transformer import Transformer
 from model.onnx.runtime import onnxruntime
+from model.presets import preset
 from model.progress import Progress, followed, unheard
 from server.engine.engine import Engine, warm_up
 from server.engine.gpu.runner import PagedRunner

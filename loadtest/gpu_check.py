@@ -35,7 +35,7 @@ from loadtest.gpu_steps import (
 )
 from loadtest.random_model import make_random_model
 from model.bundle import PRECISIONS, load_bundle
-from model.config import preset
+from model.presets import preset
 from server.engine.engine import Engine
 from server.engine.gpu.cuda import require_cuda
 from server.engine.gpu.session import open_gpu_runner

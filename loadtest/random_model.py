@@ -19,8 +19,9 @@ import model.network
 from export.directory import check_precision, export_checkpoint
 from model.bundle import MANIFEST_FILE, Device
 from model.checkpoint import save_checkpoint
-from model.config import TransformerConfig, preset
+from model.config import TransformerConfig
 from model.network.transformer import Transformer
+from model.presets import preset
 from model.progress import Progress, unheard
 from model.tokenizer import train_tokenizer
 

@@ -25,8 +25,8 @@ from loadtest.random_model import dummy_tokenizer
 from loadtest.sse_client import Target, complete
 from model.bundle import PRECISIONS, load_bundle
 from model.checkpoint import save_checkpoint
-from model.config import preset
 from model.network.transformer import Transformer
+from model.presets import preset
 from server.engine.engine import Engine
 from server.engine.gpu.session import block_bytes, open_gpu_runner
 from server.engine.gpu.webgpu import open_webgpu_session

@@ -248,26 +248,9 @@ def load_bundle(directory: Path) -> ModelBundle:
             f"{directory} is not a directory; make one with: kvasir export {source} --out {out}"
         )
         raise BundleError(find_mistake(directory) or problem)
-    remedy = "copy it again or export the model again"
     try:
         manifest = _read_manifest(directory / MANIFEST_FILE)
-        for name, expected in manifest.files.items():
-            path = directory / name
-            if Path(name).name != name:
-                raise BundleError(
-                    f"{directory / MANIFEST_FILE} lists {name!r}, which is outside the directory"
-                )
-            if not path.is_file():
-                raise BundleError(f"{path} is missing; {remedy}")
-            if sha256(path) != expected:
-                problem = f"{path} does not match its hash in {MANIFEST_FILE}; {remedy}"
-                raise BundleError(find_mistake(directory) or problem)
-        for name in {*EXTRA_FILES, *_GRAPHS} - manifest.files.keys():
-            if (directory / name).exists():
-                raise BundleError(
-                    f"{directory / name} is not in {MANIFEST_FILE}; "
-                    "remove it, or export the model again with it"
-                )
+        _check_files(directory, manifest.files)
         for name in _GRAPHS & manifest.files.keys():
             _check_external_data(directory / name, manifest)
         config, tokenizer = load_config_and_tokenizer(directory)
@@ -295,6 +278,28 @@ def load_bundle(directory: Path) -> ModelBundle:
         embedding,
         examples,
     )
+
+
+def _check_files(directory: Path, hashes: Mapping[str, str]) -> None:
+    """Raise BundleError unless a directory holds what its manifest lists, and no other input."""
+    remedy = "copy it again or export the model again"
+    for name, expected in hashes.items():
+        path = directory / name
+        if Path(name).name != name:
+            raise BundleError(
+                f"{directory / MANIFEST_FILE} lists {name!r}, which is outside the directory"
+            )
+        if not path.is_file():
+            raise BundleError(f"{path} is missing; {remedy}")
+        if sha256(path) != expected:
+            problem = f"{path} does not match its hash in {MANIFEST_FILE}; {remedy}"
+            raise BundleError(find_mistake(directory) or problem)
+    for name in {*EXTRA_FILES, *_GRAPHS} - hashes.keys():
+        if (directory / name).exists():
+            raise BundleError(
+                f"{directory / name} is not in {MANIFEST_FILE}; "
+                "remove it, or export the model again with it"
+            )
 
 
 def _check_external_data(graph: Path, manifest: Manifest) -> None:

@@ -1,4 +1,4 @@
-"""TransformerConfig: a Transformer's shape and arithmetic, config.json, and presets by name."""
+"""TransformerConfig: a Transformer's shape and arithmetic, and config.json."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import json
 import math
 from collections.abc import Collection
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, StrictBool, StrictInt, ValidationError
 from pydantic.dataclasses import dataclass
 
 from model.files import read_object
-from model.suggestions import did_you_mean, nearest
+from model.suggestions import nearest
 
 Position = Literal[
     "rotary", "learned", "sinusoidal", "alibi", "relative", "learned_relative", "none"
@@ -426,82 +426,3 @@ class TransformerConfig:
     def save(self, path: Path) -> None:
         """Write config.json."""
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-
-
-def _shape(*sizes: int) -> dict[str, Any]:
-    """Name the sizes after the first fields, vocab_size to d_ff."""
-    return {field.name: size for field, size in zip(fields(TransformerConfig), sizes, strict=False)}
-
-
-def _with_encoder(sizes: tuple[int, ...], **fields: Any) -> TransformerConfig:
-    """Return a decoder with an encoder of the same shape."""
-    encoder = TransformerConfig(**_shape(*sizes), **fields, causal=False)
-    # Token 0 ends the texts of a tokenizer that is trained here, and starts targets.
-    return TransformerConfig(**_shape(*sizes), **fields, encoder=encoder, target_prefix=(0,))
-
-
-PRESETS = {
-    "tiny": TransformerConfig(**_shape(2048, 1024, 4, 6, 2, 32, 192, 480)),
-    "gpt2-124m": TransformerConfig(
-        **_shape(50257, 1024, 12, 12, 12, 64, 768, 3072),
-        position="learned",
-        norm="layernorm",
-        feed_forward="gelu_tanh",
-        qkv_bias=True,
-        output_bias=True,
-        feed_forward_bias=True,
-    ),
-    "smollm2-135m": TransformerConfig(
-        **_shape(49152, 2048, 30, 9, 3, 64, 576, 1536), rope_theta=1e5
-    ),
-    "qwen2.5-0.5b": TransformerConfig(
-        **_shape(151936, 2048, 24, 14, 2, 64, 896, 4864),
-        rope_theta=1e6,
-        norm_eps=1e-6,
-        qkv_bias=True,
-    ),
-    "llama3.2-1b": TransformerConfig(
-        **_shape(128256, 2048, 16, 32, 8, 64, 2048, 8192),
-        rope_theta=5e5,
-        rope_scaling=RopeScaling(kind="llama3", factor=32.0, original_max_model_len=8192),
-    ),
-    "tiny-encoder": TransformerConfig(
-        **_shape(2048, 1024, 4, 6, 2, 32, 192, 480),
-        causal=False,
-        pooling=Pooling(kind="mean", normalize=True),
-    ),
-    "tiny-seq2seq": _with_encoder(
-        (2048, 1024, 3, 6, 2, 32, 192, 480),
-        position="sinusoidal",
-        norm="layernorm",
-        norm_placement="post",
-    ),
-    "transformer-base": _with_encoder(
-        (37000, 1024, 6, 8, 8, 64, 512, 2048),
-        position="sinusoidal",
-        norm="layernorm",
-        norm_placement="post",
-        feed_forward="relu",
-        feed_forward_bias=True,
-        dropout=0.1,
-    ),  # Vaswani et al. 2017
-}
-_OF_DECODER = {"encoder", "shared_embedding", "target_prefix", "tied_embeddings", "head_bias"}
-
-
-def preset(name: str, **changes: Any) -> TransformerConfig:
-    """Return a preset with fields replaced. Raises ConfigError for a bad name, field or value.
-
-    Changes of a decoder are also its encoder's; `encoder` has changes of that alone.
-    """
-    if name not in PRESETS:
-        advice = did_you_mean(name, PRESETS, f"there are {', '.join(PRESETS)}")
-        raise ConfigError(f"no preset {name!r}; {advice}")
-    values = asdict(PRESETS[name])
-    if values["encoder"] is not None:
-        own = changes.pop("encoder", {})
-        if not isinstance(own, dict):
-            raise ConfigError(f"encoder must be an object of its fields, not {own!r}")
-        shared = {key: value for key, value in changes.items() if key not in _OF_DECODER}
-        values["encoder"] |= shared | own
-    return TransformerConfig(**{**values, **changes})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import secrets
 import signal
 from collections.abc import Iterator
 from functools import cache
@@ -31,6 +32,12 @@ def pytest_runtest_setup() -> None:
     """Give a test the same random numbers, whichever ran before it in this process."""
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def drawn_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give requests without a seed the same ones in every run."""
+    monkeypatch.setattr(secrets, "randbits", random.Random(0).getrandbits)
 
 
 @pytest.fixture(scope="session", autouse=True)

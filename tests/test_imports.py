@@ -24,6 +24,7 @@ WITHOUT_TORCH = (
     "model.mistaken",
     "model.onnx.runtime",
     "model.packing",
+    "model.presets",
     "model.progress",
     "model.suggestions",
     "model.template_environment",

@@ -9,7 +9,7 @@ import typer
 from typer import Argument, Option
 
 from model import bundle
-from model.config import PRESETS
+from model.presets import PRESETS
 
 
 def _check_text(text: str) -> str:

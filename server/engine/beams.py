@@ -1,7 +1,7 @@
 """Beam search for the likeliest texts (Sutskever et al. 2014), with the rules of transformers 5.
 
-Each step keeps the best unfinished texts of twice as many candidates, or more if several tokens end
-a text; those of the best candidates that end are finished.
+Each step keeps the best unfinished texts; those of as many of the best candidates that end are
+finished.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class BeamSearch:
         """Continue all running texts, given their logits [n, vocab]; return whether it is over."""
         width = self.params.width
         n_tokens = len(self.running[0].token_ids) + 1
-        n_likeliest = min(width * max(2, 1 + len(self._ending_ids)), logits.shape[1])
+        # Enough for `width` that go on, and all that could be ahead of them in their text.
+        n_likeliest = min(width + len(self._ending_ids), logits.shape[1])
         candidates = [  # log-probability, the text that it continues, its new token
             (text.score + logprob, place, token_id)
             for place, (text, row) in enumerate(zip(self.running, logits, strict=True))

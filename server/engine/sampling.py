@@ -180,7 +180,7 @@ def likeliest(row: Floats, n: int) -> tuple[float, tuple[tuple[int, float], ...]
     log_total = float(peak) + math.log(total)
     if not n:
         return log_total, ()
-    threshold = np.partition(peaks, peaks.size - n)[peaks.size - n]
+    threshold = np.partition(peaks, -n)[-n] if n <= peaks.size else -np.inf
     candidates = np.flatnonzero(row >= threshold)
     best = candidates[np.argsort(-row[candidates], kind="stable")][:n]
     return log_total, tuple((int(i), float(row[i]) - log_total) for i in best)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tokenizers import Encoding as Tokens
 from tokenizers import Tokenizer
 
 from server.engine.encoder.sequence import Encoding
@@ -17,6 +16,8 @@ MAX_INPUTS, MAX_TOKENS = 2048, 2**20  # of a request
 
 Text = str | tuple[str, str]  # a text, or two that are read together
 Side = Literal["left", "right"]
+# Tokens of an input, with their types: special ones, and -1 for its last text, -2 for the other.
+Layout = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +45,16 @@ def encode(builder: RequestBuilder, options: EncodingOptions) -> list[Encoding]:
     texts = list({part for parts in sources if parts is not None for part in parts})
     for text in texts:
         builder.check_text(text, param, limit if options.truncate_to is None else None)
-    known = dict(
-        zip(texts, tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True)
-    )
+    tokens = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    known = {text: one.ids for text, one in zip(texts, tokens, strict=True)}
+    layouts = {n: _layout(tokenizer, n) for n in {len(parts) for parts in sources if parts}}
     encodings, n_all = [], 0
     for place, (source, parts) in enumerate(zip(options.inputs, sources, strict=True)):
-        tokens = [known[part] for part in parts or ()]
+        ids = [known[part] for part in parts or ()]
         n_tokens = len(source)
         if parts is not None:
-            n_tokens = sum(map(len, tokens)) + tokenizer.num_special_tokens_to_add(len(parts) == 2)
+            n_special = sum(one >= 0 for one, _ in layouts[len(parts)])
+            n_tokens = sum(map(len, ids)) + n_special
         if not n_tokens:
             message = f"{param}: input {place} is empty; give at least one token"
             raise InvalidRequestError(message, param=param)
@@ -74,9 +76,8 @@ def encode(builder: RequestBuilder, options: EncodingOptions) -> list[Encoding]:
             encodings.append(Encoding(source[cut], None))
         else:
             if n_tokens > longest:
-                tokens = _truncated(tokenizer, tokens, longest, options.side)
-            whole = tokenizer.post_process(tokens[0], tokens[1] if tokens[1:] else None)
-            encodings.append(Encoding(whole.ids, whole.type_ids if len(tokens) == 2 else None))
+                ids = _truncated(ids, max(0, longest - n_special), options.side)
+            encodings.append(_arranged(layouts[len(ids)], ids))
     return encodings
 
 
@@ -87,16 +88,32 @@ def _parts(source: Text | list[int], prompt: str) -> tuple[str, ...] | None:
     return (prompt + source,) if isinstance(source, str) else source
 
 
-def _truncated(
-    tokenizer: Tokenizer, tokens: list[Tokens], longest: int, side: Side
-) -> list[Tokens]:
-    """Return tokens to add special ones to; of a pair, the longer text is cut first."""
-    kept = [max(0, longest - tokenizer.num_special_tokens_to_add(len(tokens) == 2))]
-    if len(tokens) == 2:
-        first, second, half = len(tokens[0]), len(tokens[1]), kept[0] // 2
-        n_first = kept[0] - min(second, half) if first > second else min(first, half)
-        kept = [n_first, kept[0] - n_first]
-    copies = [Tokens.merge([one]) for one in tokens]
-    for copy, n_tokens in zip(copies, kept, strict=True):
-        copy.truncate(n_tokens, direction=side)
-    return copies
+def _layout(tokenizer: Tokenizer, n_texts: int) -> Layout:
+    """Return the tokens of an input of one or two texts, or the text, and their types."""
+    marks = [2**32 - 1, 2**32 - 2][:n_texts]  # no tokens' ids
+    texts = [tokenizer.encode("", add_special_tokens=False) for _ in marks]
+    for text, mark in zip(texts, marks, strict=True):
+        text.truncate(0)
+        text.pad(1, pad_id=mark)
+    whole = tokenizer.post_process(texts[0], texts[1] if texts[1:] else None)
+    both = zip(whole.ids, whole.type_ids, strict=True)
+    return [(marks.index(one) - n_texts if one in marks else one, kind) for one, kind in both]
+
+
+def _arranged(layout: Layout, texts: list[list[int]]) -> Encoding:
+    """Return the encoding of the tokens of one or two texts."""
+    parts = [(texts[one] if one < 0 else [one], kind) for one, kind in layout]
+    ids = [token_id for part, _ in parts for token_id in part]
+    types = [kind for part, kind in parts for _ in part]
+    return Encoding(ids, types if len(texts) == 2 else None)
+
+
+def _truncated(texts: list[list[int]], n_kept: int, side: Side) -> list[list[int]]:
+    """Return so many tokens of one or two texts; the longer of two is cut first."""
+    kept = [n_kept]
+    if len(texts) == 2:
+        first, second, half = len(texts[0]), len(texts[1]), n_kept // 2
+        n_first = n_kept - min(second, half) if first > second else min(first, half)
+        kept = [n_first, n_kept - n_first]
+    cuts = zip(texts, kept, strict=True)
+    return [ids[max(0, len(ids) - n) :] if side == "left" else ids[:n] for ids, n in cuts]

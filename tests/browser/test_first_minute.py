@@ -37,7 +37,7 @@ def test_a_completion_and_alternatives_of_its_tokens(
 
 def test_a_head_that_attends_to_the_argument(open_page: Callable[..., Page], url: str) -> None:
     """In `json.load(`, this head of the example model attends to the path that was opened."""
-    page = open_page(url, color_scheme="dark", reduced_motion="reduce", **window(1240))
+    page = open_page(url, color_scheme="dark", reduced_motion="reduce", **window(1390))
     page.get_by_role("link", name="Attention").click()
     page.get_by_label("Input text").fill("with open(path) as file:\n    return json.load(")
     page.get_by_role("button", name="Explain").click()

@@ -10,7 +10,7 @@ import pytest
 
 from model.network.transformer import Transformer
 from model.reference import beam_search, generate
-from server.engine.beams import Hypothesis
+from server.engine.beams import BeamSearch, Hypothesis
 from server.engine.engine import BeamOutput, Engine, TokenOutput
 from server.engine.kv.source_rows import SourceRows
 from server.engine.sampling import BeamParams, SamplingParams
@@ -71,6 +71,32 @@ def test_greedy_and_sampled_texts(model: Transformer) -> None:
         ends = expected(sequence, model)[-1] == EOS
         reason = FinishReason.STOP if ends else FinishReason.LENGTH
         assert results[sequence.id].finish_reasons == [reason]
+
+
+@pytest.mark.parametrize("n_ending", [1, 40, 1024])
+def test_a_step_of_a_search_with_many_tokens_that_end_it(n_ending: int) -> None:
+    """Against a sort of all that may follow; a request may name 1,024 such tokens."""
+    generator = np.random.default_rng(n_ending)
+    ending = frozenset(generator.choice(5000, n_ending, replace=False).tolist())
+    params = BeamParams(width=16)
+    search = BeamSearch(params, ending, n_given=1, max_tokens=9)
+    for n_tokens in range(1, 4):
+        logits = generator.standard_normal((len(search.running), 5000)).astype(np.float32)
+        logits[:, [*ending]] += 1.0
+        scores = np.array([text.score for text in search.running])[:, None]
+        scores = scores + logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        best = np.argsort(-scores, axis=None).tolist()
+        going = [one for one in best if one % 5000 not in ending][: params.width]
+        texts = [(search.running[one // 5000].token_ids, one % 5000) for one in going]
+        ended = [one for one in best[: params.width] if one % 5000 in ending]
+        found = [text.score for text in search.finished]
+        found += [scores.flat[one] / n_tokens for one in ended]
+        assert not search.advance(logits) or len(found) >= params.width
+        if len(found) >= params.width:
+            break
+        assert {(*text.token_ids,) for text in search.running} == {(*a, b) for a, b in texts}
+        expected = sorted(found, reverse=True)
+        assert [text.score for text in search.finished] == pytest.approx(expected, abs=1e-4)
 
 
 def test_sources_are_whole_and_fill_a_step() -> None:

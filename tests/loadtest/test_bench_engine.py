@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from kvasir import app
 from loadtest import bench_engine as bench
-from model.config import preset
 from model.network.transformer import Transformer
+from model.presets import preset
 
 
 def test_the_command_prints_its_figures(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

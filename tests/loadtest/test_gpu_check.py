@@ -16,8 +16,8 @@ from loadtest.gpu_peer import Peer
 from loadtest.gpu_promises import check_figures, check_promises
 from loadtest.random_model import make_random_model
 from model.bundle import Verification
-from model.config import PRESETS, preset
 from model.network.transformer import Transformer
+from model.presets import PRESETS, preset
 from server.engine.gpu.runner import PagedRunner
 from server.engine.gpu.session import BACKENDS
 from tests.engine.test_paged_runner import exported, make_engine

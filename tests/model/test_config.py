@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from model.config import (
-    PRESETS,
     ConfigError,
     FeedForward,
     Norm,
@@ -20,9 +19,9 @@ from model.config import (
     Position,
     RopeScaling,
     TransformerConfig,
-    preset,
 )
 from model.network.transformer import Transformer
+from model.presets import PRESETS, preset
 
 VALID: dict[str, Any] = {
     "vocab_size": 300,

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from model.config import ConfigError, preset
+from model.config import ConfigError
+from model.presets import preset
 from model.suggestions import nearest
 from model.training.data import CorpusError
 from model.training.pairs import read_pairs

@@ -18,8 +18,8 @@ from typer.testing import CliRunner, Result
 
 from kvasir import app
 from model.checkpoint import load_checkpoint
-from model.config import preset
 from model.network.transformer import Transformer
+from model.presets import preset
 from model.reference import generate
 from model.tokenizer import train_tokenizer
 from model.training.data import CorpusError

@@ -6,11 +6,14 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import product
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, processors
 
 from server.engine.encoder.engine import EncoderEngine
 from server.engine.encoder.sequence import EncoderSequence, Encoding
@@ -23,11 +26,13 @@ from server.errors import (
 )
 from server.requests.admission.callers import Caller
 from server.requests.embedding import EmbeddingRequest
+from server.requests.encoding import EncodingOptions, Side, encode
 from server.requests.service import Service
 from server.settings import load_settings
 from server.telemetry.start_clock import StartClock
+from tests.fake_encoder import pair_tokenizer
 from tests.fake_runner import TIMEOUT
-from tests.serving import fake_bundle
+from tests.serving import fake_bundle, small_tokenizer
 
 
 class FirstTokens:
@@ -131,3 +136,48 @@ async def test_requests_beyond_the_limits_are_refused() -> None:
         await service.drain()
         with pytest.raises(UnavailableError):
             await service.embed(texts([1]))
+
+
+PROCESSORS = {
+    "template": pair_tokenizer().post_processor,
+    "bert": processors.BertProcessing(("j", 3), ("a", 4)),
+    "roberta": processors.RobertaProcessing(("j", 3), ("a", 4)),
+    "sequence": processors.Sequence(
+        [processors.ByteLevel(), processors.BertProcessing(("j", 3), ("a", 4))]
+    ),
+}
+
+
+class Counted:
+    """A tokenizer that counts how often it puts tokens around others."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer, self.n_processed = tokenizer, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.n_processed += name == "post_process"
+        return getattr(self.tokenizer, name)
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_texts_and_pairs_are_cut_as_the_tokenizer_cuts_them(name: str, side: Side) -> None:
+    """A long text that is in many pairs costs each of them no more than what is left of it."""
+    tokenizer = Tokenizer.from_str(small_tokenizer().to_str())
+    tokenizer.post_processor = PROCESSORS[name]
+    counted: Any = Counted(tokenizer)
+    bundle = fake_bundle()
+    service = Service(load_settings(model=bundle.path), bundle)
+    builder = replace(service.builder, bundle=replace(bundle, tokenizer=counted))
+    texts = ["", "a", "json.load(path)", "read " * 30, "b" * 90, "c" * 91]
+    inputs: list[Any] = [*texts, *product(texts, texts)]
+    for longest in (4, 5, 16, 17, 64):
+        asked = EncodingOptions(inputs=inputs, param="inputs", truncate_to=longest, side=side)
+        found = encode(builder, asked)
+        tokenizer.enable_truncation(longest, direction=side)
+        expected = tokenizer.encode_batch(inputs)
+        tokenizer.no_truncation()
+        assert [list(one.ids) for one in found] == [one.ids for one in expected]
+        types = [one.type_ids for one in expected]
+        assert [one.type_ids for one in found] == [None] * len(texts) + types[len(texts) :]
+    assert counted.n_processed == 5 * 2

@@ -8,7 +8,7 @@ import { hatching, sharpen, weightImage } from "./weight_image.js";
 export function describe({ behaviour, shares }) {
   const parts = Object.entries(shares ?? {}).sort(([, a], [, b]) => b - a);
   const measured = parts.map(([kind, share]) => `${kind} ${formatShare(share)}`).join(", ");
-  return measured && `${behaviour ? `${behaviour} head · ` : ""}shares of attention: ${measured}`;
+  return measured && `${behaviour ? `${behaviour} head · ` : ""}${measured} of its attention`;
 }
 
 /**
