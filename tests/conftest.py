@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 import secrets
 import signal
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from torch.onnx._internal._lazy_import import onnxscript_apis  # type: ignore[attr-defined]
 
 from tests.random_models import RandomModel, export_random
 
@@ -41,6 +44,14 @@ def drawn_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
 def one_torch_thread() -> None:
     """Use one thread: tensors are tiny here, and a second thread costs more than it saves."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def operators_read_once() -> Iterator[None]:
+    """Let PyTorch parse its library of operators once, instead of for each export."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(onnxscript_apis, "get_torchlib_ops", cache(onnxscript_apis.get_torchlib_ops))
+        yield
 
 
 SHAPE: dict[str, Any] = {
