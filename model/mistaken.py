@@ -40,9 +40,11 @@ def find_mistake(source: Path) -> str | None:
 
 
 def _advice_on_missing(source: Path) -> str | None:
+    kind = source.suffix  # alike in many names, so it says little
     beside = islice(source.parent.iterdir(), _MOST_NAMES) if source.parent.is_dir() else ()
-    if near := nearest(source.name, [path.name for path in beside]):
-        return f"{source} does not exist; did you mean {source.with_name(near)}?"
+    known = {path.name.removesuffix(kind): path for path in beside}
+    if near := nearest(source.name.removesuffix(kind), known):
+        return f"{source} does not exist; did you mean {known[near]}?"
     if _HUB_ID.fullmatch(str(source)):
         return f"{source} does not exist; a model of Hugging Face's hub is hf://{source}"
     return None
