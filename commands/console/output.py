@@ -139,8 +139,8 @@ def show(
         typer.echo(json.dumps(values))
         return
     screen = console()
-    if parts:
-        screen.print(*parts, sep="\n")
+    for part in parts:
+        screen.print(part, soft_wrap=isinstance(part, str | Text))
     if then and screen.is_terminal:
         line = shlex.join(["kvasir", *map(str, then)])
         screen.print(Text.assemble("next: ", (line, "bold")), soft_wrap=True)

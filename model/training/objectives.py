@@ -214,7 +214,7 @@ class Translating(Objective):
         return Evaluation(total / n_targets, n_right / n_targets, n_exact / n)
 
     def sample(self, step: int) -> tuple[str, str]:
-        """Return a source that is held out, and the likeliest target token by token."""
+        """Return a source that is held out, as a line, and the likeliest target token by token."""
         place, config = step % self.data.n_held_out_pairs, self.decoder.config
         sources, lengths, *_ = self.data.held_out(place, place + 1)
         ids, n_prefix = list(config.target_prefix), len(config.target_prefix)
@@ -223,7 +223,8 @@ class Translating(Objective):
             ids.append(int(self._logits(batch)[0][0, -1].argmax()))
             if ids[-1] in config.eos_token_ids:
                 break
-        return self.tokenizer.decode(sources[0].tolist()), self.tokenizer.decode(ids[n_prefix:])
+        source = self.tokenizer.decode(sources[0].tolist())
+        return f"{source}\n", self.tokenizer.decode(ids[n_prefix:])
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:

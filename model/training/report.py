@@ -48,7 +48,7 @@ def print_held_out(
     text = str(held_out)
     if has_perplexity and held_out.loss is not None:
         text += f", perplexity {math.exp(min(held_out.loss, 700.0)):,.1f}"
-    lines.print(Text.assemble((f"step {step:,}", "bold"), f"  {text}"))
+    lines.print(Text.assemble((f"step {step:,}", "bold"), f"  {text}"), soft_wrap=True)
 
 
 def expected_time(seconds: float, step: int, steps: int, processes: Processes) -> str:

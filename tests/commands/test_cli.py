@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 import model.bundle
 from commands.console import progress
-from commands.console.output import console
+from commands.console.output import console, show
 from kvasir import app
 from model.training import report
 from model.training.metrics import StepMetrics
@@ -264,6 +264,11 @@ def test_bars_are_for_terminals(
     assert bool(screen.getvalue()) == shown
 
 
+def test_lines_of_a_result_are_not_broken(capsys: pytest.CaptureFixture[str]) -> None:
+    show(False, {}, "wrote " + "long name " * 20, "done")
+    assert capsys.readouterr().out == "wrote " + "long name " * 20 + "\ndone\n"
+
+
 @pytest.mark.parametrize("colours", [True, False])
 def test_training_shows_its_bar_beside_lines_that_go_into_a_pipe(
     colours: bool, monkeypatch: pytest.MonkeyPatch
@@ -273,6 +278,7 @@ def test_training_shows_its_bar_beside_lines_that_go_into_a_pipe(
     monkeypatch.setattr(sys, "stdout", pipe)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "" if colours else "1")
+    monkeypatch.setenv("COLUMNS", "60")  # lines of a pipe are not broken
     monkeypatch.setattr(progress, "_DELAY", 0)
     metrics = StepMetrics(
         step=1,

@@ -224,6 +224,8 @@ def test_exact_match_is_that_of_greedy_decoding(tmp_path: Path) -> None:
         log_probabilities += given[range(len(given)), targets[0]].tolist()
         output = generate(decoder, [0], max_tokens=16, ending_ids=[0], source=source)
         n_exact += output == targets[0].tolist()
+        shown = tokenizer.decode(sources[0].tolist())
+        assert trainer.objective.sample(place) == (f"{shown}\n", tokenizer.decode(output))
     assert exact_match == n_exact / 40
     assert 0 < n_exact < 40
     assert loss is not None
