@@ -17,7 +17,7 @@ import { load, save } from "./common/storage.js";
 // It fires "kvasir:state" on the window when its state has changed; only this module reads and writes
 // location.hash. The parameters:
 //
-// attention: prompt, layer, head; token: the row to pin, from 0 (without: the last); focused=1, in
+// attention: prompt, layer, head; token: the row to pin, from 0, if not the usual; focused=1, in
 // place of layer and head: the head that is most focused at that row.
 // without: the heads that are switched off.
 // playground: prompt, or messages as JSON; each setting that was changed, and seed; branch: the path
@@ -96,10 +96,9 @@ async function start() {
     views = known;
     show();
   } catch (error) {
-    showFailure("");
-    if (error.status === 401) return; // the key form is open
-    showFailure(error.message);
-    throw error;
+    const isKnown = error.status === 401; // the key form is open
+    showFailure(isKnown ? "" : error.message);
+    if (!isKnown) throw error;
   }
 }
 

@@ -49,7 +49,7 @@ def test_a_text_goes_on_from_an_alternative(page: Page, url: str, tmp_path: Path
     for place, text in ((0, first), (1, second), (2, third)):
         tree.locator("li > button").nth(place).click()
         expect(part(page, "text")).to_have_text(text or "", use_inner_text=False)
-        expect(tree.locator("[aria-current]")).to_have_count(1)
+        expect(tree.locator("[aria-current]")).to_be_focused()
     with page.expect_download() as saved:
         tree.get_by_role("button", name="Export branches").click()
     saved.value.save_as(tmp_path / "branches.json")

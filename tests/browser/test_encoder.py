@@ -94,5 +94,5 @@ def test_an_alignment_is_as_wide_as_the_view(
     assert (boxes[0]["x"], boxes[0]["width"]) == (boxes[1]["x"], boxes[1]["width"])
     page.locator("header a[href='#playground']").click()
     expect(page.locator("#no-chat")).to_have_text(
-        re.compile("reads your text, and writes another of it"), use_inner_text=True
+        re.compile("turns your text into another"), use_inner_text=True
     )

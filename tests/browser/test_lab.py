@@ -76,6 +76,7 @@ def test_a_head_is_switched_off_and_on(page: Page) -> None:
     lab.get_by_role("button", name="Switch layer 3, head 1 off").click()
     expect(lab.locator("#switched")).to_have_text("Off, by layer and head: 3.2, 3.1")
     lab.get_by_role("button", name="Switch all on").click()
+    expect(lab.locator("#switch")).to_be_focused()
     expect(lab.locator("#effect")).to_be_hidden()
     wait_until_settled(lab)
     assert lab.locator("#next-tokens .next-share").first.inner_text() == before
@@ -112,9 +113,14 @@ def test_the_most_focused_head_is_found(page: Page) -> None:
     page.locator("header a[href='#attention']").click()
     wait_until_settled(page)
     expect(page.get_by_label("Input text")).to_have_value(TEXT)
-    for opened in (page, link(page, focused=1, layer=0)):
-        expect(opened.get_by_label("Layer", exact=True)).to_have_value(str(least[1]))
-        expect(opened.get_by_label("Head", exact=True)).to_have_value(str(least[2]))
+    layer, head = (page.get_by_label(name, exact=True) for name in ("Layer", "Head"))
+    expect(layer).to_have_value(str(least[1]))
+    expect(head).to_have_value(str(least[2]))
+    layer.select_option("0" if least[1] else "1")
+    wait_until_settled(page)
+    link(page, focused=1, layer=0)
+    expect(layer).to_have_value(str(least[1]))
+    expect(head).to_have_value(str(least[2]))
 
 
 def test_the_lecture_shows_a_rows_numbers(page: Page) -> None:

@@ -253,5 +253,7 @@ def test_targets_are_24_pixels_high(page: Page) -> None:
     for view in VIEWS:
         page.goto(page.url.split("#")[0] + f"#{view}")
         expect(page.locator(f"#{view}")).to_be_visible()
+        if view == "attention":
+            expect(page.locator("#explained:not([aria-busy])")).to_be_visible()
         page.locator("details").evaluate_all("all => { for (const one of all) one.open = true; }")
         assert page.evaluate(SMALL_TARGETS) == [], view

@@ -14,7 +14,7 @@ const MAX_ATTEMPTS = 5;
  * An explained text: its tokens, the likeliest next tokens, and the attention weights fetched so
  * far, of a model without some heads.
  */
-export class Explanation {
+class Explanation {
   constructor(text, without, response) {
     Object.assign(this, { text, without });
     this.tokens = response.tokens;

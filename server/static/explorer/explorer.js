@@ -262,6 +262,7 @@ function draw() {
   }
   showSwitches(asked.without, asked.selected, (without) => {
     ask({ without });
+    byId("switch").focus(); // the other button disappears
     draw();
   });
   const behaviour = explanation.behaviours.get(`${layer}.${head}`);

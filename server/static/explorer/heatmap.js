@@ -180,7 +180,7 @@ export class HeatMap {
 }
 
 /** Return the whole map as a Blob, in smaller cells if it is too large; null if it still is. */
-export async function asPng(map) {
+export function asPng(map) {
   const canvas = document.createElement("canvas");
   const { cell, width, height } = map;
   const room = MOST_SIDE / devicePixelRatio - map.margin - 1;

@@ -75,7 +75,9 @@ export class Branches {
     this.shown = branch;
     this.path = branch?.path ?? "";
     this.element.hidden = this.all.length < 2;
+    const hadFocus = this.element.contains(document.activeElement);
     this.element.querySelector("ul").replaceWith(this.#list(null));
+    if (hadFocus) this.element.querySelector("[aria-current]")?.focus();
   }
 
   /** Return all branches as plain objects, each with the number of its parent. */

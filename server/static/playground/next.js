@@ -66,7 +66,7 @@ function draw() {
   });
   byId("upcoming-tokens").replaceChildren(...rows);
   const kept = shares.filter((share) => share > 0).length;
-  const rest = 1 - tokens.reduce((sum, { probability }) => sum + probability, 0);
+  const rest = Math.max(0, 1 - tokens.reduce((sum, { probability }) => sum + probability, 0));
   const unknown = `; the others, ${formatShare(rest)} of the model's probability, do not count here`;
   byId("upcoming-kept").textContent = tokens.length
     ? `${kept} of the ${tokens.length} likeliest tokens can be drawn` +

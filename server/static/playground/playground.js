@@ -147,7 +147,7 @@ function send(sentInput, paths = []) {
   return follow(() => shownRuns().map((run, i) => run.send(run.request(sentInput, seed), paths[i])));
 }
 
-/** Let the address, and a page that returns to it, name what is shown. */
+/** Write what is shown into the address, and keep it for a page that returns there. */
 function showLink() {
   link = `${state()}`;
   store("link", link, "sessionStorage");
@@ -164,7 +164,7 @@ const branchOff = (run, branch) =>
     return layOut();
   });
 
-/** Be busy until the answers that `begin` asks for have ended. It returns promises of how. */
+/** Be busy until the answers that `begin` asks for have ended. It returns promises of their ends. */
 async function follow(begin) {
   const isRegenerating = document.activeElement === byId("regenerate");
   keepFocus(byId("stop"), () => {

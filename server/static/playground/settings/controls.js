@@ -1,6 +1,6 @@
 // Controls of the settings: an input each, its description, and what is wrong with its value.
 
-import { byId, clone } from "../../common/dom.js";
+import { byId, clone, showError } from "../../common/dom.js";
 
 const ESCAPES = { "\\n": "\n", "\\t": "\t", "\\r": "\r", "\\\\": "\\" };
 const numberOf = (input) => input.valueAsNumber;
@@ -102,8 +102,7 @@ export class Control {
 
   /** Show what is wrong beside the control, or nothing for "". */
   setError(message) {
-    this.error.textContent = message;
-    this.error.hidden = message === "";
+    showError(this.error, message);
     for (const one of this.element.querySelectorAll("[aria-invalid]"))
       one.removeAttribute("aria-invalid");
     if (message) this.errorInput.setAttribute("aria-invalid", "true");

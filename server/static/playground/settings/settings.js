@@ -38,16 +38,15 @@ export class Settings {
     return all;
   }
 
-  /** Show an error beside the control of an API field. Return false if there is no such control. */
+  /** Show an error beside the control of an API field, if there is such a control. */
   showError(param, message) {
     const field = param.split(".")[0];
     const found = this.controls.get(CONTROL_OF[field] ?? field);
-    if (found === undefined) return false;
+    if (found === undefined) return;
     for (let at = found.input.closest("details"); at; at = at.parentElement.closest("details"))
       at.open = true;
     found.setError(message);
     found.errorInput.focus();
-    return true;
   }
 
   /** Return the changed values by control, to store and compare. */
