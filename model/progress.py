@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from threading import Event, Thread
+from time import monotonic
 from typing import TypeVar
 
 # Called with a description of the work, the units done, and their total (0: unknown).
@@ -26,11 +28,12 @@ def followed(items: Sequence[T], what: str, progress: Progress) -> Iterator[T]:
     progress(what, len(items), len(items))
 
 
-def interruptible(work: Callable[[Event], T]) -> T:
+def interruptible(work: Callable[[Event], T], longest: float = math.inf) -> T:
     """Return the result of `work`, which runs compiled code in a thread of its own.
 
     Ctrl-C ends the wait at once, not when the compiled code returns. Then the event is set, and
-    Python code of `work` should end.
+    Python code of `work` should end; as it should after TimeoutError, raised after `longest`
+    seconds.
     """
     result, is_over = Future[T](), Event()
 
@@ -40,11 +43,15 @@ def interruptible(work: Callable[[Event], T]) -> T:
         except BaseException as error:
             result.set_exception(error)
 
-    thread = Thread(target=run, daemon=True)  # else the process would wait for it
+    thread = Thread(target=run, name="work", daemon=True)  # else the process would wait for it
     try:
         thread.start()
+        ends = monotonic() + longest
         while thread.is_alive():  # the kernel may give the signal to another thread
-            thread.join(_LONGEST_WAIT)
+            thread.join(min(_LONGEST_WAIT, max(0.0, ends - monotonic())))
+            if thread.is_alive() and monotonic() >= ends:
+                is_over.set()
+                raise TimeoutError(f"it takes longer than {longest:g} seconds")
     except (KeyboardInterrupt, SystemExit):
         is_over.set()
         thread.join(_LAST_SECONDS)

@@ -34,6 +34,9 @@ class Store:
     asked: list[tuple[str, str | None]] = field(default_factory=list)  # bodies: name, and range
     challenge: str = ""  # to requests without CREDENTIALS, or the token "ours" that they buy
     url: str = ""
+    knows_ranges: bool = True
+    # Answers a request in place of the store, if it returns True.
+    instead: Callable[[BaseHTTPRequestHandler], bool] = lambda _: False
 
     def body(self, name: str, headers: Any, more: dict[str, str]) -> Answer:
         content = self.files[name]
@@ -41,7 +44,7 @@ class Store:
             content = content[:-1] + bytes([content[-1] ^ 1])
         wanted = headers.get("Range")
         self.asked.append((name, wanted))
-        if wanted is None:
+        if wanted is None or not self.knows_ranges:
             return 200, more, content
         start = int(re.fullmatch(r"bytes=(\d+)-", wanted)[1])  # type: ignore[index]
         place = f"bytes {start}-{len(content) - 1}/{len(content)}"
@@ -63,6 +66,9 @@ def running(store: Store, respond: Respond) -> Iterator[Store]:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
+            if store.instead(self):
+                self.close_connection = True
+                return
             parts = urlsplit(self.path)
             query = parse_qs(parts.query, keep_blank_values=True)
             asked: list[tuple[str, str | None]] = []

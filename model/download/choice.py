@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
+from pathlib import PurePosixPath
 
 from model.bundle import CONFIG_FILE, GRAPH_FILE, MANIFEST_FILE, TOKENIZER_FILE
 from model.download.reference import DownloadError, Reference
@@ -38,6 +39,11 @@ def choose_files(
             chosen = _checkpoint(reference, names, read)
     except ValueError as error:
         raise DownloadError(f"{reference}: a file of it {error}") from None
+    for path in map(PurePosixPath, chosen):
+        if path.is_absolute() or ".." in path.parts:
+            raise DownloadError(
+                f"{reference} names a file {str(path)!r}, outside the model's folder"
+            )
     if missing := sorted({*chosen} - {*names}):
         raise DownloadError(f"{reference} lacks {', '.join(missing)}, so it is not whole")
     return sorted({*chosen})

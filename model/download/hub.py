@@ -10,28 +10,37 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from model.download.choice import choose_files
 from model.download.reference import DownloadError, Reference
-from model.download.transfer import digest
+from model.download.transfer import (
+    CHUNK,
+    INDEX_BYTES,
+    check_count,
+    digest,
+    longest_seconds,
+    read_whole,
+)
+from model.progress import Progress, interruptible
 
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A revision of a model; hashes: those of its files, none for a copy in the cache."""
+    """A revision of a model. sizes and hashes: those of its files, none for a copy in the cache."""
 
     reference: Reference
     revision: str
+    sizes: dict[str, int]
     hashes: dict[str, str]
     cached: Path | None = None
 
-    def pull(self) -> tuple[Path, list[str]]:
+    def pull(self, _: Progress) -> tuple[Path, list[str]]:
         """Return the folder of its files, which are verified, and their names in it.
 
         Raises DownloadError.
         """
-        import huggingface_hub as hub  # noqa: PLC0415  of the extra hub
-        from huggingface_hub.utils.tqdm import disable_progress_bars  # noqa: PLC0415
+        from huggingface_hub.utils.tqdm import disable_progress_bars  # noqa: PLC0415  of the extra hub
 
         reference = self.reference
         if (kept := self.cached) is not None:
@@ -39,19 +48,19 @@ class HubModel:
             return kept, choose_files(reference, names, lambda name: (kept / name).read_bytes())
         if not sys.stderr.isatty():
             disable_progress_bars()
-        repository = reference.name
         with _in_words(reference):
 
             def read(name: str) -> bytes:
-                path = hub.hf_hub_download(repository, name, revision=self.revision)
-                return Path(path).read_bytes()
+                if self.sizes[name] > INDEX_BYTES:
+                    raise DownloadError(f"{reference}: {name} has {self.sizes[name]:,} bytes")
+                return self._download(name, self.revision).read_bytes()
 
             chosen = choose_files(reference, self.hashes, read)
+            for name in chosen:
+                path = self._download(name, self.revision)
+            folder = path.parents[name.count("/")]
             # By the name of its branch or tag, which the cache then finds offline.
-            revision = reference.revision
-            folder = Path(
-                hub.snapshot_download(repository, revision=revision, allow_patterns=chosen)
-            )
+            self._download(name, reference.revision)
         wrong = [name for name in chosen if not _matches(folder / name, self.hashes[name])]
         for name in wrong:
             (folder / name).resolve().unlink()
@@ -60,6 +69,30 @@ class HubModel:
                 f"{reference}: {', '.join(wrong)} does not match its hash; run this again"
             )
         return folder, chosen
+
+    def _download(self, name: str, revision: str | None) -> Path:
+        """Return a file in the hub's cache. Raises DownloadError for more than its size."""
+        import huggingface_hub as hub  # noqa: PLC0415
+        from huggingface_hub.utils.tqdm import tqdm  # noqa: PLC0415
+
+        reference, size = self.reference, self.sizes[name]
+
+        class Bounded(tqdm):  # type: ignore[misc]
+            n_bytes = 0
+
+            def update(self, n: float | None = 1) -> bool | None:
+                self.n_bytes += int(n or 0)
+                if self.n_bytes > size:
+                    raise DownloadError(f"{reference}: {name} has more than its {size:,} bytes")
+                return super().update(n)
+
+            def update_transfer(self, n: float) -> None:
+                """Ignore what the network brings: only what reaches the file counts."""
+
+        def download(_: object) -> str:
+            return hub.hf_hub_download(reference.name, name, revision=revision, tqdm_class=Bounded)
+
+        return Path(interruptible(download, longest_seconds(size)))
 
 
 def find_hub_model(reference: Reference) -> HubModel:
@@ -77,12 +110,24 @@ def find_hub_model(reference: Reference) -> HubModel:
                 f"is set; run once without it: kvasir pull {reference}"
             )
         folder = Path(found.removesuffix(name))
-        return HubModel(reference, folder.name, {}, folder)
+        return HubModel(reference, folder.name, {}, {}, folder)
+    hooks = hub.get_session().event_hooks["response"]
+    if _read_small not in hooks:
+        hooks.append(_read_small)
     with _in_words(reference):
         info = hub.HfApi().model_info(reference.name, revision=revision, files_metadata=True)
     files = info.siblings or ()
+    check_count(reference, len(files))
     hashes = {f.rfilename: f.lfs.sha256 if f.lfs else f.blob_id or "" for f in files}
-    return HubModel(reference, info.sha or "", hashes)
+    sizes = {f.rfilename: f.size or 0 for f in files}
+    return HubModel(reference, info.sha or "", sizes, hashes)
+
+
+def _read_small(response: Any) -> None:
+    """Read a response that is no file, which the library would read without a limit."""
+    if response.status_code not in (200, 206) or response.url.path.startswith("/api/"):
+        chunks = response.iter_bytes(CHUNK)
+        response._content = read_whole(str(response.url), chunks, INDEX_BYTES)
 
 
 def _matches(path: Path, expected: str) -> bool:

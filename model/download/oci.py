@@ -6,15 +6,24 @@ Credentials are those of ~/.docker/config.json.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
+import re
 from collections.abc import Iterable
 from functools import partial
+from operator import index
 from pathlib import Path
 from typing import Any
 
 from model.download.reference import DownloadError, Reference
-from model.download.transfer import RemoteFile, digest
+from model.download.transfer import (
+    CHUNK,
+    SMALL_BYTES,
+    RemoteFile,
+    digest,
+    from_offset,
+    read_whole,
+)
+from model.files import parse_object
 
 _NAMES = ("org.opencontainers.image.title", "org.cncf.model.filepath")  # annotations
 _MANIFESTS = (
@@ -35,11 +44,14 @@ def list_oci(reference: Reference) -> tuple[str, dict[str, RemoteFile]]:
     host = reference.place.partition("/")[0]
     insecure = host.rpartition(":")[0] in _LOCAL or host in _LOCAL
     try:
-        asked = requests.get(f"http{'' if insecure else 's'}://{host}/v2/", timeout=_TIMEOUT)
+        with requests.Session() as session:
+            guard(session, is_local=insecure)
+            asked = session.get(f"http{'' if insecure else 's'}://{host}/v2/", timeout=_TIMEOUT)
     except OSError as error:
         raise DownloadError(f"{reference} cannot be reached: {error}") from None
     is_basic = asked.headers.get("WWW-Authenticate", "").lower().startswith("basic")
     registry: Any = Registry(insecure=insecure, auth_backend="basic" if is_basic else "token")
+    guard(registry.session, is_local=insecure)
     # Without its retries, which last minutes.
     registry.do_request = partial(Registry.do_request.__wrapped__, registry)
     container = registry.get_container(reference.place)
@@ -47,22 +59,22 @@ def list_oci(reference: Reference) -> tuple[str, dict[str, RemoteFile]]:
     url = f"{registry.prefix}://{container.manifest_url()}"
     try:
         with _get(registry, reference, url, {"Accept": _MANIFESTS}) as response:
-            content: bytes = response.content
+            content = read_whole(url, response.iter_content(CHUNK), SMALL_BYTES)
     except OSError as error:
         raise DownloadError(f"{reference} cannot be reached: {error}") from None
     revision = hashlib.sha256(content).hexdigest()
     if container.digest and container.digest != f"sha256:{revision}":
         raise DownloadError(f"{reference}: the registry's manifest has the hash {revision}")
     files = {}
-    for layer in json.loads(content).get("layers", ()):
-        notes = layer.get("annotations") or {}
-        name = next((notes[key] for key in _NAMES if key in notes), None)
-        algorithm, _, expected = layer["digest"].partition(":")
-        if name is None or algorithm not in ("sha256", "sha512"):
-            continue
-        blob = f"{registry.prefix}://{container.get_blob_url(layer['digest'])}"
+    try:
+        layers = _layers(content)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DownloadError(f"{reference}: its manifest is malformed: {error!r}") from None
+    for name, size, full in layers:
+        algorithm, _, expected = full.partition(":")
+        blob = f"{registry.prefix}://{container.get_blob_url(full)}"
         files[name] = RemoteFile(
-            layer["size"],
+            size,
             partial(_read, registry, reference, blob),
             partial(_matches, algorithm, expected),
         )
@@ -74,6 +86,43 @@ def list_oci(reference: Reference) -> tuple[str, dict[str, RemoteFile]]:
     return revision, files
 
 
+def guard(session: Any, *, is_local: bool) -> None:
+    """Bound what a session reads of an answer that is no file; with TLS it leads only to TLS."""
+    session.headers["Accept-Encoding"] = "identity"
+    session.hooks["response"].append(_read_small)
+    if not is_local:
+        del session.adapters["http://"]
+
+
+def _read_small(response: Any, *, stream: bool = False, **_: object) -> None:
+    """Read a response that the library would read without a limit, such as a redirect's."""
+    if response.headers.get("Content-Encoding", "identity") != "identity":
+        response.close()
+        raise DownloadError(f"{response.url} sends a compressed answer, which nobody asked for")
+    if not stream or response.status_code not in (200, 206):
+        chunks = response.iter_content(CHUNK)
+        response._content = read_whole(response.url, chunks, SMALL_BYTES, response.close)
+
+
+def _layers(manifest: bytes) -> list[tuple[str, int, str]]:
+    """Return the names, sizes and hashes of a manifest's files.
+
+    Raises AttributeError, KeyError, TypeError or ValueError for a malformed one.
+    """
+    found = []
+    for layer in parse_object(manifest).get("layers", ()):
+        notes = layer.get("annotations") or {}
+        name = next((notes[key] for key in _NAMES if key in notes), None)
+        size, full = index(layer["size"]), layer["digest"]
+        if size < 0 or not isinstance(name, str | None):
+            raise ValueError(f"a layer has the size {size} and the name {name!r}")
+        if not re.fullmatch(r"\w+:[0-9a-f]+", full):
+            raise ValueError(f"a layer has the digest {full!r}")
+        if name is not None and full.startswith(("sha256:", "sha512:")):
+            found.append((name, size, full))
+    return found
+
+
 def _matches(algorithm: str, expected: str, path: Path) -> bool:
     return digest(path, algorithm) == expected
 
@@ -81,17 +130,16 @@ def _matches(algorithm: str, expected: str, path: Path) -> bool:
 def _read(registry: Any, reference: Reference, url: str, start: int) -> Iterable[bytes]:
     headers = {"Range": f"bytes={start}-"} if start else {}
     with _get(registry, reference, url, headers) as response:
-        skipped = start if response.status_code == 200 else 0  # it knows no ranges
-        for chunk in response.iter_content(2**16):
-            if kept := chunk[skipped:]:
-                yield kept
-            skipped = max(0, skipped - len(chunk))
+        skipped = start if response.status_code == 200 else 0
+        yield from from_offset(skipped, response.iter_content(CHUNK))
 
 
 def _get(registry: Any, reference: Reference, url: str, headers: dict[str, str]) -> Any:
     """Return a response. Raises OSError where another attempt may help, or else DownloadError."""
     try:
         response = registry.do_request(url, headers=headers, stream=True)
+    except OSError:
+        raise
     except (AttributeError, ValueError):  # the library's words for missing credentials
         raise DownloadError(
             f"{reference} needs credentials: write them with docker login or oras login"

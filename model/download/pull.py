@@ -10,10 +10,12 @@ from pathlib import Path
 from model.download.choice import choose_files
 from model.download.hub import find_hub_model
 from model.download.oci import list_oci
-from model.download.reference import Reference
+from model.download.reference import DownloadError, Reference
 from model.download.s3 import list_s3
-from model.download.transfer import transfer
-from model.progress import Progress
+from model.download.transfer import INDEX_BYTES, in_time, read_whole, transfer
+from model.progress import Progress, interruptible
+
+_LIST_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +43,24 @@ def find(reference: Reference, cache: Path) -> Found:
 
     Raises DownloadError, and ModuleNotFoundError for an extra that is not installed.
     """
+    try:
+        return interruptible(lambda _: _find(reference, cache), _LIST_SECONDS)
+    except TimeoutError as error:
+        raise DownloadError(f"{reference} cannot be listed: {error}; try again later") from None
+
+
+def _find(reference: Reference, cache: Path) -> Found:
     if reference.scheme == "hf":
         model = find_hub_model(reference)
-        return Found(reference, model.revision, lambda _: model.pull())
+        return Found(reference, model.revision, model.pull)
     revision, files = (list_oci if reference.scheme == "oci" else list_s3)(reference)
     folder = cache / reference.scheme / reference.place.replace(":", "_") / revision
 
+    def read(name: str) -> bytes:
+        return read_whole(f"{reference}, {name}", in_time(files[name].read(0)), INDEX_BYTES)
+
     def pull(progress: Progress) -> tuple[Path, list[str]]:
-        chosen = choose_files(reference, files, lambda name: b"".join(files[name].read(0)))
+        chosen = choose_files(reference, files, read)
         transfer({name: files[name] for name in chosen}, folder, progress)
         return folder, chosen
 

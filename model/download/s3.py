@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from model.download.reference import DownloadError, Reference
-from model.download.transfer import RemoteFile, digest
+from model.download.transfer import (
+    CHUNK,
+    SMALL_BYTES,
+    RemoteFile,
+    check_count,
+    digest,
+    from_offset,
+    read_whole,
+)
 
 
 def list_s3(reference: Reference) -> tuple[str, dict[str, RemoteFile]]:
@@ -26,9 +34,13 @@ def list_s3(reference: Reference) -> tuple[str, dict[str, RemoteFile]]:
     try:
         with _os_errors():
             client = session.client("s3", config=public)
+            _bound(client._endpoint.http_session)
             lister = client.get_paginator("list_objects_v2")
             pages = lister.paginate(Bucket=bucket, Prefix=f"{prefix}/")
-            listed = [item for page in pages for item in page.get("Contents", ())]
+            listed: list[dict[str, Any]] = []
+            for page in pages:
+                listed += page.get("Contents", ())
+                check_count(reference, len(listed))
     except OSError as error:
         raise DownloadError(f"{reference} cannot be listed: {error}") from None
     if not listed:
@@ -47,19 +59,36 @@ def list_s3(reference: Reference) -> tuple[str, dict[str, RemoteFile]]:
     return hashlib.sha256("\n".join(stamps).encode()).hexdigest(), files
 
 
+def _bound(http: Any) -> None:
+    """Let boto3's connections read at most SMALL_BYTES of an answer that is no file."""
+    send = http.send
+
+    def send_bounded(request: Any) -> Any:
+        is_file, request.stream_output = request.stream_output, True
+        answer = send(request)
+        if not is_file or answer.status_code >= 300:
+            raw = answer.raw
+            answer._content = read_whole(request.url, raw.stream(CHUNK), SMALL_BYTES, raw.close)
+        return answer
+
+    http.send = send_bounded
+
+
 def _read(client: Any, place: dict[str, str], start: int) -> Iterable[bytes]:
     with _os_errors():
-        body = client.get_object(**place, Range=f"bytes={start}-")["Body"]
-        yield from body.iter_chunks(2**20)
+        answer = client.get_object(**place, Range=f"bytes={start}-")
+        skipped = start if answer["ResponseMetadata"]["HTTPStatusCode"] == 200 else 0
+        yield from from_offset(skipped, answer["Body"].iter_chunks(CHUNK))
 
 
 @contextmanager
 def _os_errors() -> Iterator[None]:
     from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415  of the extra s3
+    from urllib3.exceptions import HTTPError  # noqa: PLC0415
 
     try:
         yield
-    except (BotoCoreError, ClientError) as error:
+    except (BotoCoreError, ClientError, HTTPError) as error:
         raise OSError(str(error)) from None
 
 
@@ -80,8 +109,11 @@ def _matches(client: Any, place: dict[str, str], path: Path) -> bool:
     expected, _, n_parts = head["ETag"].strip('"').partition("-")
     if not n_parts:
         return bool(expected == digest(path, "md5"))
-    of_parts = []
+    of_parts, part_size = [], max(1, first["ContentLength"])
     with path.open("rb") as file:
-        while chunk := file.read(first["ContentLength"]):
-            of_parts.append(hashlib.md5(chunk, usedforsecurity=False).digest())
+        for left in range(path.stat().st_size, 0, -part_size):
+            part = hashlib.md5(usedforsecurity=False)
+            for rest in range(min(left, part_size), 0, -CHUNK):
+                part.update(file.read(min(rest, CHUNK)))
+            of_parts.append(part.digest())
     return bool(expected == hashlib.md5(b"".join(of_parts), usedforsecurity=False).hexdigest())

@@ -7,14 +7,20 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-from model.download.reference import DownloadError
+from model.download.reference import DownloadError, Reference
 from model.files import sync
-from model.progress import Progress
+from model.progress import Progress, interruptible
 
+SMALL_BYTES = 2**22  # of an answer that is no file, as registries limit manifests
+INDEX_BYTES = 2**26  # of a file that is read before the others, and of a hub's list of files
+CHUNK = 2**16  # bytes
+MAX_FILES = 100_000
+LONGEST_WAIT = 30.0  # seconds for a chunk
+LEAST_SPEED = 2**14  # bytes a second of a whole file, where chunks are not seen
 _MB = 10**6
-_ATTEMPTS = 5  # in a row that bring nothing
+_ATTEMPTS = 5  # in a row that bring less than a chunk
 
 # Yields a file's content from an offset on. Raises OSError where a connection ends.
 Reader = Callable[[int], Iterable[bytes]]
@@ -38,6 +44,47 @@ def digest(path: Path, algorithm: str, prefix: bytes = b"") -> str:
     return found.hexdigest()
 
 
+def read_whole(
+    source: str, chunks: Iterable[bytes], most: int, close: Callable[[], object] = lambda: None
+) -> bytes:
+    """Return the content in chunks. Raises DownloadError, after `close`, beyond `most` bytes."""
+    content = bytearray()
+    for chunk in chunks:
+        content += chunk
+        if len(content) > most:
+            close()
+            raise DownloadError(f"{source} sends more than {most:,} bytes, which no model needs")
+    return bytes(content)
+
+
+def longest_seconds(size: int) -> float:
+    """Return how long a file may take of which no chunks are seen."""
+    return LONGEST_WAIT + size / LEAST_SPEED
+
+
+def check_count(reference: Reference, n: int) -> None:
+    """Raise DownloadError for more files than a model has."""
+    if n > MAX_FILES:
+        raise DownloadError(
+            f"{reference} has more than {MAX_FILES:,} files; name a model's own place"
+        )
+
+
+def from_offset(start: int, chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield what follows `start` bytes, where a store does not know ranges."""
+    for chunk in chunks:
+        if kept := chunk[start:]:
+            yield kept
+        start = max(0, start - len(chunk))
+
+
+def in_time(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield chunks. Raises TimeoutError, an OSError, if one takes long."""
+    remaining = iter(chunks)
+    while chunk := interruptible(lambda _: next(remaining, b""), LONGEST_WAIT):
+        yield chunk
+
+
 def transfer(files: Mapping[str, RemoteFile], folder: Path, progress: Progress) -> None:
     """Make a folder of files, unless it exists. Raises DownloadError, and OSError.
 
@@ -50,8 +97,6 @@ def transfer(files: Mapping[str, RemoteFile], folder: Path, progress: Progress) 
             return
         part, before = folder.with_name(f"{folder.name}.part"), 0
         for name, file in files.items():
-            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-                raise DownloadError(f"the store names a file {name!r}, outside the model's folder")
             target = part / name
             target.parent.mkdir(parents=True, exist_ok=True)
             if not target.exists():
@@ -72,12 +117,20 @@ def _fetch(name: str, file: RemoteFile, target: Path) -> Iterator[int]:
         failed, cause = 0, ""
         while (start := out.tell()) < file.size and failed < _ATTEMPTS:
             try:
-                for chunk in file.read(start):
+                for chunk in in_time(file.read(start)):
+                    if out.tell() + len(chunk) > file.size:
+                        incomplete.unlink()
+                        raise DownloadError(
+                            f"{name} has more than the {file.size:,} bytes that the store "
+                            "announced; publish the model again"
+                        )
                     out.write(chunk)
                     yield out.tell()
+                    if out.tell() == file.size:
+                        break
             except OSError as error:
                 cause = f": {error}"
-            failed = 0 if out.tell() > start else failed + 1
+            failed = 0 if out.tell() >= start + CHUNK else failed + 1
         if out.tell() != file.size:
             raise DownloadError(
                 f"{name} has {out.tell():,} of {file.size:,} bytes{cause}; run this again, and it "

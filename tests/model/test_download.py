@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
+import requests
 from huggingface_hub import constants
 
+from model.download import transfer
 from model.download.choice import choose_files
+from model.download.oci import guard
 from model.download.pull import find
 from model.download.reference import DownloadError, Reference
 from tests import fake_stores
@@ -136,6 +143,186 @@ def test_a_wrong_copy_is_refused_and_not_kept(
         assert contents(pull(reference, tmp_path)) == CHECKPOINT
 
 
+ENDLESS = 2**27  # bytes; far more than the store announced
+LISTINGS = {"hf": "/api/models", "oci": "/manifests/", "s3": "list-type"}
+FILES = {"hf": "/model.safetensors", "oci": "/blobs/", "s3": "/model.safetensors"}
+TO_TOKEN = (401, {"WWW-Authenticate": 'Bearer realm="{url}/token",service="here"'})
+TO_ITSELF = (307, {"Location": "{url}/v2/"})
+
+
+@pytest.mark.parametrize(
+    ("scheme", "part", "status", "headers"),
+    [
+        *((scheme, FILES[scheme], 200, {}) for scheme in SCHEMES),
+        *((scheme, LISTINGS[scheme], 200, {}) for scheme in SCHEMES),
+        *((scheme, LISTINGS[scheme], 404, {}) for scheme in SCHEMES),
+        *((scheme, "safetensors.index", 200, {}) for scheme in ("hf", "s3")),
+        ("oci", "/v2/", 200, {}),
+        ("oci", "/manifests/", *TO_TOKEN),
+        ("oci", "/token", 200, {}),
+        ("oci", "/blobs/", *TO_ITSELF),
+    ],
+)
+def test_a_store_that_sends_more_than_it_announced_is_cut_off(
+    scheme: str,
+    part: str,
+    status: int,
+    headers: dict[str, str],
+    monkeypatch: Any,
+    tmp_path: Path,
+) -> None:
+    n_sent = 0
+
+    def send_more(handler: BaseHTTPRequestHandler) -> bool:
+        nonlocal n_sent
+        if handler.command != "GET" or part not in handler.path:
+            return False
+        handler.send_response(status)
+        for name, value in headers.items():
+            handler.send_header(name, value.format(url=store.url))
+        handler.end_headers()
+        with suppress(OSError):
+            while n_sent < ENDLESS:
+                n_sent += handler.wfile.write(bytes(2**16))
+        return True
+
+    files = CHECKPOINT
+    if part == "safetensors.index":
+        files = SHARDS | PLAIN | {"model.safetensors.index.json": INDEX}
+    with store_of(scheme, files, monkeypatch, tmp_path) as (store, reference):
+        store.instead = send_more
+        if part == "/token":
+            store.challenge = TO_TOKEN[1]["WWW-Authenticate"]
+        with pytest.raises(DownloadError):
+            pull(reference, tmp_path)
+    assert 0 < n_sent < ENDLESS
+    assert not [path for path in tmp_path.rglob("*.incomplete") if path.stat().st_size]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_store_that_sends_hardly_anything_is_left(
+    scheme: str, monkeypatch: Any, tmp_path: Path
+) -> None:
+    is_over = Event()
+
+    def send_a_byte(handler: BaseHTTPRequestHandler) -> bool:
+        if is_over.is_set() or handler.command != "GET" or FILES[scheme] not in handler.path:
+            return False
+        handler.send_response(206 if handler.headers["Range"] else 200)
+        handler.send_header("Content-Length", str(len(WEIGHTS)))
+        handler.end_headers()
+        handler.wfile.write(b"x")
+        is_over.wait()
+        return True
+
+    monkeypatch.setattr(transfer, "LONGEST_WAIT", 0.1)
+    monkeypatch.setattr(transfer, "LEAST_SPEED", len(WEIGHTS) * 100)
+    with store_of(scheme, CHECKPOINT, monkeypatch, tmp_path) as (store, reference):
+        store.instead = send_a_byte
+        try:
+            with pytest.raises(DownloadError, match=r"longer than 0\.1"):
+                pull(reference, tmp_path)
+        finally:
+            is_over.set()
+            for thread in threading.enumerate():
+                if thread.name == "work":
+                    thread.join()
+
+
+@pytest.mark.parametrize("part", ["/manifests/", "/blobs/"])
+def test_a_compressed_answer_of_a_registry_is_refused(
+    part: str, monkeypatch: Any, tmp_path: Path
+) -> None:
+    body = gzip.compress(bytes(ENDLESS))
+
+    def send_compressed(handler: BaseHTTPRequestHandler) -> bool:
+        if part not in handler.path:
+            return False
+        handler.send_response(200)
+        handler.send_header("Content-Encoding", "gzip")
+        handler.end_headers()
+        with suppress(OSError):
+            handler.wfile.write(body)
+        return True
+
+    with store_of("oci", CHECKPOINT, monkeypatch, tmp_path) as (store, reference):
+        store.instead = send_compressed
+        with pytest.raises(DownloadError, match="compressed"):
+            pull(reference, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        "[]",
+        "[" * 100_000,
+        '{"layers": 1}',
+        '{"layers": [1]}',
+        '{"layers": [{"annotations": 1}]}',
+        *(
+            json.dumps({"layers": [GOOD_LAYER | wrong]})
+            for GOOD_LAYER in [
+                {
+                    "size": 1,
+                    "digest": f"sha256:{'0' * 64}",
+                    "annotations": {"org.opencontainers.image.title": "config.json"},
+                }
+            ]
+            for wrong in (
+                {"size": None},
+                {"size": "1"},
+                {"size": -1},
+                {"size": 1e300},
+                {"digest": 1},
+                {"digest": "sha256:../.."},
+                {"annotations": {"org.opencontainers.image.title": 1}},
+            )
+        ),
+    ],
+)
+def test_a_malformed_manifest_is_refused(manifest: str, monkeypatch: Any, tmp_path: Path) -> None:
+    def send_manifest(handler: BaseHTTPRequestHandler) -> bool:
+        if "/manifests/" not in handler.path:
+            return False
+        handler.send_response(200)
+        handler.end_headers()
+        handler.wfile.write(manifest.encode())
+        return True
+
+    with store_of("oci", CHECKPOINT, monkeypatch, tmp_path) as (store, reference):
+        store.instead = send_manifest
+        with pytest.raises(DownloadError, match="manifest"):
+            pull(reference, tmp_path)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/", "file:///etc/passwd"])
+def test_a_registry_with_tls_leads_nowhere_else(url: str) -> None:
+    session = requests.Session()
+    guard(session, is_local=False)
+    with pytest.raises(requests.exceptions.InvalidSchema):
+        session.get(url)
+
+
+def test_a_store_of_too_many_files_is_refused(monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.setattr(transfer, "MAX_FILES", 3)
+    for scheme in ("hf", "s3"):
+        with (
+            store_of(scheme, CHECKPOINT, monkeypatch, tmp_path) as (_, reference),
+            pytest.raises(DownloadError, match="more than 3 files"),
+        ):
+            pull(reference, tmp_path)
+
+
+@pytest.mark.parametrize("scheme", ["oci", "s3"])
+def test_a_store_that_ignores_ranges_is_resumed(
+    scheme: str, monkeypatch: Any, tmp_path: Path
+) -> None:
+    with store_of(scheme, CHECKPOINT, monkeypatch, tmp_path) as (store, reference):
+        name = next(name for name in store.files if name.endswith("model.safetensors"))
+        store.cut[name], store.knows_ranges = 70_001, False
+        assert contents(pull(reference, tmp_path)) == CHECKPOINT
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_model_directory_is_brought_whole(scheme: str, monkeypatch: Any, tmp_path: Path) -> None:
     directory = {"model.onnx": b"graph", "model.onnx.data": WEIGHTS, "config.json": b"{}"}
@@ -246,6 +433,11 @@ MARIAN = dict.fromkeys(("config.json", "model.safetensors", "source.spm", "vocab
         ({"config.json": b"", "model.safetensors": b""}, "hf://o/n", r"has no tokenizer\.json"),
         (MARIAN | {"target.spm": b"", "README.md": b""}, "hf://o/n", {*MARIAN}),
         (PLAIN | {"model.safetensors.index.json": INDEX}, "hf://o/n", "lacks model-00001"),
+        *(
+            ({"manifest.json": json.dumps({"files": {name: ""}}).encode(), "model.onnx": b"",
+              name: b""}, "hf://o/n", "outside the model's folder")
+            for name in ("../x", "a/../../x", "/etc/x", "..")
+        ),
         ({"manifest.json": b"[]", "model.onnx": b""}, "hf://o/n", "must hold a JSON object"),
     ],
 )  # fmt: skip
