@@ -4,43 +4,61 @@ from __future__ import annotations
 
 import math
 import os
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 import psutil
 
 _CGROUP = Path("/sys/fs/cgroup")
-_MEMORY_FILES = (  # of v2 and v1: folder, limit, usage, and the field of unused page cache
-    (".", "memory.max", "memory.current", "inactive_file"),
-    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+_OF_PROCESS = Path("/proc/self/cgroup")
+_MEMORY_FILES = (  # of v2 and v1: limit, usage, and the field of unused page cache
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
-def usable_cpus(cgroup: Path = _CGROUP) -> int:
-    """Return the scheduler's affinity or the cgroup's CPU quota, rounded up, if that is less."""
+def usable_cpus(cgroup: Path = _CGROUP, of_process: Path = _OF_PROCESS) -> int:
+    """Return the scheduler's affinity or the least CPU quota, rounded up, if that is less."""
     has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
     n_cpus = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    limit = _read(cgroup / "cpu.max")  # "200000 100000", or "max 100000"
-    if not limit:
-        quota_v1 = _read(cgroup / "cpu/cpu.cfs_quota_us")  # -1 is no limit
-        limit = f"{quota_v1 or -1} {_read(cgroup / 'cpu/cpu.cfs_period_us') or 1}"
-    quota, period = limit.replace("max", "-1").split()
-    return n_cpus if int(quota) <= 0 else min(n_cpus, math.ceil(int(quota) / int(period)))
+    for level in _levels(cgroup, of_process, "cpu"):
+        limit = _read(level / "cpu.max")  # "200000 100000", or "max 100000"
+        if not limit:  # v1, where -1 is no limit
+            limit = f"{_read(level / 'cpu.cfs_quota_us')} {_read(level / 'cpu.cfs_period_us')}"
+        quota, _, period = limit.partition(" ")
+        if quota.isdigit():
+            n_cpus = min(n_cpus, math.ceil(int(quota) / int(period)))
+    return max(1, n_cpus)
 
 
-def available_memory(cgroup: Path = _CGROUP) -> int:
-    """Return the available memory in bytes, of the machine or the cgroup, whichever is less.
+def available_memory(cgroup: Path = _CGROUP, of_process: Path = _OF_PROCESS) -> int:
+    """Return the available memory in bytes, of the machine or a cgroup, whichever is least.
 
     Page cache that is not in use does not count as taken: the kernel drops it on demand.
     """
     available = int(psutil.virtual_memory().available)
-    for folder, limit_file, usage_file, idle_field in _MEMORY_FILES:
-        limit, usage = _read(cgroup / folder / limit_file), _read(cgroup / folder / usage_file)
-        if limit.isdigit() and usage:
-            statistics = _read(cgroup / folder / "memory.stat")
-            fields = dict(line.split() for line in statistics.splitlines())
-            left = int(limit) - int(usage) + int(fields.get(idle_field, 0))
-            return min(available, max(0, left))
+    for level in _levels(cgroup, of_process, "memory"):
+        for limit_file, usage_file, idle_field in _MEMORY_FILES:
+            limit, usage = _read(level / limit_file), _read(level / usage_file)
+            if limit.isdigit() and usage:
+                statistics = _read(level / "memory.stat")
+                fields = dict(line.split() for line in statistics.splitlines())
+                left = int(limit) - int(usage) + int(fields.get(idle_field, 0))
+                available = min(available, max(0, left))
     return available
+
+
+def _levels(cgroup: Path, of_process: Path, controller: str) -> Iterator[Path]:
+    """Yield the folders of this process's cgroup and of those above it, in v2 and v1.
+
+    The roots are among them, because a container may see only its own cgroup, as the root.
+    """
+    for line in [*_read(of_process).splitlines(), "0::/", f"1:{controller}:/"]:
+        _, controllers, path = line.split(":", 2)
+        inside = PurePosixPath(path.lstrip("/"))
+        if ".." not in inside.parts and controller in (controllers or controller).split(","):
+            root = cgroup / controller if controllers else cgroup
+            yield from (root / level for level in (inside, *inside.parents))
 
 
 def _read(path: Path) -> str:

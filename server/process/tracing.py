@@ -13,6 +13,7 @@ from itertools import pairwise
 from time import monotonic, perf_counter, time_ns
 from typing import Any
 
+from fastapi.routing import APIRoute
 from opentelemetry import trace
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -21,20 +22,28 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.api.http.responses import TGI_PATHS, path_of, state_of
+from server.api.http.body import TextRoute, VectorRoute
+from server.api.http.responses import path_of, state_of
+from server.api.routes import ROUTES
 from server.engine.sequence import FinishReason
 from server.requests.completion import Completion
 
 _Phase = tuple[str, float, float]  # its name, start and end, in seconds of `perf_counter`
 _LOG_SECONDS = 60.0  # between two lines of one kind about the collector
 _TRACE_CONTEXT = TraceContextTextMapPropagator()  # and no baggage: nothing here reads it
-_OPERATIONS = dict.fromkeys(("/v1/completions", *TGI_PATHS), "text_completion")
-_OPERATIONS |= dict.fromkeys(
-    ("/v1/embeddings", "/embed", "/embed_all", "/similarity"), "embeddings"
-)
-_OPERATIONS |= dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), "rerank")
-_OPERATIONS |= dict.fromkeys(("/predict", "/v1/classify"), "classify")
-_OPERATIONS |= dict.fromkeys(("/v1/chat/completions", "/v1/messages", "/v1/responses"), "chat")
+_DEADLINE = 504  # which every route that runs a model may answer, and no other
+_OTHER_NAMES = dict.fromkeys(("/v1/chat/completions", "/v1/messages", "/v1/responses"), "chat")
+_OTHER_NAMES["/predict"] = "classify"
+
+
+def _operation(route: APIRoute) -> str:
+    """Return the name of what a route does: an operation of the conventions, or its path's end."""
+    kinds = ((TextRoute, "text_completion"), (VectorRoute, "embeddings"))
+    of_kind = next((name for kind, name in kinds if isinstance(route, kind)), None)
+    return _OTHER_NAMES.get(route.path) or of_kind or route.path.rpartition("/")[2]
+
+
+_OPERATIONS = {one.path: _operation(one) for one in ROUTES if _DEADLINE in one.responses}
 
 
 def request_spans(app: ASGIApp, provider: TracerProvider, model: str) -> ASGIApp:

@@ -17,6 +17,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 import server.process.tracing
+from server.api.http.body import BodyRoute
+from server.api.routes import ROUTES
 from server.engine.sequence import FinishReason
 from server.process.tracing import make_provider
 from tests.fake_encoder import encoder_app, encoder_bundle
@@ -77,6 +79,9 @@ def trace_ids_logged(caplog: pytest.LogCaptureFixture) -> list[str | None]:
         ("/v1/embeddings", "embeddings", {"input": [[5] * 9, [6] * 3]}),
         ("/rerank", "rerank", {"query": "a", "texts": ["b", "c"]}),
         ("/v1/classify", "classify", {"input": [[5] * 9, [6] * 3]}),
+        ("/pooling", "pooling", {"input": [[5] * 9, [6] * 3]}),
+        ("/score", "score", {"text_1": "a", "text_2": "b"}),
+        ("/predict", "classify", {"inputs": "a"}),
     ],
 )
 async def test_spans_and_log_have_the_tokens_of_an_encoders_request(
@@ -103,6 +108,21 @@ async def test_spans_and_log_have_the_tokens_of_an_encoders_request(
     lines = [vars(one)["fields"] for one in caplog.records if one.getMessage() == "request"]
     assert [one.get("prompt_tokens") for one in lines] == [n_tokens, None]
     assert "gen_ai.usage.input_tokens" not in refused
+
+
+# These run no model.
+UNTRACED = {"/tokenize", "/detokenize", "/explain", "/v1/messages/count_tokens"}
+
+
+async def test_every_route_with_a_body_that_runs_a_model_has_a_span(
+    exporter: InMemorySpanExporter,
+) -> None:
+    paths = [one.path for one in ROUTES if isinstance(one, BodyRoute) and one.body_field]
+    async with serving(otlp_endpoint=ENDPOINT) as served:
+        for path in paths:
+            await served.client.post(path, content=b"{")
+    found = [(span.attributes or {})["http.route"] for span in request_spans(exporter)]
+    assert found == [path for path in paths if path not in UNTRACED]
 
 
 @pytest.mark.parametrize("stream", [False, True])

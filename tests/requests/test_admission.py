@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 
 import pytest
 
 from server.engine.engine import Engine, StepStats
 from server.engine.sampling import SamplingParams
+from server.engine.sequence import BACKGROUND_PRIORITY
 from server.errors import ContextLengthError, InvalidRequestError, OverloadedError, UnavailableError
 from server.requests.admission.forecast import LEAST_SHARE, Forecast, Snapshot, Work
 from server.requests.admission.queue import SLACK, Admission, Phase, check_length
@@ -61,6 +63,18 @@ async def test_places_are_given_back_when_a_request_fails() -> None:
         raise ZeroDivisionError
     assert admission.n_inside == 0
     await asyncio.wait_for(admission.empty.wait(), 1)
+
+
+async def test_a_line_of_a_batch_leaves_an_idle_server_empty() -> None:
+    """A drain waits for clients' sequences only."""
+    admission = opened()
+    request, work = demand(1)
+    line = replace(request, priority=BACKGROUND_PRIORITY)
+    with admission.admit(line, work, IDLE):
+        assert admission.empty.is_set()
+        with admission.admit(request, work, IDLE):
+            assert not admission.empty.is_set()
+        assert admission.empty.is_set()
 
 
 async def test_a_request_too_big_for_an_idle_server_is_invalid() -> None:

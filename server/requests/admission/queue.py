@@ -91,7 +91,8 @@ class Admission:
         max_wait = self.check(request, work, snapshot)
         n_sequences = 0 if is_background(request.priority) else request.n_sequences
         self.n_inside += n_sequences
-        self.empty.clear()
+        if self.n_inside:
+            self.empty.clear()
         try:
             yield max_wait
         finally:
