@@ -18,7 +18,7 @@ from time import perf_counter
 
 import numpy as np
 
-from loadtest.json_client import JsonClient, Rounds, medians
+from loadtest.json_client import JsonClient, Rounds, medians, n_used
 from model.progress import Progress, followed, unheard
 
 _WORDS_PER_TOKEN = 0.75
@@ -85,7 +85,7 @@ async def _measure(clients: list[JsonClient], plan: Plan, progress: Progress) ->
             loops = await asyncio.gather(*(client.run(waiting) for _ in range(plan.concurrency)))
             seconds = perf_counter() - began
             times, answers = zip(*chain(*loops), strict=True)
-            n_tokens = sum(answer["usage"]["prompt_tokens"] for answer in answers)
+            n_tokens = sum(n_used(answer, "prompt_tokens") for answer in answers)
             alone = [took for took, _ in await client.run(short)]
             if number:  # the first round warms up
                 p50, p95 = (1e3 * float(np.quantile(times, q)) for q in (0.5, 0.95))

@@ -14,7 +14,7 @@ from time import perf_counter
 
 import numpy as np
 
-from loadtest.json_client import Answer, JsonClient, Rounds, medians
+from loadtest.json_client import Answer, JsonClient, Rounds, medians, n_used
 from model.progress import Progress, followed, unheard
 
 _FIRST_TOKEN = 4  # those before it are often special
@@ -94,7 +94,7 @@ async def _speed(client: JsonClient, bodies: Iterable[bytes], concurrency: int) 
         *(client.run(waiting) for _ in range(concurrency))
     )
     seconds = perf_counter() - began
-    n_tokens = sum(int(answer["usage"]["completion_tokens"]) for _, answer in chain(*loops))
+    n_tokens = sum(n_used(answer, "completion_tokens") for _, answer in chain(*loops))
     if not n_tokens:
         raise ConnectionError("no target had a token; try another --seed")
     return n_tokens / seconds

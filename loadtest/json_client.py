@@ -12,13 +12,29 @@ from time import perf_counter
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import httptools
 import uvloop
 
 from loadtest.local_server import serve_locally
+from loadtest.sse_client import error_message
 
-Answer = tuple[float, dict[str, Any]]  # seconds, and the body
+Answer = tuple[float, Any]  # seconds, and the body
 Rounds = list[list[tuple[float, ...]]]  # of each server, the figures of each round
 T = TypeVar("T")
+
+
+class _Body:
+    """The body of a response, as `httptools` reports it."""
+
+    def __init__(self) -> None:
+        self.content = b""
+        self.is_whole = False
+
+    def on_body(self, data: bytes) -> None:
+        self.content += data
+
+    def on_message_complete(self) -> None:
+        self.is_whole = True
 
 
 class JsonClient:
@@ -46,15 +62,30 @@ class JsonClient:
     async def _ask(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: bytes
     ) -> Answer:
-        sent = perf_counter()
+        sent, found = perf_counter(), _Body()
+        parser = httptools.HttpResponseParser(found)
         writer.write(f"{self._head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-        _, _, size = head.partition("content-length: ")
-        answer = await reader.readexactly(int(size.partition("\r")[0]))
-        seconds = perf_counter() - sent
-        if " 200 " not in (status := head.partition("\r")[0]):
-            raise ConnectionError(f"{status}: {answer[:200].decode()}")
-        return seconds, json.loads(answer)
+        try:
+            while not found.is_whole:
+                if not (data := await reader.read(2**16)):
+                    raise ConnectionError(f"{self._host} hung up before its answer was whole")
+                parser.feed_data(data)
+            seconds = perf_counter() - sent
+            if (status := parser.get_status_code()) != 200:
+                raise ConnectionError(f"HTTP {status}: {error_message(found.content)}")
+            return seconds, json.loads(found.content)
+        except httptools.HttpParserError as error:
+            raise ConnectionError(f"the answer of {self._host} is not HTTP: {error}") from None
+        except ValueError as error:
+            raise ConnectionError(f"the answer of {self._host} is not JSON: {error}") from None
+
+
+def n_used(answer: Any, kind: str) -> int:
+    """Return a figure of an answer's usage. Raises ConnectionError without one."""
+    try:
+        return int(answer["usage"][kind])
+    except (KeyError, TypeError):
+        raise ConnectionError(f"the answer has no usage.{kind}: {str(answer)[:200]}") from None
 
 
 def medians(

@@ -10,7 +10,8 @@ from threading import Thread
 from typing import Any
 
 Bodies = list[dict[str, Any]]
-Reply = Callable[[dict[str, Any]], dict[str, Any]]
+# Bytes are a response, after which the connection ends unless they end with a last chunk.
+Reply = Callable[[dict[str, Any]], dict[str, Any] | bytes]
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -22,7 +23,12 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.bodies.append(body)
-        answer = json.dumps(self.reply[0](body)).encode()
+        reply = self.reply[0](body)
+        if isinstance(reply, bytes):
+            self.wfile.write(reply)
+            self.close_connection = not reply.endswith(b"\r\n0\r\n\r\n")
+            return
+        answer = json.dumps(reply).encode()
         self.send_response(self.status)
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
@@ -38,7 +44,7 @@ def answering(reply: Reply, status: int = 200) -> Iterator[tuple[str, Bodies]]:
     bodies: Bodies = []
     values = {"bodies": bodies, "reply": (reply,), "status": status}
     with ThreadingHTTPServer(("127.0.0.1", 0), type("One", (Handler,), values)) as server:
-        thread = Thread(target=server.serve_forever)
+        thread = Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}", bodies
         server.shutdown()
