@@ -47,7 +47,7 @@ loadtest: $(VENV)/.serve build/loadtest/.ready  ## Load MODEL=DIR for a minute, 
 
 validate: build/validate/.ready  ## Check the deployment files; ARGS=--strict: skip no check
 	KVASIR_BATCH_DIR=build/validate/batches PATH=$(CURDIR)/build/validate/bin:$$PATH \
-		build/validate/bin/python -m loadtest.local_server $(EXAMPLE) \
+		build/validate/bin/python -m server.process.local_server $(EXAMPLE) \
 		build/validate/bin/python -m tests.deploy.validate $(ARGS)
 
 browser-test: $(VENV)/.dev build/browser/.ready  ## Test the page in Chromium; pictures in build/browser
@@ -57,7 +57,7 @@ demo: $(VENV)/.dev build/browser/.ready  ## Record docs/demo.gif, the page in fi
 	build/browser/bin/python -m tests.browser.demo docs/demo.gif
 
 dashboard-smoke: $(VENV)/.dev  ## Run each query of the dashboards on a Prometheus
-	KVASIR_SPECULATE=true $(BIN)/python -m loadtest.local_server $(MODEL) $(BIN)/python -m tests.deploy.dashboard_smoke $(SECONDS)
+	KVASIR_SPECULATE=true $(BIN)/python -m server.process.local_server $(MODEL) $(BIN)/python -m tests.deploy.dashboard_smoke $(SECONDS)
 
 rolling-restart: $(VENV)/.serve  ## Restart two servers behind nginx; nothing may fail
 	$(BIN)/python -m tests.deploy.rolling_restart $(MODEL)
@@ -116,7 +116,7 @@ example-seq2seq: $(VENV)/.train  ## Train and replace the example encoder-decode
 	rm -rf runs/numbers && $(BIN)/kvasir train runs/numbers.tsv --out runs/numbers --preset tiny-seq2seq \
 		--set vocab_size=448 --set max_model_len=128 --context 32 --batch-size 64 --steps 2600 --warmup 150 --evaluate-every 200
 	rm -rf examples/numbers && $(BIN)/kvasir export runs/numbers --out examples/numbers
-	$(BIN)/python -m loadtest.local_server examples/numbers \
+	$(BIN)/python -m server.process.local_server examples/numbers \
 		$(BIN)/python examples/exact_match.py runs/numbers/step-*/held_out.jsonl
 
 $(BIN)/pip:

@@ -18,6 +18,7 @@ from commands.console.output import console, fail, one_line_errors, show
 from commands.console.progress import ProgressBar
 from commands.pull import served_directory
 from model.harmless import harmless
+from server.process.local_server import serve_locally
 from server.settings import user_cache
 
 _HISTORY_LINES = 1000
@@ -74,8 +75,6 @@ def chat(
 @contextmanager
 def _served(server: str, cache_dir: Path | None) -> Iterator[str]:
     """Serve a directory or a reference; Ctrl-C stops an answer, not the server."""
-    from loadtest.local_server import serve_locally
-
     directory = served_directory(Path(server), None, cache_dir)
     with ProgressBar() as progress:
         progress("loading the model", 0, 0)

@@ -12,10 +12,10 @@ import uvloop
 from numpy.random import Generator
 
 from loadtest.load import Prompts, Workload, closed_loop, open_loop
-from loadtest.local_server import serve_locally
 from loadtest.serve_figures import Limits, Measured, Round, ServeFigures, good
 from loadtest.sse_client import StreamedCompletion, Target, complete
 from model.progress import Progress, followed, unheard
+from server.process.local_server import serve_locally
 
 
 @dataclass(frozen=True, slots=True)

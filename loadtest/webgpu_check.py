@@ -20,7 +20,6 @@ import torch
 
 from export.directory import export_checkpoint
 from loadtest.gpu_promises import check_figures, check_promises, generate
-from loadtest.local_server import serve_locally
 from loadtest.random_model import dummy_tokenizer
 from loadtest.sse_client import Target, complete
 from model.bundle import PRECISIONS, load_bundle
@@ -30,6 +29,7 @@ from model.presets import preset
 from server.engine.engine import Engine
 from server.engine.gpu.session import block_bytes, open_gpu_runner
 from server.engine.gpu.webgpu import open_webgpu_session
+from server.process.local_server import serve_locally
 
 _SOFTWARE = "ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER"
 _N_BLOCKS = 12  # for four sequences of up to three blocks, while nine want some

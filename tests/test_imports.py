@@ -6,9 +6,16 @@ import ast
 import subprocess
 import sys
 from graphlib import TopologicalSorter
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import kvasir
+from commands.console import output
+from tests.deploy.dockerfile import read_stages
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("model", "export", "server", "loadtest", "commands")
@@ -61,8 +68,8 @@ RULES = {
         *("server.engine", "server.telemetry", "server.text", "server.requests", "server.batches"),
     ),
     "server.process": (*WITHOUT_TORCH, "server"),
-    "loadtest.locust": ("loadtest.sse_client", "loadtest.local_server"),
-    "loadtest": ("model", "export", "server.engine"),
+    "loadtest.locust": ("loadtest.sse_client", "server.process.local_server"),
+    "loadtest": ("model", "export", "server.engine", "server.process.local_server"),
     "commands": ROOMS,
     "kvasir": ("commands",),
 }
@@ -170,6 +177,57 @@ def test_a_missing_package_is_named_with_its_extra(package: str, arguments: list
     assert result.returncode == 1
     assert result.stderr.startswith(f"kvasir: this needs {package}; install it with: pip install")
     assert result.stderr.count("\n") == 1
+
+
+# Their help says so where they need a checkout; the others run in the server's image.
+OF_A_CHECKOUT = {"export", "verify", "bench model", "bench engine", "bench embed", "bench seq2seq"}
+OF_A_CHECKOUT |= {"bench serve"}
+COMMANDS = {
+    example.split(" ", 3)[1] if panel != "bench" else " ".join(example.split()[1:3]): function
+    for panel, function, example in (
+        *kvasir._COMMANDS,
+        *(("bench", function, example) for function, example in kvasir._BENCHES),
+    )
+}
+
+
+def in_the_image() -> set[str]:
+    """Names that code may import in the server's image: standard, installed, or copied there."""
+    names, wanted = set(sys.stdlib_module_names), ["kvasir-lm[cpu,otel,hub,oci,s3]"]
+    installed: set[str] = set()
+    while wanted:
+        asked = Requirement(wanted.pop())
+        installed.add(canonicalize_name(asked.name))
+        for line in requires(asked.name) or ():
+            needed = Requirement(line)
+            environments = [{"extra": extra} for extra in asked.extras or {""}]
+            is_new = canonicalize_name(needed.name) not in installed
+            if is_new and any(not needed.marker or needed.marker.evaluate(e) for e in environments):
+                wanted.append(str(needed).partition(";")[0])
+    for module, packages in packages_distributions().items():
+        if (installed - {"kvasir-lm"}) & {*map(canonicalize_name, packages)}:
+            names.add(module)
+    copies = read_stages(ROOT / "Dockerfile")["cpu"].copies
+    return names | {Path(source).stem for source in copies}
+
+
+def test_commands_of_the_image_import_only_what_it_has() -> None:
+    """Or what an error names with its extra, as that of `kvasir train` names torch."""
+    of_file = {module_name(path): imports(path) for path in FILES}
+    # A model for WebGPU names its plugin's extra itself.
+    known = in_the_image() | set(output._EXTRAS) | {"onnxruntime_ep_webgpu"}
+    lacking = {}
+    for command, function in COMMANDS.items():
+        found, waiting = set[str](), [function.__module__]
+        while waiting:
+            name = waiting.pop()
+            for one in of_file.get(name, ()):
+                ours = {one, one.rpartition(".")[0]} & of_file.keys()
+                waiting += ours - found
+                found |= ours or {one}
+        if missing := {one for one in found if one.partition(".")[0] not in known}:
+            lacking[command] = missing
+    assert set(lacking) == OF_A_CHECKOUT, lacking
 
 
 def test_every_product_file_is_on_the_map() -> None:

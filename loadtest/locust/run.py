@@ -12,8 +12,8 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 
-from loadtest.local_server import serve_locally
 from loadtest.locust.slo import parse_slo
+from server.process.local_server import serve_locally
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 

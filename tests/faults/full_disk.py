@@ -8,7 +8,7 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 
-from loadtest.local_server import serve_command
+from server.process.local_server import serve_command
 from server.process.serve import bind
 from tests.fake_runner import TIMEOUT
 from tests.faults.canary import canary

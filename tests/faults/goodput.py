@@ -17,8 +17,8 @@ import typer
 import uvloop
 
 from loadtest.load import Prompts, Workload, closed_loop, open_loop
-from loadtest.local_server import serve_locally
 from loadtest.sse_client import StreamedCompletion, Target
+from server.process.local_server import serve_locally
 from tests.faults.probe import EXAMPLE, Model, asking
 
 LEAST_GOODPUT = 0.9  # of the peak

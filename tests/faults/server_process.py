@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Thread
 from typing import IO, Any
 
-from loadtest.local_server import serve_command, wait_until_ready
+from server.process.local_server import serve_command, wait_until_ready
 from tests.fake_runner import TIMEOUT
 from tests.faults.probe import EXAMPLE
 

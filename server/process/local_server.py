@@ -1,7 +1,7 @@
-"""A server of a model directory in a process of its own, for the length of a measurement.
+"""A server of a model directory in a process of its own, for a chat or a measurement.
 
-python -m loadtest.local_server DIRECTORY COMMAND… runs a command meanwhile, with the server's URL
-in KVASIR_URL.
+python -m server.process.local_server DIRECTORY COMMAND… runs a command meanwhile, with the server's
+URL in KVASIR_URL.
 """
 
 from __future__ import annotations
