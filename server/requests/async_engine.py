@@ -159,13 +159,13 @@ class AsyncEngine:
         queue: asyncio.Queue[TokenOutput] = asyncio.Queue()
         for sequence in sequences:
             self._live[sequence.id] = _Live(sequence, sequences, queue)
-        self._inbox.put(lambda engine: map(engine.add, sequences))
+        self._inbox.put(lambda engine: [_alone(engine.add, s.id, s) for s in sequences])
         return OutputStream(self, [sequence.id for sequence in sequences], queue)
 
     def abort(self, ids: Iterable[int], reason: FinishReason) -> None:
         """End live sequences, with a terminal output to each listener."""
         if live := [i for i in ids if i in self._live]:
-            self._inbox.put(lambda engine: [engine.abort(i, reason) for i in live])
+            self._inbox.put(lambda engine: [_alone(engine.abort, i, i, reason) for i in live])
 
     def abort_all(self) -> None:
         """End every sequence with reason ABORT."""
@@ -178,7 +178,7 @@ class AsyncEngine:
         def abort(engine: AnyEngine) -> Iterable[TokenOutput | None]:
             waiting = SequenceStatus.WAITING
             ids = [i for i, request in requests if all(s.status is waiting for s in request)]
-            return [engine.abort(i, FinishReason.ABORT) for i in ids]
+            return [_alone(engine.abort, i, i, FinishReason.ABORT) for i in ids]
 
         self._inbox.put(abort)
 
@@ -268,7 +268,9 @@ class AsyncEngine:
             self.forecast.step(stats)
         now = perf_counter()
         for output in outputs:
-            live, reason = self._live[output.sequence_id], output.finish_reason
+            live, reason = self._live.get(output.sequence_id), output.finish_reason
+            if live is None:  # a command on it raised, and the engine still runs it
+                continue
             if live.cancelled_as is None:
                 live.queue.put_nowait(output)
             if reason is not None:
@@ -287,6 +289,17 @@ class AsyncEngine:
         scheduled, finished = live.sequence.scheduled_at, live.sequence.finished_at
         if scheduled is not None and finished is not None and not live.sequence.is_background:
             self.forecast.ended(finished - scheduled)
+
+
+def _alone(
+    command: Callable[..., TokenOutput | None], sequence_id: int, *arguments: object
+) -> TokenOutput | None:
+    """Run an engine's command on one sequence; if it raises, return the end of that sequence."""
+    try:
+        return command(*arguments)
+    except Exception:
+        logger.exception("the engine cannot %s sequence %d", command.__name__, sequence_id)
+        return TokenOutput(sequence_id, None, finish_reason=FinishReason.ERROR)
 
 
 def _by_row(sequences: Iterable[Sequence]) -> Iterator[Sequence]:

@@ -8,17 +8,22 @@ import math
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 import pytest
 
+from model.config import Pooling
+from server.engine.encoder.engine import EncoderEngine
+from server.engine.encoder.sequence import EncoderSequence
 from server.engine.engine import Engine, TokenOutput
 from server.engine.sampling import SamplingParams
 from server.engine.sequence import PRIORITY_LEVEL_SECONDS, FinishReason, Sequence
 from server.errors import EngineError
 from server.requests.async_engine import AsyncEngine, OutputStream
-from tests.fake_runner import FakeRunner
+from tests.fake_encoder import FakeTextRunner
+from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.serving import sample
 
 VOCAB_SIZE = 40
@@ -122,6 +127,66 @@ async def test_a_closed_stream_is_aborted_in_any_state_and_counted_as_wasted() -
     wasted = value(engine, "tokens_wasted_total")
     assert len(seen) <= wasted == len(first.output_ids) < 20
     assert value(engine, "request_success_total", finished_reason="abort") == 2
+
+
+@pytest.mark.parametrize("of_texts", [False, True])
+@pytest.mark.parametrize("command", ["add", "abort"])
+async def test_a_command_that_raises_ends_its_own_sequence(
+    command: str, of_texts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = AsyncEngine()
+    runner = FakeTextRunner(Pooling(kind="mean")) if of_texts else FakeRunner(VOCAB_SIZE)
+    build = (
+        partial(EncoderEngine, runner, token_budget=9, max_num_seqs=4)
+        if of_texts
+        else partial(Engine, runner, chunk_size=4)
+    )
+    await engine.start(build)
+    kind = EncoderSequence if of_texts else Sequence
+    first, bad, good, later = (
+        kind(next(engine.ids), [1, 2], SamplingParams(max_tokens=4), frozenset(), perf_counter())
+        for _ in range(4)
+    )
+    real = getattr(engine.engine, command)
+
+    def raising(subject: Sequence | int, *options: Any) -> Any:
+        if bad.id in (subject, getattr(subject, "id", None)):
+            raise RuntimeError("a bug")
+        return real(subject, *options)
+
+    monkeypatch.setattr(engine.engine, command, raising)
+    # Commands wait for the end of the step that runs.
+    if isinstance(runner, FakeTextRunner):
+        runner.gate.clear()
+        engine.submit([first])
+        assert runner.begun.wait(TIMEOUT)
+    else:
+        runner.hold()
+        engine.submit([first])
+        runner.wait_until_held()
+    stream = engine.submit([bad, good])
+    if command == "abort":
+        engine.abort([bad.id], FinishReason.TIMEOUT)
+    runner.gate.set() if isinstance(runner, FakeTextRunner) else runner.release()
+    outputs = await collect(stream, 2)
+    assert outputs[bad.id][-1].finish_reason is FinishReason.ERROR
+    whole = FinishReason.STOP if of_texts else FinishReason.LENGTH
+    assert outputs[good.id][-1].finish_reason is whole
+    assert await ends(engine.submit([later]), 1) == [whole]
+    assert engine.is_healthy
+    assert not engine.sequences
+    await engine.stop()
+
+
+async def test_a_sequence_that_the_engine_refuses_leaves_it_idle() -> None:
+    async with running(FakeRunner(VOCAB_SIZE, max_model_len=8)) as engine:
+        assert isinstance(engine.engine, Engine)
+        assert await ends(submit(engine, [1] * 9), 1) == [FinishReason.ERROR]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.engine.scheduler, "add", None)
+            assert await ends(submit(engine, [1]), 1) == [FinishReason.ERROR]
+        assert not engine.engine.has_work
+        assert await ends(submit(engine, [1]), 1) == [FinishReason.LENGTH]
 
 
 async def test_a_stop_string_ends_a_sequence_and_wastes_nothing() -> None:
