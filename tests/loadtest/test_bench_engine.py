@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,14 @@ from model.presets import preset
 def test_the_command_prints_its_figures(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_DECODE_STEPS", 6)
     monkeypatch.setattr(bench, "_PREFILL_ROUNDS", 1)
-    monkeypatch.setattr(bench, "_COPY_BYTES", 2**20)
+    read = []
+
+    def read_speed(n_bytes: float, threads: int) -> float:
+        assert threads >= 1
+        read.append(n_bytes)
+        return 1e9
+
+    monkeypatch.setattr(bench, "read_speed", read_speed)
     arguments = ["bench", "engine", "--preset", "tiny", "--cache", str(tiny_model.parent)]
     written = (tiny_model / "model.onnx").stat().st_mtime_ns
     result = CliRunner().invoke(app, [*arguments, "--json"])
@@ -29,13 +37,21 @@ def test_the_command_prints_its_figures(tiny_model: Path, monkeypatch: pytest.Mo
         assert row["tokens_per_second"] == pytest.approx(
             row["batch"] / row["step_milliseconds"] * 1e3
         )
-        assert row["roofline"] > 0
+        # A small model stays in the caches, so as many bytes as the step's are read.
+        n_bytes = bench.bytes_per_step(preset("tiny"), "int8", row["batch"], "cpu")
+        assert read.pop(0) == n_bytes
+        assert row["roofline"] == pytest.approx(n_bytes / row["step_milliseconds"] / 1e6)
     assert set(figures["prefill_tokens_per_second"]) == {"128", "512"}
     assert 0 < figures["outside_greedy"] < 1
     assert 0 < figures["outside_sampled"] < 1
 
     assert "of roofline" in CliRunner().invoke(app, arguments).stdout
     assert (tiny_model / "model.onnx").stat().st_mtime_ns == written, "the preset is kept"
+
+
+@pytest.mark.parametrize("n_bytes", [1e5, 1e6])
+def test_the_speed_of_reading_is_a_number(n_bytes: float) -> None:
+    assert 0 < bench.read_speed(n_bytes, 2) < math.inf
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def small_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gpu_check, "require_cuda", lambda: None)
     monkeypatch.setattr("export.directory.version", version_on_a_card)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "numpy")
-    monkeypatch.setattr(bench_engine, "measure_machine", lambda *_: (1e9, 1e12))
+    monkeypatch.setattr(bench_engine, "measure_gpu", lambda: (1e9, 1e12))
     monkeypatch.setitem(bench_engine.DECODE_BATCHES, "cuda", (2,))
     monkeypatch.setitem(bench_engine.PREFILL_TOKENS, "cuda", (4,))
     for module, name, value in (
