@@ -17,13 +17,14 @@ NOT_CODE := --exclude 'site-packages/*' --exclude 'test/*' --exclude '*/test/*' 
 	--exclude '*/idle_test/*' --exclude 'encodings/*' --exclude 'pydoc_data/*' --exclude '*_data.py'
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 serve: $(VENV)/.serve  ## Serve MODEL=DIR (the example); ARGS="--port 9000"
 	$(BIN)/kvasir serve $(MODEL) $(ARGS)
 
 test: $(VENV)/.dev  ## Run the tests; ARGS="-k name" selects some
-	$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS) || { code=$$?; \
+		test $$code -lt 4 || $(BIN)/python -m pytest -q --collect-only $(ARGS) | tail -n 5; exit $$code; }
 
 lint: $(VENV)/.dev  ## Check style, formatting and types
 	$(BIN)/ruff check .

@@ -55,7 +55,7 @@ class BatchedSequence(ResponseBody):
     seconds: float = Field(description="Time since it arrived.")
 
 
-class Batch(ResponseBody):
+class RunningBatch(ResponseBody):
     """The sequences that share the engine."""
 
     max_num_seqs: Size
@@ -142,7 +142,7 @@ async def versions(service: NamedService) -> Version:
 
 
 @router.get("/debug/batch", responses=MODEL_ERRORS)
-async def batch(service: NamedService) -> Batch:
+async def batch(service: NamedService) -> RunningBatch:
     """Return the sequences that share the engine now, without text.
 
     The engine's thread changes them meanwhile, and the values need not agree. A snapshot between
@@ -165,4 +165,4 @@ async def batch(service: NamedService) -> Batch:
         for sequence in service.engine.sequences
         if (status := sequence.status) is not SequenceStatus.FINISHED
     ]
-    return Batch(max_num_seqs=service.settings.max_num_seqs, sequences=sequences)
+    return RunningBatch(max_num_seqs=service.settings.max_num_seqs, sequences=sequences)

@@ -48,6 +48,27 @@ USED_HERE = {
 }
 
 
+def no_op_schema(name: str) -> dict[str, Any]:
+    """Return the JSON schema of a field's values, without objects in an enumeration.
+
+    Generators of clients take no such enumeration.
+    """
+    return {"anyOf": [*map(_only, NO_OPS[name]), {"type": "null"}]}
+
+
+def _only(value: Any) -> dict[str, Any]:
+    if isinstance(value, dict):
+        properties = {name: _only(one) for name, one in value.items()}
+        closed = {"required": [*value], "additionalProperties": False}
+        return {"type": "object", "properties": properties} | closed
+    if isinstance(value, list):
+        items = _only(value[0]) if value else {}
+        return {"type": "array", "items": items, "minItems": len(value), "maxItems": len(value)}
+    if isinstance(value, bool):  # of which generators know no constant
+        return {"type": "boolean", "enum": [value]}
+    return {"const": value}
+
+
 def is_no_op(name: str, value: object) -> bool:
     """Return whether a field with this value asks for nothing."""
     return any(

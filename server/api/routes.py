@@ -45,6 +45,7 @@ _REF = "#/components/schemas/{model}"
 _UNDECLARED = (
     *(Error, GenerateError, AnthropicError),
     *(CompletionEvent, ChatEvent, MessageEvent, ResponseEvent, GenerateEvent),
+    batches.BatchBody,
 )
 _STRING = {"required": True, "schema": {"type": "string"}}
 _REQUEST_ID = _STRING | {"description": "The request's own, or a new one."}
@@ -135,7 +136,7 @@ def document(app: FastAPI) -> dict[str, Any]:
         security = [{"key": []}, {"x": []}]
     for path, operations in made["paths"].items():
         for method, operation in operations.items():
-            operation["operationId"] = re.sub(r"[{}]", "", f"{method} {path}").replace("/", "_")
+            operation["operationId"] = re.sub(r"\W+", "_", f"{method}{path}").strip("_")
             del operation["description"]
             operation.setdefault("security", security)
             kinds: tuple[type[BaseModel], ...] = (Error,)

@@ -27,7 +27,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from model.bundle import MinP, RepetitionPenalty, Temperature, TopP
-from server.api.other_servers import IGNORED, NO_OPS, is_no_op
+from server.api.other_servers import IGNORED, NO_OPS, is_no_op, no_op_schema
 from server.engine.sampling import SamplingParams
 from server.requests.builder import RequestOptions
 
@@ -143,13 +143,18 @@ class RequestBody(BaseModel):
             if name not in schema.get("required", ()) and null not in field.get("anyOf", ()):
                 about = {k: field.pop(k) for k in ("title", "description", "default") if k in field}
                 field = {"anyOf": [field, null]} | about  # noqa: PLW2901
+            if isinstance(field.get("default"), dict):  # which generators of clients do not take
+                del field["default"]
             fields[name] = field
         if cls.model_config["extra"] == "ignore":
             schema["properties"] = fields
             return schema
-        no_ops = {name: {"enum": [*values, None]} for name, values in NO_OPS.items()}
-        given = {name: fields[own] for own, name in _other_names(cls)}
-        schema["properties"] = no_ops | dict.fromkeys(sorted(IGNORED), True) | given | fields
+        no_ops = {name: no_op_schema(name) for name in NO_OPS}
+        # Clients that send every default must not give a field under two names.
+        given = {name: {**fields[own]} for own, name in _other_names(cls)}
+        for field in given.values():
+            field.pop("default", None)
+        schema["properties"] = no_ops | {name: {} for name in sorted(IGNORED)} | given | fields
         schema["additionalProperties"] = null
         return schema
 

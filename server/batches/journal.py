@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
-from server.batches.objects import Counts, StoredBatch, StoredFile, Usage
+from server.batches.objects import BatchUsage, Counts, StoredBatch, StoredFile
 from server.batches.store import RECORD_BYTES, BatchStore
 
 _SYNC_SECONDS = 1.0  # whose answers are computed again after a power failure
@@ -44,7 +44,7 @@ class Journal:
     def __init__(self, store: BatchStore, batch: StoredBatch) -> None:
         self._store, self._batch = store, batch
         self.answered: set[str] = set()
-        self.usage = Usage()
+        self.usage = BatchUsage()
         self.counts = Counts(total=batch.request_counts.total)
         self._ids = {False: batch.answers, True: batch.failures}
         self._files = {failed: self._reopen(store.path(i)) for failed, i in self._ids.items()}

@@ -74,7 +74,7 @@ class ReasoningTokens(_Object):
     reasoning_tokens: int = 0
 
 
-class Usage(_Object):
+class BatchUsage(_Object):
     """The tokens of all answers."""
 
     input_tokens: int = 0
@@ -122,7 +122,7 @@ class Batch(_Object):
     cancelling_at: int | None = None
     cancelled_at: int | None = None
     request_counts: Counts = Field(default_factory=Counts)
-    usage: Usage = Field(default_factory=Usage)
+    usage: BatchUsage = Field(default_factory=BatchUsage)
     metadata: dict[str, str] | None = None
 
     def enter(self, status: Status, now: float) -> Self:

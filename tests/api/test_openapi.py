@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -26,7 +27,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from server.api.openai.responses.schemas import LOGPROBS
-from server.api.other_servers import IGNORED, NO_OPS
+from server.api.other_servers import IGNORED, NO_OPS, no_op_schema
 from server.api.routes import ROUTES, document
 from tests.api_reference import check_events
 from tests.fake_encoder import encoder_app, encoder_bundle
@@ -54,10 +55,8 @@ TASKS: dict[str, str | None] = {one.path: getattr(one, "task", None) for one in 
 # One piece of code reads the fields of other servers in every object, and schemathesis sends each a
 # dozen times: three bodies are tested with all of them, the others with one of each kind.
 WITH_ALL_FIELDS = {"CompletionsBody", "DetokenizeBody", "NamedFunction"}
-FIELDS: dict[str, Any] = {
-    name: {"enum": [*values, None]} for name, values in NO_OPS.items() if name != "suffix"
-}
-FIELDS |= dict.fromkeys(IGNORED - {"user"}, True)
+FIELDS: dict[str, Any] = {name: no_op_schema(name) for name in NO_OPS if name != "suffix"}
+FIELDS |= {name: {} for name in IGNORED - {"user"}}
 
 
 def with_fewer_fields(name: str, schema: dict[str, Any]) -> dict[str, Any]:
@@ -112,6 +111,40 @@ def test_every_answer_is_as_described(
     assert (
         response.status_code < 500 or response.status_code == 504
     )  # for a deadline of a millisecond
+
+
+def test_names_are_those_of_a_programs_identifiers() -> None:
+    """Clients generated from the document are named by them, and know no schema `true`."""
+    operations = [one for path in DOCUMENT["paths"].values() for one in path.values()]
+    for names in ([one["operationId"] for one in operations], [*DOCUMENT["components"]["schemas"]]):
+        assert all(re.fullmatch("[A-Za-z][A-Za-z0-9]*(_[A-Za-z0-9]+)*", name) for name in names)
+        assert len({name.lower() for name in names}) == len(names)
+    assert not re.search("server__|-Input|-Output", json.dumps(DOCUMENT))
+    for name, schema in DOCUMENT["components"]["schemas"].items():
+        assert schema.get("title", name) == name
+        for one in schema.get("properties", {}).values():
+            assert not isinstance(one.get("default"), dict)
+            assert not any(isinstance(value, dict | list) for value in one.get("enum", ()))
+    wanted = {f"#/components/schemas/{name}" for name in DOCUMENT["components"]["schemas"]}
+    assert {*re.findall(r'"(#/[^"]*)"', json.dumps(DOCUMENT))} <= wanted
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "body"),
+    [
+        ("/v1/completions", "CompletionsBody", {"prompt": "a"}),
+        ("/v1/chat/completions", "ChatBody", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/responses", "ResponsesBody", {"input": "a"}),
+    ],
+)
+def test_a_client_may_send_every_default(
+    path: str, name: str, body: dict[str, Any], server: Live
+) -> None:
+    properties = DOCUMENT["components"]["schemas"][name]["properties"]
+    defaults = {key: one["default"] for key, one in properties.items() if "default" in one}
+    with server.http() as client:
+        response = client.post(path, json=defaults | body)
+    assert response.status_code == 200, response.text
 
 
 def test_all_but_open_routes_want_a_key(server: Live, session: requests.Session) -> None:

@@ -40,20 +40,20 @@ class ToolUseBlock(ResponseBody):
 Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
 
 
-class OutputTokensDetails(ResponseBody):
+class AnthropicTokensDetails(ResponseBody):
     """A closer look at the new tokens."""
 
     thinking_tokens: Size = Field(description="Tokens up to the end of the reasoning.")
 
 
-class Usage(ResponseBody):
+class AnthropicUsage(ResponseBody):
     """Numbers of tokens."""
 
     input_tokens: Size = Field(description="Prompt tokens that were computed.")
     cache_creation_input_tokens: Literal[0]
     cache_read_input_tokens: Size = Field(description="Prompt tokens found in the prefix cache.")
     output_tokens: Size
-    output_tokens_details: OutputTokensDetails | None = Field(
+    output_tokens_details: AnthropicTokensDetails | None = Field(
         None, description="Where the model's chat template has reasoning."
     )
 
@@ -65,7 +65,7 @@ class Stop(ResponseBody):
     stop_sequence: str | None
 
 
-class Message(Stop):
+class AnthropicMessage(Stop):
     """The response of /v1/messages."""
 
     id: str
@@ -73,7 +73,7 @@ class Message(Stop):
     role: Literal["assistant"]
     model: str
     content: list[Block]
-    usage: Usage
+    usage: AnthropicUsage
 
 
 class TokenCount(ResponseBody):
@@ -101,7 +101,7 @@ class MessageStart(ResponseBody):
     """The first event."""
 
     type: Literal["message_start"]
-    message: Message
+    message: AnthropicMessage
 
 
 class BlockStart(ResponseBody):
@@ -112,7 +112,7 @@ class BlockStart(ResponseBody):
     content_block: Block
 
 
-class TextDelta(ResponseBody):
+class BlockTextDelta(ResponseBody):
     """New text."""
 
     type: Literal["text_delta"]
@@ -146,7 +146,7 @@ class BlockDelta(ResponseBody):
     type: Literal["content_block_delta"]
     index: Size
     delta: Annotated[
-        TextDelta | ThinkingDelta | SignatureDelta | InputDelta, Field(discriminator="type")
+        BlockTextDelta | ThinkingDelta | SignatureDelta | InputDelta, Field(discriminator="type")
     ]
 
 
@@ -162,7 +162,7 @@ class MessageDelta(ResponseBody):
 
     type: Literal["message_delta"]
     delta: Stop
-    usage: Usage
+    usage: AnthropicUsage
 
 
 class Signal(ResponseBody):

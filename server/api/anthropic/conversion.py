@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from server.api.anthropic.schemas import (
+    AnthropicTool,
     Block,
     CountTokensBody,
-    Message,
+    InputMessage,
+    InputThinkingBlock,
+    InputToolUseBlock,
     MessagesBody,
-    ThinkingBlock,
-    Tool,
     ToolResultBlock,
-    ToolUseBlock,
 )
 from server.api.openai.chat_schemas import ChatBody, TextPart
 from server.api.openai.formatting import JSON, join
@@ -24,7 +24,7 @@ _BILLING = "x-anthropic-billing-header:"
 def chat_body(body: CountTokensBody) -> ChatBody:
     """Return the chat that a body asks for, without `max_tokens`. Raises InvalidRequestError."""
     system: list[Block] = [one for one in body.system if not one.text.startswith(_BILLING)]
-    first = [Message.model_construct(role="system", content=system)] if system else []
+    first = [InputMessage.model_construct(role="system", content=system)] if system else []
     chat: JSON = {
         "messages": _messages([*first, *body.messages]),
         "tools": [{"type": "function", "function": _function(tool)} for tool in body.tools],
@@ -44,7 +44,7 @@ def chat_body(body: CountTokensBody) -> ChatBody:
     return ChatBody.model_validate(chat)
 
 
-def _messages(turns: list[Message]) -> list[JSON]:
+def _messages(turns: list[InputMessage]) -> list[JSON]:
     """Return messages, one for consecutive turns of a role, but one for each result of a tool."""
     messages: list[JSON] = []
     for turn in turns:
@@ -59,16 +59,16 @@ def _messages(turns: list[Message]) -> list[JSON]:
         for block in turn.content:
             if isinstance(block, TextPart):
                 join(messages[-1], {"content": [{"type": "text", "text": block.text}]})
-            elif isinstance(block, ToolUseBlock):
+            elif isinstance(block, InputToolUseBlock):
                 called = {"name": block.name, "arguments": block.input}
                 call = {"id": block.id, "type": "function", "function": called}
                 join(messages[-1], {"tool_calls": [call]})
-            elif isinstance(block, ThinkingBlock):
+            elif isinstance(block, InputThinkingBlock):
                 join(messages[-1], {"reasoning_content": block.thinking})
     return messages
 
 
-def _function(tool: Tool) -> JSON:
+def _function(tool: AnthropicTool) -> JSON:
     function: JSON = {"name": tool.name, "parameters": tool.input_schema}
     if tool.description is not None:
         function["description"] = tool.description

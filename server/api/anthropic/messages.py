@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from pydantic_core import from_json
 from starlette.responses import JSONResponse, Response
 
-from server.api.anthropic.answers import Message, MessageEvent, TokenCount
+from server.api.anthropic.answers import AnthropicMessage, MessageEvent, TokenCount
 from server.api.anthropic.conversion import chat_body
 from server.api.anthropic.schemas import CountTokensBody, MessagesBody
 from server.api.http.body import TextRoute
@@ -49,7 +49,7 @@ _GROWING = {
 }
 
 
-@router.post("/v1/messages", response_model=Message, responses=streamed(MessageEvent))
+@router.post("/v1/messages", response_model=AnthropicMessage, responses=streamed(MessageEvent))
 async def messages(request: Request, body: MessagesBody) -> Response:
     """Answer in a conversation, as Anthropic does."""
     service, state = service_of(request), state_of(request.scope)

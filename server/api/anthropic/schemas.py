@@ -11,7 +11,7 @@ from server.api.openai.chat_schemas import ObjectSchema, Part, TextPart
 from server.api.schemas import Items, RequestBody
 
 
-class ToolUseBlock(Part):
+class InputToolUseBlock(Part):
     """An earlier call of a tool by the assistant."""
 
     type: Literal["tool_use"]
@@ -20,7 +20,7 @@ class ToolUseBlock(Part):
     input: dict[str, Any]
 
 
-class ThinkingBlock(Part):
+class InputThinkingBlock(Part):
     """Earlier reasoning of the assistant, for templates that show it."""
 
     type: Literal["thinking"]
@@ -70,12 +70,12 @@ class ToolResultBlock(Part):
 
 _BLOCKS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 Block = Annotated[
-    TextPart | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock,
+    TextPart | InputToolUseBlock | ToolResultBlock | InputThinkingBlock | RedactedThinkingBlock,
     Discriminator("type"),
 ]
 
 
-class Message(Part):
+class InputMessage(Part):
     """A turn of the conversation."""
 
     role: Literal["user", "assistant", "system"]
@@ -103,7 +103,7 @@ def _check_tool(value: object) -> object:
     return value
 
 
-class Tool(Part):
+class AnthropicTool(Part):
     """A tool that the model may call."""
 
     type: Literal["custom"] = "custom"
@@ -178,11 +178,11 @@ class CountTokensBody(RequestBody):
     """The body of POST /v1/messages/count_tokens."""
 
     model: schemas.ModelName = None
-    messages: Items[Message] = Field(
+    messages: Items[InputMessage] = Field(
         min_length=1, description="The conversation. A last turn of the assistant is continued."
     )
     system: Texts = Field(default_factory=list, description="The system prompt.")
-    tools: Items[Annotated[Tool, BeforeValidator(_check_tool)]] = Field(
+    tools: Items[Annotated[AnthropicTool, BeforeValidator(_check_tool)]] = Field(
         default_factory=list, description="Tools to call."
     )
     tool_choice: ToolChoice | None = Field(None, description="Default: `auto`.")

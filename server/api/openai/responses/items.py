@@ -17,7 +17,7 @@ PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of th
 _TEXTS = ("input_text", "output_text", "text")
 
 
-class TextPart(Part):
+class InputTextPart(Part):
     """A part of a message's content, or of a function's output."""
 
     type: Literal["input_text", "output_text", "text"]
@@ -38,8 +38,8 @@ def _check_content(value: object) -> object:
 
 
 Content = Annotated[
-    Items[TextPart],
-    BeforeValidator(_check_content, json_schema_input_type=Items[TextPart] | str),
+    Items[InputTextPart],
+    BeforeValidator(_check_content, json_schema_input_type=Items[InputTextPart] | str),
 ]
 
 

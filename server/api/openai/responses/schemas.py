@@ -69,7 +69,7 @@ class ReasoningConfig(RequestBody):
     ] = Field(None, description="No effect: reasoning is shown whole.")
 
 
-class StreamOptions(RequestBody):
+class ResponseStreamOptions(RequestBody):
     """Options of a stream."""
 
     include_obfuscation: Literal[False] = Field(False, description="Events are not padded.")
@@ -161,7 +161,7 @@ class ResponsesBody(schemas.SamplingFields):
     )
     store: bool = Field(True, description="Keep the response, within the server's limits.")
     stream: bool = Field(False, description="Answer with server-sent events.")
-    stream_options: StreamOptions | None = Field(None, description="No effect.")
+    stream_options: ResponseStreamOptions | None = Field(None, description="No effect.")
     max_output_tokens: schemas.NewTokens | None = Field(
         None, description="Maximum number of new tokens. Default, and -1: as many as fit."
     )
