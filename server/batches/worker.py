@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from time import sleep, time
-from typing import Any
+from typing import Any, get_args
 
 from model.files import in_words
 from server.batches.journal import Journal, Reply
-from server.batches.objects import Fault, Faults, Status, StoredBatch
+from server.batches.objects import ENDED, Fault, Faults, Status, StoredBatch
 from server.batches.store import BatchStore
 from server.errors import RequestTooLargeError
 
@@ -59,6 +60,7 @@ class BatchWorker:
         self._places = asyncio.Semaphore(n_at_once)  # fair: batches get places in turn
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self._limits: dict[str, asyncio.Timeout] = {}
+        self.waiting: dict[str, int] = {}  # the bytes for which a batch waits for room, by its id
 
     def start(self) -> None:
         """Go on with the batches that have not ended."""
@@ -89,6 +91,12 @@ class BatchWorker:
         """The number of requests of valid batches that are not answered."""
         counts = (batch.request_counts for batch in self.store.unfinished)
         return sum(max(0, one.total - one.completed - one.failed) for one in counts)
+
+    @property
+    def n_unfinished(self) -> dict[str, int]:
+        """The number of batches that have not ended, by status."""
+        found = Counter(batch.status for batch in self.store.unfinished)
+        return {status: found[status] for status in get_args(Status) if status not in ENDED}
 
     async def _run(self, batch: StoredBatch) -> None:
         try:

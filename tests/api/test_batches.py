@@ -114,6 +114,12 @@ async def test_a_batch_answers_each_line_as_the_route_does(tmp_path: Path) -> No
             assert response["body"] == refused.json()
             assert response["status_code"] == 400
         assert served.app.state.batches.n_pending == 0
+        metrics = (await served.client.get("/metrics")).text
+        shown = dict(one.rsplit(" ", 1) for one in metrics.splitlines() if one[0] != "#")
+        assert float(shown["kvasir_batch_last_answer_timestamp_seconds"]) > begun["created_at"] - 1
+        assert float(shown["kvasir_batch_dir_limit_bytes"]) == 2 * 2**30
+        zeros = ["batches_waiting_for_room", 'batches_unfinished{status="in_progress"}']
+        assert {shown[f"kvasir_{one}"] for one in zeros} == {"0.0"}
 
 
 @pytest.mark.parametrize(
