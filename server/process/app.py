@@ -159,6 +159,7 @@ def _batch_worker(app: FastAPI, keys: ApiKeys | None) -> BatchWorker | None:
         settings.batch_dir,
         max_bytes=settings.batch_dir_bytes,
         max_batches=settings.max_batches,
+        is_shared=settings.api_key_file is not None,
     )
     worker = BatchWorker(
         store,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -270,14 +271,43 @@ async def test_uploads_leave_nothing_behind_unless_whole(
         assert plain.status_code == 400
 
 
-async def test_a_batch_without_room_for_its_answers_fails(tmp_path: Path) -> None:
-    async with batching(tmp_path, batch_dir_bytes=22_000) as served:
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_a_batch_waits_for_room_for_its_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+) -> None:
+    monkeypatch.setattr("server.batches.worker._PAUSE", 0)
+    async with batching(tmp_path, batch_dir_bytes=32_000) as served:
+        store, loop, waiting = (
+            served.app.state.batches.store,
+            asyncio.get_running_loop(),
+            asyncio.Event(),
+        )
+        has_room = store.has_room
+
+        def ask(*arguments: Any) -> bool:
+            loop.call_soon_threadsafe(waiting.set)
+            return bool(has_room(*arguments))
+
+        monkeypatch.setattr(store, "has_room", ask)
+        other = await upload(served, b"a" * 6000)
         file = await upload(served, jsonl([line(str(i)) for i in range(30)]))
-        batch = await ended(served, await begin(served, file["id"]))
-        assert batch["status"] == "failed"
-        assert batch["errors"]["data"][0]["code"] == "storage_full"
+        batch = await begin(served, file["id"])
+        await waiting.wait()
+        found = (await served.client.get(f"/v1/batches/{batch['id']}")).json()
+        assert found["status"] == "in_progress"
+        assert found["errors"]["data"][0]["code"] == "storage_full"
+        assert "kvasir_batches_waiting_for_room 1.0" in (await served.client.get("/metrics")).text
+        if is_cancelled:
+            await served.client.post(f"/v1/batches/{batch['id']}/cancel")
+        else:
+            await served.client.delete(f"/v1/files/{other['id']}")
+        batch = await ended(served, batch)
+        assert batch["status"] == ("cancelled" if is_cancelled else "completed")
+        assert (batch["errors"] is None) is not is_cancelled
         found = await answers(served, batch["output_file_id"])
-        assert 0 < len(found) < 30
+        assert 0 < len(found) <= 30
+        assert is_cancelled or len(found) == 30
+        assert (await served.client.delete(f"/v1/files/{file['id']}")).status_code == 200
 
 
 @pytest.mark.parametrize("method", ["get", "post", "delete"])

@@ -9,14 +9,13 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
-from unittest.mock import Mock
+from typing import Any, Literal
 
 import pytest
 from pydantic_core import from_json
 
-from server.batches import worker as batch_worker
-from server.batches.journal import Journal, Reply
+from server.batches.content import Content
+from server.batches.journal import Reply
 from server.batches.objects import StoredBatch
 from server.batches.store import WINDOW, BatchStore
 from server.batches.worker import Answer, BatchWorker
@@ -45,10 +44,13 @@ def open_store() -> Iterator[Open]:
 
 
 def upload(store: BatchStore, owner: str = "") -> str:
-    content = store.begin_file()
-    for line in LINES:
-        content.write(json.dumps(line).encode() + b"\n")
-    return content.keep(owner, "a.jsonl").id
+    content = Content(store, owner)
+    try:
+        for line in LINES:
+            content.write(json.dumps(line).encode() + b"\n")
+        return content.keep("a.jsonl").id
+    finally:
+        content.close()
 
 
 def begun(store: BatchStore, owner: str = "") -> StoredBatch:
@@ -110,28 +112,6 @@ def check_whole(store: BatchStore, batch_id: str) -> None:
     assert store.n_bytes == contents + 4096 * (len(store.files) + len(store.batches))
 
 
-async def test_a_full_store_may_be_met_by_many_lines_while_the_batch_stops(
-    tmp_path: Path, open_store: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each line fails one turn of the event loop after the one before it."""
-    store = open_store(tmp_path)
-    batch = begun(store)
-    waiting, all_wait = [], asyncio.Event()
-
-    async def answer(path: str, body: bytes, owner: str) -> Reply | float:
-        waiting.append(body)
-        if len(waiting) == len(LINES):
-            all_wait.set()
-        await all_wait.wait()
-        for _ in range(from_json(body)["prompt"]):
-            await asyncio.sleep(0)
-        return await doubled(path, body, owner)
-
-    monkeypatch.setattr(Journal, "append", Mock(side_effect=OSError("no space left")))
-    await run_all(worker(store, answer, n_at_once=len(LINES)))
-    assert batch.status == "failed"
-
-
 class CrashError(Exception):
     """The end of the process."""
 
@@ -182,11 +162,11 @@ async def test_a_crash_between_two_steps_of_the_end_is_mended(
     write = store._write
     copies: list[Path] = []
 
-    def copying(*arguments: Any) -> None:
+    def copying(*arguments: Any, reserved: bool) -> None:
         for moment in "before", "after":
             copies.append(tmp_path / f"copy-{len(copies)}")
             if moment == "after":
-                write(*arguments)
+                write(*arguments, reserved=reserved)
             shutil.copytree(tmp_path / "first", copies[-1])
 
     batch_id = begun(store).id
@@ -248,29 +228,29 @@ async def test_a_batch_expires_after_its_window(
     assert len(failures) == 7 - answered
 
 
-async def test_batches_take_turns(
-    tmp_path: Path, open_store: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_batches_take_turns(tmp_path: Path, open_store: Open) -> None:
+    """A line ends once both batches ask for its place, which the other one then gets."""
     order: list[str] = []
-    opened: list[StoredBatch] = []
+    asked = [asyncio.Event() for _ in range(2 * len(LINES) + 1)]
 
-    def open_journal(store: BatchStore, batch: StoredBatch) -> Journal:
-        journal = Journal(store, batch)
-        opened.append(batch)
-        return journal
+    class Places(asyncio.Semaphore):
+        async def acquire(self) -> Literal[True]:
+            next(one for one in asked if not one.is_set()).set()
+            await asked[1].wait()
+            return await super().acquire()
 
     async def answer(path: str, body: bytes, owner: str) -> Reply | float:
-        while len(opened) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0)
         order.append(owner)
+        await asked[min(len(order) + 1, 2 * len(LINES) - 1)].wait()
         return await doubled(path, body, owner)
 
-    monkeypatch.setattr(batch_worker, "Journal", open_journal)
     store = open_store(tmp_path)
     for owner in ("a", "b"):
         begun(store, owner)
-    await run_all(worker(store, answer))
-    assert set(order[:6]) == {"a", "b"}
+    working = worker(store, answer)
+    working._places = Places(1)
+    await run_all(working)
+    assert {(*order[::2],), (*order[1::2],)} == {("a",) * 7, ("b",) * 7}
 
 
 def test_a_folder_has_one_owner(tmp_path: Path, open_store: Open) -> None:
