@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -308,6 +311,40 @@ async def test_a_batch_waits_for_room_for_its_answers(
         assert 0 < len(found) <= 30
         assert is_cancelled or len(found) == 30
         assert (await served.client.delete(f"/v1/files/{file['id']}")).status_code == 200
+
+
+async def test_a_full_disk_is_507_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with batching(tmp_path) as served:
+        file = await upload(served, jsonl([line("0")]))
+        before = sorted((tmp_path / "batches").rglob("*"))
+        n_bytes = served.app.state.batches.store.n_bytes
+        error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        monkeypatch.setattr(os, "fsync", Mock(side_effect=error))
+        body = {"input_file_id": file["id"], "endpoint": ENDPOINT, "completion_window": "24h"}
+        for response in (
+            await served.client.post("/v1/files", content=PURPOSE + FILE + END, headers=HEAD),
+            await served.client.post("/v1/batches", json=body),
+        ):
+            assert response.status_code == 507
+            assert "disk is full" in response.json()["error"]["message"]
+        assert sorted((tmp_path / "batches").rglob("*")) == before
+        assert served.app.state.batches.store.n_bytes == n_bytes
+        assert (await served.client.get("/v1/batches")).json()["data"] == []
+
+
+async def test_responses_of_a_batch_are_kept_only_if_it_says_so(tmp_path: Path) -> None:
+    async with batching(tmp_path) as served:
+        url = "/v1/responses"
+        lines = [line(str(i), url=url) | {"body": {"input": "a"}} for i in range(3)]
+        lines[1]["body"]["store"] = True
+        file = await upload(served, jsonl(lines))
+        batch = await ended(served, await begin(served, file["id"], url))
+        found = await answers(served, batch["output_file_id"])
+        kept = {name: one["response"]["body"]["store"] for name, one in found.items()}
+        assert kept == {"0": False, "1": True, "2": False}
+        assert len(served.app.state.response_store) == 1
 
 
 @pytest.mark.parametrize("method", ["get", "post", "delete"])
