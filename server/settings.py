@@ -156,7 +156,7 @@ class Settings(BaseSettings):
     max_stored_responses: int = Field(1024, ge=0)
     """Answers of /v1/responses that are kept in memory for follow-ups; 0 keeps none."""
     stored_responses_memory: ByteSize = ByteSize(64 * 2**20)
-    """Memory for these answers and conversations before them; the key with most loses its oldest."""
+    """Memory for these answers and conversations before; the key with most loses its oldest."""
     explain: bool = True
     """Serve POST /explain, whose requests cost a pass over their text in a second session."""
     otlp_endpoint: str | None = Field(None, pattern=r"^https?://.+")
