@@ -120,6 +120,10 @@ class DeadlineExceededError(KvasirError, status=504, error_type="deadline_exceed
         self.headers["x-should-retry"] = "false"
 
 
+class InsufficientStorageError(KvasirError, status=507, error_type="insufficient_storage"):
+    """A change that does not fit on the server's disk."""
+
+
 class EngineError(KvasirError, status=500, error_type="internal_error"):
     """A failure of the engine. The message carries the request id, never a stack trace."""
 

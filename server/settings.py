@@ -145,14 +145,18 @@ class Settings(BaseSettings):
     )
     batch_dir: Path | None = None
     """Folder for /v1/files and /v1/batches, of this server alone. Default: neither is served."""
-    batch_dir_bytes: ByteSize = Field(ByteSize(2 * 2**30), gt=0)
-    """Maximum size of all files in batch_dir."""
+    batch_dir_bytes: ByteSize = Field(
+        ByteSize(2 * 2**30),
+        gt=0,
+        description="Maximum size of all files in batch_dir; with api_key_file a key may use as "
+        "much as it leaves to others.",
+    )
     max_batches: int = Field(1000, ge=1)
     """Batches kept for each API key; the oldest that has ended is forgotten for a new one."""
     max_stored_responses: int = Field(1024, ge=0)
     """Answers of /v1/responses that are kept in memory for follow-ups; 0 keeps none."""
     stored_responses_memory: ByteSize = ByteSize(64 * 2**20)
-    """Memory for these answers and the conversations before them; the oldest are dropped."""
+    """Memory for these answers and conversations before; the key with most loses its oldest."""
     explain: bool = True
     """Serve POST /explain, whose requests cost a pass over their text in a second session."""
     otlp_endpoint: str | None = Field(None, pattern=r"^https?://.+")

@@ -77,14 +77,14 @@ class HubModel:
 
         reference, size = self.reference, self.sizes[name]
 
-        class Bounded(tqdm):  # type: ignore[misc]
+        class Bounded(tqdm):
             n_bytes = 0
 
             def update(self, n: float | None = 1) -> bool | None:
                 self.n_bytes += int(n or 0)
                 if self.n_bytes > size:
                     raise DownloadError(f"{reference}: {name} has more than its {size:,} bytes")
-                return super().update(n)
+                return bool(super().update(n))
 
             def update_transfer(self, n: float) -> None:
                 """Ignore what the network brings: only what reaches the file counts."""

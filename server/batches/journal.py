@@ -6,14 +6,14 @@ import io
 import json
 import os
 import secrets
-from pathlib import Path
+from collections.abc import Iterator
 from time import monotonic
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
 from server.batches.objects import BatchUsage, Counts, StoredBatch, StoredFile
-from server.batches.store import RECORD_BYTES, BatchStore
+from server.batches.store import BatchStore
 
 _SYNC_SECONDS = 1.0  # whose answers are computed again after a power failure
 
@@ -35,40 +35,46 @@ class Reply(NamedTuple):
 
 
 class Journal:
-    """The answers to a batch's requests so far, by their custom ids: each is appended once.
+    """The answers to a batch's requests so far: each is appended once. `read` it first.
 
-    What follows the last whole line is removed, in case a crash cut a line off. One thread at a
-    time may use it. Raises OSError.
+    What follows the last whole line is removed, in case a crash or a full disk cut a line off. One
+    thread at a time may use it. answered: hashes of custom ids. Raises OSError.
     """
 
     def __init__(self, store: BatchStore, batch: StoredBatch) -> None:
         self._store, self._batch = store, batch
-        self.answered: set[str] = set()
+        self.answered: set[int] = set()
         self.usage = BatchUsage()
         self.counts = Counts(total=batch.request_counts.total)
         self._ids = {False: batch.answers, True: batch.failures}
-        self._files = {failed: self._reopen(store.path(i)) for failed, i in self._ids.items()}
+        self._files: dict[bool, io.FileIO] = {}
         self._synced_at = monotonic()
 
-    def _reopen(self, path: Path) -> io.FileIO:
-        """Read the answers in a file, and return it, open behind the last."""
-        end = 0
-        file = io.FileIO(path, "ab")
-        with path.open("rb") as lines:
-            for line in lines:
-                try:
-                    answer = from_json(line) if line.endswith(b"\n") else {}
-                    response = answer["response"] or {"status_code": 0, "body": None}
-                    self._count(answer["custom_id"], response["status_code"], response["body"])
-                except (ValueError, LookupError, TypeError):
-                    break
-                end += len(line)
-        self._store.n_bytes -= path.stat().st_size - end
+    def read(self) -> Iterator[None]:
+        """Open the files, and read their answers, one in each step."""
+        for is_failure, file_id in self._ids.items():
+            path, end = self._store.path(file_id), 0
+            file = self._files[is_failure] = io.FileIO(path, "ab")
+            with path.open("rb") as lines:
+                for line in lines:
+                    try:
+                        answer = from_json(line) if line.endswith(b"\n") else {}
+                        response = answer["response"] or {"status_code": 0, "body": None}
+                        self._count(answer["custom_id"], response["status_code"], response["body"])
+                    except (ValueError, LookupError, TypeError):
+                        break
+                    end += len(line)
+                    yield
+            self._cut(file, end)
+
+    def _cut(self, file: io.FileIO, end: int) -> None:
+        """Remove what follows the last whole line."""
+        n_more = os.fstat(file.fileno()).st_size - end
         file.truncate(end)
-        return file
+        self._store.give_back(n_more, self._batch.owner)
 
     def _count(self, custom_id: str, status_code: int, content: Any) -> None:
-        self.answered.add(custom_id)
+        self.answered.add(hash(custom_id))
         if _is_failure(status_code):
             self.counts.failed += 1
         else:
@@ -96,15 +102,16 @@ class Journal:
     def _append(self, custom_id: str, rest: bytes, *, is_failure: bool) -> None:
         head = f'{{"id":"batch_req_{secrets.token_hex(12)}","custom_id":{json.dumps(custom_id)},'
         line = head.encode() + rest + b"}\n"
-        self._store.take(len(line))
+        self._store.take(len(line), self._batch.owner)
         file = self._files[is_failure]
-        size = os.fstat(file.fileno()).st_size
+        end, rest = os.fstat(file.fileno()).st_size, line
         try:
-            if file.write(line) != len(line):
-                raise OSError("the disk is full")
+            while rest:
+                rest = rest[file.write(rest) :]
         except OSError:
-            file.truncate(size)
-            self._store.n_bytes -= len(line)
+            written = os.fstat(file.fileno()).st_size - end
+            self._store.give_back(len(line) - written, self._batch.owner)
+            self._cut(file, end)
             raise
 
     @property
@@ -126,11 +133,9 @@ class Journal:
             file_id = self._ids[is_failure]
             size = self._store.path(file_id).stat().st_size
             if not size:
-                self._store.discard(file_id)
+                self._store.discard(file_id, batch.owner)
                 continue
             setattr(batch, f"{name}_file_id", file_id)
-            if file_id not in self._store.files:  # as after a crash
-                self._store.n_bytes += RECORD_BYTES
             self._store.describe(
                 StoredFile(
                     id=file_id,
@@ -139,7 +144,8 @@ class Journal:
                     filename=f"{batch.id}_{name}.jsonl",
                     purpose="batch_output",
                     owner=batch.owner,
-                )
+                ),
+                reserved=True,
             )
 
     def close(self) -> None:

@@ -3,17 +3,21 @@
 files/ID holds a content and files/ID.json describes it; without that there is no such file.
 batches/ID.json is a batch. Descriptions are replaced at once. Answers are appended to files without
 a description yet, a line at a time; a line cut off by a crash is removed when the batch goes on.
+The file lock also holds room, for the descriptions that end batches on a full disk.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
 import secrets
+import shutil
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from time import time
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -29,42 +33,55 @@ from server.errors import (
 
 RECORD_BYTES = 4096  # counted for each description
 WINDOW = 24 * 3600  # seconds in which a batch is answered
+_RESERVE_BYTES = 2**18  # room of the disk for the ends of batches
+_GIVEN_BYTES = 2**14  # of it at once
+_DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 Record = TypeVar("Record", StoredFile, StoredBatch)
 
 
 class BatchStore:
     """The files and batches of all API keys, by id, in the order of their creation.
 
-    max_bytes: of all files. max_batches: of each key; the oldest that has ended is then forgotten.
-    Raises StartupError for a folder that another server uses, or that cannot be read.
+    max_bytes: of all files. is_shared: a key may use as many bytes as it leaves to others, so no
+    key can take the room of all. max_batches: of each key; the oldest that has ended is then
+    forgotten. What is `reserved` ends a batch: it may exceed the limit, and use the last room of
+    the disk. Raises StartupError for a folder that another server uses, or that cannot be read.
     """
 
-    def __init__(self, folder: Path, *, max_bytes: int, max_batches: int) -> None:
+    def __init__(
+        self, folder: Path, *, max_bytes: int, max_batches: int, is_shared: bool = False
+    ) -> None:
         self._files, self._batches = folder / "files", folder / "batches"
-        self._max_bytes, self._max_batches = max_bytes, max_batches
-        self._writing = threading.Lock()
+        self._max_bytes, self._max_batches, self._is_shared = max_bytes, max_batches, is_shared
+        self._writing, self._counting = threading.RLock(), threading.Lock()
+        self._used = Counter[str]()  # bytes, by owner
         try:
             for part in (self._files, self._batches):
                 part.mkdir(parents=True, exist_ok=True)
-            self._lock = (folder / "lock").open("wb")
+            (folder / "lock").touch()
+            self._lock = (folder / "lock").open("r+b")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.files = _read(self._files, StoredFile)
             self.batches = _read(self._batches, StoredBatch)
-            known = set(self.files)
-            for batch in self.batches.values():
-                known |= set() if batch.status in ENDED else {batch.answers, batch.failures}
-            for path in self._files.iterdir():
-                if path.name.removesuffix(".json") not in known:
+            owners = {file.id: file.owner for file in self.files.values()}
+            for batch in self.unfinished:
+                owners |= dict.fromkeys((batch.answers, batch.failures), batch.owner)
+            for path in (*self._files.iterdir(), *self._batches.glob("*.part")):
+                if path.name.removesuffix(".json") not in owners:
                     path.unlink()
-            contents = (path for path in self._files.iterdir() if path.suffix != ".json")
-            self.n_bytes = sum(path.stat().st_size for path in contents)
+                elif path.suffix != ".json":
+                    self._used[owners[path.name]] += path.stat().st_size
         except BlockingIOError:
             self._lock.close()
             message = "is used by another server; give each a batch_dir of its own"
             raise StartupError(f"batch_dir {folder} {message}") from None
         except (OSError, ValidationError) as error:
             raise StartupError(f"batch_dir {folder}: {in_words(error)}") from None
-        self.n_bytes += RECORD_BYTES * (len(self.files) + len(self.batches))
+        records: list[StoredFile | StoredBatch] = [*self.files.values(), *self.batches.values()]
+        for record in records:
+            self._used[record.owner] += RECORD_BYTES
+        with suppress(OSError):  # a full disk: files can still be deleted
+            self._reserve()
 
     def close(self) -> None:
         """Let another process have the folder."""
@@ -88,56 +105,92 @@ class BatchStore:
         """Return the path of a file's content."""
         return self._files / file_id
 
-    def begin_file(self) -> Upload:
-        """Return a new file, to be written."""
-        return Upload(self, f"file-{secrets.token_hex(12)}")
-
-    def describe(self, file: StoredFile) -> None:
-        """Make a written content a file."""
-        self._write(self._files / f"{file.id}.json", file)
+    def describe(self, file: StoredFile, *, reserved: bool = False) -> None:
+        """Make a written content a file. Raises OSError and RequestTooLargeError."""
+        path, is_new = self._files / f"{file.id}.json", file.id not in self.files
+        if is_new:
+            self.take(RECORD_BYTES, file.owner, reserved=reserved)
+        try:
+            self._write(path, file, reserved=reserved)
+        except OSError:
+            if is_new:
+                self._remove(path, RECORD_BYTES, file.owner)
+            raise
         self.files[file.id] = file
 
     def delete(self, file: StoredFile) -> None:
-        """Remove a file. Raises ConflictError for one that a batch still reads."""
+        """Remove a file. Raises ConflictError for one that a batch still needs."""
         for batch in self.unfinished:
-            if batch.input_file_id == file.id:
-                raise ConflictError(f"the batch {batch.id!r} reads this file; cancel it first")
-        if self.files.pop(file.id, None) is not None:
-            self._files.joinpath(f"{file.id}.json").unlink()
-            self.discard(file.id)
-            self.n_bytes -= RECORD_BYTES
+            if file.id in (batch.input_file_id, batch.answers, batch.failures):
+                raise ConflictError(f"the batch {batch.id!r} needs this file; cancel it first")
+        if file.id in self.files:
+            self._remove(self._files / f"{file.id}.json", RECORD_BYTES, file.owner)
+            del self.files[file.id]
+            self.discard(file.id, file.owner)
 
-    def discard(self, file_id: str) -> None:
+    def discard(self, file_id: str, owner: str) -> None:
         """Remove a content that no description names."""
         with suppress(FileNotFoundError):
-            size = self.path(file_id).stat().st_size
-            self.path(file_id).unlink()
-            self.n_bytes -= size
+            self._remove(self.path(file_id), self.path(file_id).stat().st_size, owner)
 
-    def take(self, n_bytes: int) -> None:
+    def _remove(self, path: Path, n_bytes: int, owner: str) -> None:
+        path.unlink(missing_ok=True)
+        self.give_back(n_bytes, owner)
+
+    @property
+    def n_bytes(self) -> int:
+        """The size of all files, with what is counted for descriptions."""
+        return self._used.total()
+
+    def take(self, n_bytes: int, owner: str, *, reserved: bool = False) -> None:
         """Count bytes that are about to be written. Raises RequestTooLargeError for too many."""
-        with self._writing:
-            if self.n_bytes + n_bytes > self._max_bytes:
+        with self._counting:
+            if not reserved and n_bytes > self._left(owner):
+                share = ", of which a key may use as many as it leaves to others"
                 raise RequestTooLargeError(
-                    f"files and batches would exceed {self._max_bytes} bytes "
-                    "(setting batch_dir_bytes); delete files"
+                    f"{n_bytes} bytes more do not fit: files and batches may have "
+                    f"{self._max_bytes} (setting batch_dir_bytes){share * self._is_shared}; "
+                    "delete files"
                 )
-            self.n_bytes += n_bytes
+            self._used[owner] += n_bytes
+
+    def give_back(self, n_bytes: int, owner: str) -> None:
+        """Count bytes that are there no more."""
+        with self._counting:
+            self._used[owner] -= n_bytes
+
+    def _left(self, owner: str) -> int:
+        """Return the bytes that a key may still take."""
+        free = self._max_bytes - self._used.total()
+        return (free - self._used[owner]) // 2 if self._is_shared else free
+
+    def has_room(self, n_bytes: int, owner: str) -> bool:
+        """Return whether an answer of a key would fit, beside the reserve for ends of batches."""
+        try:
+            self._reserve()
+        except OSError:
+            return False
+        free = shutil.disk_usage(self._files).free - _RESERVE_BYTES
+        return n_bytes + RECORD_BYTES <= min(free, self._left(owner))
+
+    def _reserve(self) -> None:
+        """Fill the reserve up again. Raises OSError on a full disk, not on one that has none."""
+        with self._writing:
+            try:
+                os.posix_fallocate(self._lock.fileno(), 0, _RESERVE_BYTES)
+            except OSError as error:
+                if error.errno in _DISK_IS_FULL:
+                    raise
 
     def create(
         self, file: StoredFile, endpoint: str, metadata: Mapping[str, str] | None, now: float
     ) -> StoredBatch:
-        """Return a new batch, not yet on the disk. Raises ConflictError for one too many."""
-        mine = [one for one in self.batches.values() if one.owner == file.owner]
-        if len(mine) >= self._max_batches:
-            ended = next((one for one in mine if one.status in ENDED), None)
-            if ended is None:
-                message = f"{len(mine)} batches have not ended, the limit (setting max_batches)"
-                raise ConflictError(f"{message}; wait for one to end")
-            del self.batches[ended.id]
-            self._batches.joinpath(f"{ended.id}.json").unlink()
-            self.n_bytes -= RECORD_BYTES
-        self.take(RECORD_BYTES)
+        """Return a new batch, to be added or forgotten. Raises ConflictError for one too many."""
+        n_mine = sum(one.owner == file.owner for one in self.unfinished)
+        if n_mine >= self._max_batches:
+            message = f"{n_mine} batches have not ended, the limit (setting max_batches)"
+            raise ConflictError(f"{message}; wait for one to end")
+        self.take(RECORD_BYTES, file.owner)
         answers, failures = (f"file-{secrets.token_hex(12)}" for _ in range(2))
         batch = StoredBatch(
             id=f"batch_{secrets.token_hex(12)}",
@@ -153,62 +206,63 @@ class BatchStore:
         self.batches[batch.id] = batch
         return batch
 
-    def save(self, batch: StoredBatch) -> None:
-        """Write a batch as it is now."""
-        self._write(self._batches / f"{batch.id}.json", batch)
+    def add(self, batch: StoredBatch) -> None:
+        """Write a new batch, once there is room for its end. Raises OSError."""
+        self._reserve()
+        self.save(batch)
+
+    def forget(self, batch: StoredBatch) -> None:
+        """Remove a batch."""
+        del self.batches[batch.id]
+        with suppress(OSError):  # the next start finds it again
+            self._remove(self._batches / f"{batch.id}.json", RECORD_BYTES, batch.owner)
+
+    def forget_ended(self, owner: str) -> None:
+        """Remove the oldest ended batches of a key that has more than it may."""
+        mine = [one for one in self.batches.values() if one.owner == owner]
+        ended = [one for one in mine if one.status in ENDED]
+        for batch in ended[: max(0, len(mine) - self._max_batches)]:
+            self.forget(batch)
+
+    def save(self, batch: StoredBatch, *, reserved: bool = False) -> None:
+        """Write a batch, or a copy that differs; then it is so here. One that has ended stays.
+
+        Raises OSError.
+        """
+        with self._writing:
+            known = self.batches.get(batch.id)
+            if known is not None and known.status not in ENDED:
+                self._write(self._batches / f"{batch.id}.json", batch, reserved=reserved)
+                vars(known).update(vars(batch))
 
     @property
     def unfinished(self) -> list[StoredBatch]:
         """The batches that have not ended."""
         return [batch for batch in self.batches.values() if batch.status not in ENDED]
 
-    def _write(self, path: Path, record: StoredFile | StoredBatch) -> None:
-        part = path.with_suffix(".part")
+    def _write(self, path: Path, record: StoredFile | StoredBatch, *, reserved: bool) -> None:
+        content = record.model_dump_json().encode()
         with self._writing:
-            part.write_bytes(record.model_dump_json().encode())
-            sync(part)
-            part.rename(path)
-            sync(path.parent)
+            while True:
+                try:
+                    return _replace(path, content)
+                except OSError as error:
+                    left = os.fstat(self._lock.fileno()).st_size
+                    if not reserved or not left or error.errno not in _DISK_IS_FULL:
+                        raise
+                    os.ftruncate(self._lock.fileno(), max(0, left - _GIVEN_BYTES))
 
 
-class Upload:
-    """A content that is written before it is a file: `keep` it or `discard` it."""
-
-    def __init__(self, store: BatchStore, file_id: str) -> None:
-        self._store, self.id = store, file_id
-        self._file = store.path(file_id).open("xb")
-        self.n_bytes = 0
-
-    def write(self, data: bytes) -> None:
-        """Append to the content. Raises RequestTooLargeError."""
-        self._store.take(len(data))
-        self.n_bytes += len(data)
-        self._file.write(data)
-
-    def keep(self, owner: str, filename: str) -> StoredFile:
-        """Return the file, once it is on the disk. Raises RequestTooLargeError."""
-        self._store.take(RECORD_BYTES)
-        self._file.close()
-        sync(self._store.path(self.id))
-        file = StoredFile(
-            id=self.id,
-            bytes=self.n_bytes,
-            created_at=int(time()),
-            filename=filename,
-            purpose="batch",
-            owner=owner,
-        )
-        self._store.describe(file)
-        return file
-
-    def discard(self) -> None:
-        """Remove the content, unless it was kept."""
-        if self.id not in self._store.files:
-            with suppress(OSError):  # bytes that no longer fit on the disk
-                self._file.close()
-            written = self._store.path(self.id).stat().st_size
-            self._store.discard(self.id)
-            self._store.n_bytes -= self.n_bytes - written
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all. Raises OSError."""
+    part = path.with_suffix(".part")
+    try:
+        part.write_bytes(content)
+        sync(part)
+        part.rename(path)
+        sync(path.parent)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _read(folder: Path, kind: type[Record]) -> dict[str, Record]:

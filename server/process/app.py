@@ -159,6 +159,7 @@ def _batch_worker(app: FastAPI, keys: ApiKeys | None) -> BatchWorker | None:
         settings.batch_dir,
         max_bytes=settings.batch_dir_bytes,
         max_batches=settings.max_batches,
+        is_shared=settings.api_key_file is not None,
     )
     worker = BatchWorker(
         store,
@@ -168,5 +169,8 @@ def _batch_worker(app: FastAPI, keys: ApiKeys | None) -> BatchWorker | None:
         max_line=settings.max_body_bytes,
         count=metrics.batch_request,
     )
-    metrics.show_batches(lambda: (worker.n_pending, store.n_bytes))
+    metrics.show_batches(
+        lambda: (worker.n_pending, len(worker.waiting), store.n_bytes, settings.batch_dir_bytes),
+        lambda: worker.n_unfinished,
+    )
     return worker

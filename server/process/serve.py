@@ -10,11 +10,13 @@ import os
 import signal
 import socket
 from concurrent.futures import Future
+from contextlib import nullcontext, suppress
 from ipaddress import ip_address
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
 
 from model.bundle import BundleError, ModelBundle, load_bundle
 from server.engine.gpu.errors import NoDeviceError
@@ -145,8 +147,13 @@ def configure(app: FastAPI) -> uvicorn.Config:
         settings = known
         shared = SharedLimits(max_connections(), _BODIES * known.max_body_bytes)
 
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        is_lifespan = scope["type"] == "lifespan"
+        with nullcontext() if is_lifespan else suppress(asyncio.CancelledError):  # at shutdown
+            await app(scope, receive, send)
+
     return uvicorn.Config(
-        app,
+        run,
         http=Connection,
         ws="none",
         root_path=known.root_path,

@@ -6,7 +6,7 @@ sequence: a prompt with n = 3 counts three times.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib.metadata import version
 from typing import Any, get_args
@@ -54,7 +54,18 @@ _LOAD: dict[str, tuple[str, Callable[..., float]]] = {
     "num_requests_waiting": ("Sequences that wait for a slot.", sum),
     "kv_cache_usage_ratio": ("Share of the KV cache that is reserved, 0 to 1.", max),
 }
+# Gauges of batches, in the order in which `show_batches` reads them.
+_BATCHES = {
+    "batch_requests_pending": "Requests of batches that are not answered.",
+    "batches_waiting_for_room": "Batches that wait because the disk or batch_dir_bytes is full.",
+    "batch_dir_bytes": "Size of the files of batches.",
+    "batch_dir_limit_bytes": "The setting batch_dir_bytes.",
+}
 Load = Callable[[], tuple[float, float, float]]  # at any moment, on any thread
+
+
+def _read_item(read: Callable[[], Any], key: Any) -> float:
+    return float(read()[key])
 
 
 class ServerMetrics:
@@ -100,25 +111,28 @@ class ServerMetrics:
             self._families[name] = kind(name, text, ["model", *labels], **options)
         return self._families[name]
 
-    def show_batches(self, read: Callable[[], tuple[float, float]]) -> None:
-        """Show the requests of batches; `read` gives those not answered, and bytes of files."""
-        self._batch_requests = Counter(
-            "batch_requests",
-            "Requests of batches that were answered, by outcome.",
-            ["outcome"],
-            namespace="kvasir",
-            registry=self.registry,
-        )
+    def show_batches(
+        self, read: Callable[[], tuple[float, ...]], unfinished: Callable[[], Mapping[str, float]]
+    ) -> None:
+        """Show batches. `read` gives the gauges of `_BATCHES`, `unfinished` numbers by status."""
+        counter = partial(Counter, namespace="kvasir", registry=self.registry)
+        text = "Requests of batches that were answered, by outcome."
+        self._batch_requests = counter("batch_requests", text, ["outcome"])
         for outcome in ("completed", "failed"):
             self._batch_requests.labels(outcome)
         gauge = partial(Gauge, namespace="kvasir", registry=self.registry)
-        text = "Requests of batches that are not answered."
-        gauge("batch_requests_pending", text).set_function(lambda: read()[0])
-        gauge("batch_dir_bytes", "Size of the files of batches.").set_function(lambda: read()[1])
+        text = "When a request of a batch was last answered, in seconds since 1970; 0 before that."
+        self._batch_answered_at = gauge("batch_last_answer_timestamp_seconds", text)
+        for index, (name, text) in enumerate(_BATCHES.items()):
+            gauge(name, text).set_function(partial(_read_item, read, index))
+        by_status = gauge("batches_unfinished", "Batches that have not ended.", ["status"])
+        for status in unfinished():
+            by_status.labels(status).set_function(partial(_read_item, unfinished, status))
 
     def batch_request(self, outcome: str) -> None:
         """Record that a request of a batch was answered: completed or failed."""
         self._batch_requests.labels(outcome).inc()
+        self._batch_answered_at.set_to_current_time()
 
     def add_load(self, load: Load) -> None:
         """Add what a model's router gauges are read from."""

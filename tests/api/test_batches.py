@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
+import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -114,6 +118,12 @@ async def test_a_batch_answers_each_line_as_the_route_does(tmp_path: Path) -> No
             assert response["body"] == refused.json()
             assert response["status_code"] == 400
         assert served.app.state.batches.n_pending == 0
+        metrics = (await served.client.get("/metrics")).text
+        shown = dict(one.rsplit(" ", 1) for one in metrics.splitlines() if one[0] != "#")
+        assert float(shown["kvasir_batch_last_answer_timestamp_seconds"]) > begun["created_at"] - 1
+        assert float(shown["kvasir_batch_dir_limit_bytes"]) == 2 * 2**30
+        zeros = ["batches_waiting_for_room", 'batches_unfinished{status="in_progress"}']
+        assert {shown[f"kvasir_{one}"] for one in zeros} == {"0.0"}
 
 
 @pytest.mark.parametrize(
@@ -264,14 +274,77 @@ async def test_uploads_leave_nothing_behind_unless_whole(
         assert plain.status_code == 400
 
 
-async def test_a_batch_without_room_for_its_answers_fails(tmp_path: Path) -> None:
-    async with batching(tmp_path, batch_dir_bytes=22_000) as served:
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_a_batch_waits_for_room_for_its_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+) -> None:
+    monkeypatch.setattr("server.batches.worker._PAUSE", 0)
+    async with batching(tmp_path, batch_dir_bytes=32_000) as served:
+        store, loop, waiting = (
+            served.app.state.batches.store,
+            asyncio.get_running_loop(),
+            asyncio.Event(),
+        )
+        has_room = store.has_room
+
+        def ask(*arguments: Any) -> bool:
+            loop.call_soon_threadsafe(waiting.set)
+            return bool(has_room(*arguments))
+
+        monkeypatch.setattr(store, "has_room", ask)
+        other = await upload(served, b"a" * 6000)
         file = await upload(served, jsonl([line(str(i)) for i in range(30)]))
-        batch = await ended(served, await begin(served, file["id"]))
-        assert batch["status"] == "failed"
-        assert batch["errors"]["data"][0]["code"] == "storage_full"
+        batch = await begin(served, file["id"])
+        await waiting.wait()
+        found = (await served.client.get(f"/v1/batches/{batch['id']}")).json()
+        assert found["status"] == "in_progress"
+        assert found["errors"]["data"][0]["code"] == "storage_full"
+        assert "kvasir_batches_waiting_for_room 1.0" in (await served.client.get("/metrics")).text
+        if is_cancelled:
+            await served.client.post(f"/v1/batches/{batch['id']}/cancel")
+        else:
+            await served.client.delete(f"/v1/files/{other['id']}")
+        batch = await ended(served, batch)
+        assert batch["status"] == ("cancelled" if is_cancelled else "completed")
+        assert (batch["errors"] is None) is not is_cancelled
         found = await answers(served, batch["output_file_id"])
-        assert 0 < len(found) < 30
+        assert 0 < len(found) <= 30
+        assert is_cancelled or len(found) == 30
+        assert (await served.client.delete(f"/v1/files/{file['id']}")).status_code == 200
+
+
+async def test_a_full_disk_is_507_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with batching(tmp_path) as served:
+        file = await upload(served, jsonl([line("0")]))
+        before = sorted((tmp_path / "batches").rglob("*"))
+        n_bytes = served.app.state.batches.store.n_bytes
+        error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        monkeypatch.setattr(os, "fsync", Mock(side_effect=error))
+        body = {"input_file_id": file["id"], "endpoint": ENDPOINT, "completion_window": "24h"}
+        for response in (
+            await served.client.post("/v1/files", content=PURPOSE + FILE + END, headers=HEAD),
+            await served.client.post("/v1/batches", json=body),
+        ):
+            assert response.status_code == 507
+            assert "disk is full" in response.json()["error"]["message"]
+        assert sorted((tmp_path / "batches").rglob("*")) == before
+        assert served.app.state.batches.store.n_bytes == n_bytes
+        assert (await served.client.get("/v1/batches")).json()["data"] == []
+
+
+async def test_responses_of_a_batch_are_kept_only_if_it_says_so(tmp_path: Path) -> None:
+    async with batching(tmp_path) as served:
+        url = "/v1/responses"
+        lines = [line(str(i), url=url) | {"body": {"input": "a"}} for i in range(3)]
+        lines[1]["body"]["store"] = True
+        file = await upload(served, jsonl(lines))
+        batch = await ended(served, await begin(served, file["id"], url))
+        found = await answers(served, batch["output_file_id"])
+        kept = {name: one["response"]["body"]["store"] for name, one in found.items()}
+        assert kept == {"0": False, "1": True, "2": False}
+        assert len(served.app.state.response_store) == 1
 
 
 @pytest.mark.parametrize("method", ["get", "post", "delete"])

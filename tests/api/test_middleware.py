@@ -16,6 +16,7 @@ import pytest
 from server.api.http.keys import ApiKeys
 from server.engine.sampling import SamplingParams
 from server.errors import OverloadedError
+from server.process.serve import configure
 from server.requests.admission.callers import Caller
 from server.requests.admission.queue import Phase
 from server.requests.builder import RequestOptions
@@ -354,3 +355,32 @@ async def test_a_bug_is_a_500_with_the_request_id_and_no_trace(
     assert response.status_code == 500
     assert response.json()["error"]["message"] == "internal error; request id mine"
     assert "TypeError" in caplog.text
+
+
+async def test_a_request_that_the_shutdown_cancels_is_logged_as_cut_off(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """uvicorn's task ends without an exception, of which uvicorn would log the traceback."""
+    async with serving() as served:
+        served.runner.hold()
+        body = b'{"prompt": "a"}'
+        given = iter([{"type": "http.request", "body": body, "more_body": False}])
+        scope = {
+            "type": "http", "method": "POST", "path": "/v1/completions", "headers": [],
+            "query_string": b"", "scheme": "http", "client": None, "server": None,
+        }  # fmt: skip
+
+        async def receive() -> Any:
+            return next(given, None) or await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            raise AssertionError(message)
+
+        caplog.set_level(logging.INFO, "kvasir")
+        app: Any = configure(served.app).app
+        request = asyncio.create_task(app(scope, receive, send))
+        await served.submitted.acquire()
+        request.cancel()
+        await request
+        served.runner.release()
+    assert [one.fields["status"] for one in caplog.records] == [499]

@@ -6,21 +6,25 @@ import asyncio
 import json
 import random
 import shutil
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
-from unittest.mock import Mock
+from typing import Any, Literal
 
 import pytest
 from pydantic_core import from_json
 
 from server.batches import worker as batch_worker
+from server.batches.content import Content
 from server.batches.journal import Journal, Reply
 from server.batches.objects import StoredBatch
+from server.batches.requests import MOST_BLANK, Parse, RequestFile
 from server.batches.store import WINDOW, BatchStore
 from server.batches.worker import Answer, BatchWorker
-from server.errors import StartupError
+from server.errors import RequestTooLargeError, StartupError
+from tests.fake_runner import TIMEOUT
 
 ENDPOINT = "/v1/completions"
 NOW = 1_000_000.0
@@ -45,10 +49,13 @@ def open_store() -> Iterator[Open]:
 
 
 def upload(store: BatchStore, owner: str = "") -> str:
-    content = store.begin_file()
-    for line in LINES:
-        content.write(json.dumps(line).encode() + b"\n")
-    return content.keep(owner, "a.jsonl").id
+    content = Content(store, owner)
+    try:
+        for line in LINES:
+            content.write(json.dumps(line).encode() + b"\n")
+        return content.keep("a.jsonl").id
+    finally:
+        content.close()
 
 
 def begun(store: BatchStore, owner: str = "") -> StoredBatch:
@@ -70,9 +77,10 @@ def worker(
     answer: Answer = doubled,
     clock: Callable[[], float] = lambda: NOW,
     n_at_once: int = 2,
+    parse: Parse = from_json,
 ) -> BatchWorker:
     return BatchWorker(
-        *(store, answer, from_json),
+        *(store, answer, parse),
         n_at_once=n_at_once,
         max_line=1000,
         count=lambda _: None,
@@ -108,28 +116,6 @@ def check_whole(store: BatchStore, batch_id: str) -> None:
     assert (batch.usage.input_tokens, batch.usage.output_tokens) == (6, 12)
     contents = sum(file.bytes for file in store.files.values())
     assert store.n_bytes == contents + 4096 * (len(store.files) + len(store.batches))
-
-
-async def test_a_full_store_may_be_met_by_many_lines_while_the_batch_stops(
-    tmp_path: Path, open_store: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each line fails one turn of the event loop after the one before it."""
-    store = open_store(tmp_path)
-    batch = begun(store)
-    waiting, all_wait = [], asyncio.Event()
-
-    async def answer(path: str, body: bytes, owner: str) -> Reply | float:
-        waiting.append(body)
-        if len(waiting) == len(LINES):
-            all_wait.set()
-        await all_wait.wait()
-        for _ in range(from_json(body)["prompt"]):
-            await asyncio.sleep(0)
-        return await doubled(path, body, owner)
-
-    monkeypatch.setattr(Journal, "append", Mock(side_effect=OSError("no space left")))
-    await run_all(worker(store, answer, n_at_once=len(LINES)))
-    assert batch.status == "failed"
 
 
 class CrashError(Exception):
@@ -182,11 +168,11 @@ async def test_a_crash_between_two_steps_of_the_end_is_mended(
     write = store._write
     copies: list[Path] = []
 
-    def copying(*arguments: Any) -> None:
+    def copying(*arguments: Any, reserved: bool) -> None:
         for moment in "before", "after":
             copies.append(tmp_path / f"copy-{len(copies)}")
             if moment == "after":
-                write(*arguments)
+                write(*arguments, reserved=reserved)
             shutil.copytree(tmp_path / "first", copies[-1])
 
     batch_id = begun(store).id
@@ -248,29 +234,137 @@ async def test_a_batch_expires_after_its_window(
     assert len(failures) == 7 - answered
 
 
-async def test_batches_take_turns(
-    tmp_path: Path, open_store: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_batches_take_turns(tmp_path: Path, open_store: Open) -> None:
+    """A line ends once both batches ask for its place, which the other one then gets."""
     order: list[str] = []
-    opened: list[StoredBatch] = []
+    asked = [asyncio.Event() for _ in range(2 * len(LINES) + 1)]
 
-    def open_journal(store: BatchStore, batch: StoredBatch) -> Journal:
-        journal = Journal(store, batch)
-        opened.append(batch)
-        return journal
+    class Places(asyncio.Semaphore):
+        async def acquire(self) -> Literal[True]:
+            next(one for one in asked if not one.is_set()).set()
+            await asked[1].wait()
+            return await super().acquire()
 
     async def answer(path: str, body: bytes, owner: str) -> Reply | float:
-        while len(opened) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0)
         order.append(owner)
+        await asked[min(len(order) + 1, 2 * len(LINES) - 1)].wait()
         return await doubled(path, body, owner)
 
-    monkeypatch.setattr(batch_worker, "Journal", open_journal)
     store = open_store(tmp_path)
     for owner in ("a", "b"):
         begun(store, owner)
-    await run_all(worker(store, answer))
-    assert set(order[:6]) == {"a", "b"}
+    working = worker(store, answer)
+    working._places = Places(1)
+    await run_all(working)
+    assert {(*order[::2],), (*order[1::2],)} == {("a",) * 7, ("b",) * 7}
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"\n" * 10**6, "too_many_blank_lines"),
+        (b"\r\n" * 10**6, "too_many_blank_lines"),
+        ((b" " * 900 + b"\n") * 1000, "too_many_blank_lines"),
+        (b" " * 10**6, "line_too_long"),
+        (b"\r" * 10**6, "line_too_long"),
+        (b"1\n" * 10**6, "invalid_json_line"),
+        (b"\0\n" * 10**6, "invalid_json_line"),
+        ("\u2028\n".encode() * 10**6, "invalid_json_line"),
+        (b"[" * 900 + b"\n" + b"[" * 10**6, "invalid_json_line"),
+        (json.dumps(dict.fromkeys(LINES[0], 1) | {"x" * 900: 1}).encode(), "unknown_parameter"),
+        (b'{"custom_id":"%b"}\n' % (b"x" * 900) * 1000, "missing_required_parameter"),
+        (b"", "empty_file"),
+    ],
+)
+def test_faults_are_few_and_short_whatever_a_file_holds(
+    tmp_path: Path, content: bytes, code: str
+) -> None:
+    path = tmp_path / "input"
+    path.write_bytes(content)
+    steps = [*RequestFile(path, ENDPOINT, from_json, 1000).faults(set())]
+    faults = [one for one in steps if one is not None]
+    assert faults[0].code == code
+    assert len(steps) <= MOST_BLANK + 1
+    assert len(faults) <= 100
+    assert all(len(one.model_dump_json()) < 1000 for one in faults)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_the_reading_of_a_file_stops_when_the_batch_or_the_server_does(
+    tmp_path: Path, open_store: Open, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+) -> None:
+    monkeypatch.setattr(batch_worker, "_SLICE", -1)  # each line has a turn of its own
+    loop, begins, goes_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    parsed: list[bytes] = []
+
+    def parse(line: bytes) -> Any:
+        parsed.append(line)
+        loop.call_soon_threadsafe(begins.set)
+        assert goes_on.wait(TIMEOUT)
+        return from_json(line)
+
+    store = open_store(tmp_path)
+    batch = begun(store)
+    working = worker(store, parse=parse)
+    working.start()
+    await begins.wait()
+    stopping = asyncio.create_task(working.cancel(batch) if is_cancelled else working.close())
+    await asyncio.sleep(0)
+    goes_on.set()
+    await stopping
+    await asyncio.gather(*working.tasks.values())
+    assert batch.status == ("cancelled" if is_cancelled else "validating")
+    assert len(parsed) < len(LINES)
+
+
+async def test_work_in_a_thread_ends_before_its_files_are_closed(
+    tmp_path: Path, open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, begins, goes_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    closed: list[bool] = []
+
+    def sync(journal: Journal) -> None:
+        loop.call_soon_threadsafe(begins.set)
+        assert goes_on.wait(TIMEOUT)
+        closed.extend(file.closed for file in journal._files.values())
+
+    monkeypatch.setattr(Journal, "sync", sync)
+    monkeypatch.setattr("server.batches.journal._SYNC_SECONDS", 0)
+    store = open_store(tmp_path)
+    begun(store)
+    working = worker(store, n_at_once=1)
+    working.start()
+    await begins.wait()
+    closing = asyncio.create_task(working.close())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    goes_on.set()
+    await closing
+    assert closed == [False, False]
+
+
+async def test_batches_need_none_of_asyncios_own_threads(tmp_path: Path, open_store: Open) -> None:
+    goes_on = threading.Event()
+    with ThreadPoolExecutor(1) as executor:
+        asyncio.get_running_loop().set_default_executor(executor)
+        executor.submit(goes_on.wait)
+        store = open_store(tmp_path)
+        working = worker(store)
+        batch = await working.create(store.file(upload(store), ""), ENDPOINT, None)
+        await working.tasks[batch.id]
+        goes_on.set()
+    check_whole(store, batch.id)
+
+
+def test_each_key_leaves_others_as_much_as_it_has(tmp_path: Path, open_store: Open) -> None:
+    store = open_store(tmp_path)
+    store._is_shared = True
+    for owner, share in ("a", 500_000), ("b", 250_000), ("c", 125_000):
+        with pytest.raises(RequestTooLargeError, match="leaves to others"):
+            store.take(share + 1, owner)
+        store.take(share, owner)
+    store.give_back(400_000, "a")
+    store.take(137_500, "b")
 
 
 def test_a_folder_has_one_owner(tmp_path: Path, open_store: Open) -> None:

@@ -135,9 +135,9 @@ async def test_a_command_that_raises_ends_its_own_sequence(
     command: str, of_texts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = AsyncEngine()
-    runner = FakeTextRunner(Pooling(kind="mean")) if of_texts else FakeRunner(VOCAB_SIZE)
+    texts, runner = FakeTextRunner(Pooling(kind="mean")), FakeRunner(VOCAB_SIZE)
     build = (
-        partial(EncoderEngine, runner, token_budget=9, max_num_seqs=4)
+        partial(EncoderEngine, texts, token_budget=9, max_num_seqs=4)
         if of_texts
         else partial(Engine, runner, chunk_size=4)
     )
@@ -156,10 +156,10 @@ async def test_a_command_that_raises_ends_its_own_sequence(
 
     monkeypatch.setattr(engine.engine, command, raising)
     # Commands wait for the end of the step that runs.
-    if isinstance(runner, FakeTextRunner):
-        runner.gate.clear()
+    if of_texts:
+        texts.gate.clear()
         engine.submit([first])
-        assert runner.begun.wait(TIMEOUT)
+        assert texts.begun.wait(TIMEOUT)
     else:
         runner.hold()
         engine.submit([first])
@@ -167,7 +167,7 @@ async def test_a_command_that_raises_ends_its_own_sequence(
     stream = engine.submit([bad, good])
     if command == "abort":
         engine.abort([bad.id], FinishReason.TIMEOUT)
-    runner.gate.set() if isinstance(runner, FakeTextRunner) else runner.release()
+    texts.gate.set() if of_texts else runner.release()
     outputs = await collect(stream, 2)
     assert outputs[bad.id][-1].finish_reason is FinishReason.ERROR
     whole = FinishReason.STOP if of_texts else FinishReason.LENGTH

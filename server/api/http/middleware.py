@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+from asyncio import CancelledError
 from collections.abc import Container
 from ipaddress import ip_address
 from time import perf_counter
@@ -66,6 +67,9 @@ def request_context(app: ASGIApp) -> ASGIApp:
             await app(scope, receive, send_with_id)
         except ClientDisconnect:
             status = _CLIENT_DISCONNECTED
+        except CancelledError:  # the shutdown has cut the client off
+            status = _CLIENT_DISCONNECTED
+            raise
         finally:
             log_request(scope, status, perf_counter() - state.arrived)
 

@@ -6,6 +6,7 @@ An error becomes a response in `error_response`, or in a stream's last event: no
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 from abc import ABC, abstractmethod
@@ -21,7 +22,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from server.errors import EngineError, KvasirError
+from model.files import in_words
+from server.errors import EngineError, InsufficientStorageError, KvasirError
 from server.requests.completion import Completion, CompletionRequest, Delta, RequestState
 from server.requests.models import Models
 from server.requests.service import Service
@@ -66,6 +68,7 @@ STATUSES = {
     500: "The engine failed.",
     503: "The server loads, shuts down, or lacks connections, memory or time for the request.",
     504: "The deadline passed before the first token, or came too near while the request waited.",
+    507: "The server's disk is full.",
 }
 
 compact = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
@@ -142,6 +145,11 @@ def is_anthropic(scope: Scope) -> bool:
 
 def error_body(scope: Scope, error: Exception) -> tuple[KvasirError, dict[str, Any]]:
     """Return an error of our tree, and its body in the dialect of the path."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        logger.error("request %s: %s", state_of(scope).id, in_words(error))
+        error = InsufficientStorageError(
+            "the server's disk is full; delete files, or try again when there is room"
+        )
     if not isinstance(error, KvasirError):
         logger.error("request %s failed", state_of(scope).id, exc_info=error)
         error = EngineError("internal error")

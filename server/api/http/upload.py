@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Protocol
 
 from fastapi import Request
@@ -10,6 +9,7 @@ from python_multipart import MultipartParser
 from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import parse_options_header
 
+from server.batches.threads import in_thread
 from server.errors import InvalidRequestError
 
 MAX_FILE_BYTES = 200 * 10**6  # as OpenAI has it
@@ -108,7 +108,7 @@ async def read_form(request: Request, sink: Sink) -> Form:
     """
     form = Form(request.headers.get("content-type", ""), sink)
     async for piece in request.stream():
-        await asyncio.to_thread(form.feed, piece)
+        await in_thread(None, form.feed, piece)
     if not form.is_complete:
         raise InvalidRequestError("the form is cut off: its last boundary is missing")
     return form

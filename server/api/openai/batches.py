@@ -77,10 +77,7 @@ async def create(request: Request, store: Store, owner: Owner) -> Batch:
     if file.purpose != "batch":
         message = f"input_file_id: the file's purpose is {file.purpose}, not batch"
         raise InvalidRequestError(message, param="input_file_id")
-    batch = store.create(file, body.endpoint, body.metadata, worker.clock())
-    await asyncio.to_thread(store.save, batch)
-    worker.begin(batch)
-    return batch
+    return await worker.create(file, body.endpoint, body.metadata)
 
 
 @router.get("/v1/batches", responses=ERRORS)
@@ -108,9 +105,7 @@ async def cancel(request: Request, batch_id: BatchId, store: Store, owner: Owner
     found = store.batch(batch_id, owner)
     if found.status not in _CANCELLABLE:
         raise ConflictError(f"the batch is {found.status} and cannot be cancelled")
-    found.enter("cancelling", worker.clock())
-    await asyncio.to_thread(store.save, found)
-    worker.cancel(found)
+    await worker.cancel(found)
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeVar
@@ -13,15 +12,17 @@ from starlette.responses import FileResponse
 from server.api.http.responses import errors, state_of
 from server.api.http.upload import read_form
 from server.api.schemas import ResponseBody
+from server.batches.content import Content
 from server.batches.objects import File
 from server.batches.store import BatchStore
+from server.batches.threads import in_thread
 from server.errors import InvalidRequestError, NotFoundError
 
 router = APIRouter()
 
 Item = TypeVar("Item", bound=Any)
 ERRORS = errors(400, 401, 403, 404, 429)
-CHANGE_ERRORS = ERRORS | errors(409, 413)
+CHANGE_ERRORS = ERRORS | errors(409, 413, 507)
 _UPLOAD = {
     "type": "object",
     "required": ["purpose", "file"],
@@ -96,7 +97,7 @@ def page(items: Iterable[Item], after: str | None, limit: int) -> dict[str, Any]
 @router.post("/v1/files", responses=CHANGE_ERRORS, openapi_extra=_BODY)
 async def upload(request: Request, store: Store, owner: Owner) -> File:
     """Store a file of requests, for a batch."""
-    content = await asyncio.to_thread(store.begin_file)
+    content = await in_thread(None, Content, store, owner)
     try:
         form = await read_form(request, content)
         if form.fields.get("purpose") != "batch":
@@ -104,9 +105,9 @@ async def upload(request: Request, store: Store, owner: Owner) -> File:
             raise InvalidRequestError(f"purpose: it must be batch, not {given!r}", param="purpose")
         if not content.n_bytes or form.filename is None:
             raise InvalidRequestError("file: it is missing or empty", param="file")
-        return await asyncio.to_thread(content.keep, owner, form.filename)
+        return await in_thread(None, content.keep, form.filename)
     finally:
-        content.discard()
+        await in_thread(None, content.close)
 
 
 @router.get("/v1/files", responses=ERRORS)

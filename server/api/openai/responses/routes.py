@@ -44,6 +44,8 @@ _ERRORS = errors(400, 401, 403, 404, 429)
 async def create_response(request: Request, body: ResponsesBody) -> Response:
     """Answer a conversation of items, as OpenAI's Responses API does."""
     service, store = service_of(request), _store(request)
+    if state_of(request.scope).is_background and "store" not in body.model_fields_set:
+        body = body.model_copy(update={"store": False})  # a batch would drop what clients follow up
     chat, items = await _chat(request, body)
     try:
         wanted, form = await prepare(request, chat)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -32,8 +32,9 @@ class Stored(NamedTuple):
 
 
 class ResponseStore:
-    """At most so many responses and bytes; the oldest goes first. For the event loop's thread.
+    """At most so many responses and bytes. For the event loop's thread.
 
+    The oldest of the key that has most goes first, so no key drops what another one keeps.
     streaming: formatters of streams, for as long as they live.
     """
 
@@ -41,7 +42,7 @@ class ResponseStore:
         self.streaming: WeakValueDictionary[Key, Any] = WeakValueDictionary()
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._entries: OrderedDict[Key, Stored] = OrderedDict()
-        self._n_bytes = 0
+        self._counts, self._sizes = Counter[bytes](), Counter[bytes]()  # by the key's salt
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -51,9 +52,17 @@ class ResponseStore:
         if stored.n_bytes > self._max_bytes:
             return
         self._entries[key] = stored
-        self._n_bytes += stored.n_bytes
-        while len(self._entries) > self._max_entries or self._n_bytes > self._max_bytes:
-            self.pop(next(iter(self._entries)))
+        self._counts[key[0]] += 1
+        self._sizes[key[0]] += stored.n_bytes
+        while True:
+            if len(self._entries) > self._max_entries:
+                used = self._counts
+            elif self._sizes.total() > self._max_bytes:
+                used = self._sizes
+            else:
+                return
+            [(most, _)] = used.most_common(1)
+            self.pop(next(one for one in self._entries if one[0] == most))
 
     def get(self, key: Key, param: str | None = None) -> Stored:
         """Return a response. Raises NotFoundError; `param` names the field that has the id."""
@@ -63,7 +72,8 @@ class ResponseStore:
 
     def pop(self, key: Key) -> None:
         """Remove a response. Raises NotFoundError."""
-        self._n_bytes -= self.get(key).n_bytes
+        self._sizes[key[0]] -= self.get(key).n_bytes
+        self._counts[key[0]] -= 1
         del self._entries[key]
 
     def of_item(self, owner: bytes, item_id: str) -> Key:
