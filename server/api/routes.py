@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from difflib import get_close_matches
 from importlib.metadata import version
+from threading import Lock
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -40,6 +41,7 @@ from server.api.tgi.answers import GenerateError, GenerateEvent
 from server.errors import InvalidRequestError, KvasirError, MethodNotAllowedError, NotFoundError
 
 router = APIRouter()
+_DOCUMENTING = Lock()  # else each of many requests would make the first document
 
 _REF = "#/components/schemas/{model}"
 _UNDECLARED = (
@@ -55,7 +57,8 @@ _RETRY_AFTER = _STRING | {"description": "Seconds until it is worth trying again
 @router.get("/openapi.json", responses=READ_ERRORS)
 def openapi(request: Request) -> dict[str, Any]:  # no coroutine: it takes a while
     """Return the API as an OpenAPI document."""
-    return document(request.app)
+    with _DOCUMENTING:
+        return document(request.app)
 
 
 ROUTERS = (

@@ -1,12 +1,12 @@
-"""Limits that uvicorn lacks: on heads, slow senders and readers, connections, unfinished bodies."""
+"""Limits that uvicorn lacks: on heads, slow senders and readers, and what they make it hold."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import resource
-from time import monotonic
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers
@@ -17,92 +17,29 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from server.api.http.middleware import PROBED_PATHS, UPLOAD_PATH, log_request, new_state
-from server.api.http.responses import error_response
+from server.api.http.middleware import (
+    HEALTH_PATHS,
+    PROBED_PATHS,
+    UPLOAD_PATH,
+    log_request,
+    new_state,
+)
+from server.api.http.responses import error_response, path_of
 from server.errors import HeadTooLargeError, InvalidRequestError, KvasirError, UnavailableError
+from server.process.shared_limits import SharedLimits
 from server.settings import Settings
 
 logger = logging.getLogger("kvasir")
 
 MAX_HEADERS = 128
 MIN_BODY_RATE = 500  # bytes a second, as a mean over `receive_timeout`
-_RESERVED_FILES = 64  # open files beside connections, and newcomers until they are turned away
-_RESERVED_CONNECTIONS = 16  # connections left to probes; with few connections a quarter of them
-_LOG_INTERVAL = 10.0  # seconds between two log lines on too many connections
+MAX_PIPELINED = 16  # requests that a client may send before it has the answer to another
+_READ = 2**14  # bytes that are read at once; the kernel keeps the rest, and slows the client down
 _SLICE = 4096  # bytes: the parser holds an unfinished header of at most this length unseen
+_UNREAD = 2**14  # bytes that wait in a connection before its client counts as one that stalls
+_PROBE_INTERVAL = 0.2  # seconds between writes to a client that has ended its side
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _LINGER = 2  # seconds in which a client that is still sending can read why it was refused
-
-
-def max_connections() -> int:
-    """Return how many connections fit into the files that this process may open."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 2**20 if soft == resource.RLIM_INFINITY else max(soft - _RESERVED_FILES, soft // 2)
-
-
-class SharedLimits:
-    """Limits on all connections together: on their number, and on the bytes of unfinished bodies.
-
-    A newcomer beyond `most` ends the one that has waited longest. A few connections are left to
-    newcomers, for probes: beyond them a complete request is refused.
-    """
-
-    def __init__(self, most: int, most_bytes: int) -> None:
-        self._most, self._most_bytes = most, most_bytes
-        self._most_busy = most - min(_RESERVED_CONNECTIONS, most // 4)
-        # Those without a complete request, except probes; the one that has waited longest first.
-        self._waiting: dict[BoundedConnection, None] = {}
-        self._busy = set[BoundedConnection]()
-        # Bytes of unfinished bodies; the one that began first is the first.
-        self._held: dict[BoundedConnection, int] = {}
-        self._n_held = self._n_aborted = 0
-        self._logged_at = -_LOG_INTERVAL
-
-    def add(self, newcomer: BoundedConnection, n_connections: int) -> None:
-        """Take in a connection; `n_connections` counts it."""
-        self.wait(newcomer)
-        if n_connections <= self._most:
-            return
-        oldest = next(iter(self._waiting))
-        del self._waiting[oldest]
-        oldest.transport.abort()
-        self._n_aborted += 1
-        if monotonic() - self._logged_at >= _LOG_INTERVAL:
-            fields = {"most": self._most, "cut_off": self._n_aborted}
-            message = "more connections than open files allow: cut off those that waited longest"
-            logger.warning(message, extra={"fields": fields})
-            self._logged_at, self._n_aborted = monotonic(), 0
-
-    def wait(self, connection: BoundedConnection) -> None:
-        """Note that a connection waits for a request, or for the rest of one."""
-        self._busy.discard(connection)
-        self._waiting.pop(connection, None)
-        self._waiting[connection] = None
-
-    def begin(self, connection: BoundedConnection) -> bool:
-        """Note that a connection has a complete request; return whether there is room for it."""
-        if connection not in self._busy and len(self._busy) >= self._most_busy:
-            return False
-        self._waiting.pop(connection, None)
-        self._busy.add(connection)
-        return True
-
-    def hold(self, connection: BoundedConnection, n_bytes: int) -> None:
-        """Count bytes of an unfinished body; beyond `most_bytes` refuse the one begun first."""
-        self._held[connection] = self._held.get(connection, 0) + n_bytes
-        self._n_held += n_bytes
-        while self._n_held > self._most_bytes:
-            message = f"unfinished bodies exceed {self._most_bytes} bytes; send this one again"
-            next(iter(self._held)).refuse(UnavailableError(message, retry_after=1))
-
-    def release(self, connection: BoundedConnection) -> None:
-        """Forget the bytes of a body."""
-        self._n_held -= self._held.pop(connection, 0)
-
-    def remove(self, connection: BoundedConnection) -> None:
-        """Forget a connection."""
-        self.release(connection)
-        self._waiting.pop(connection, None)
-        self._busy.discard(connection)
 
 
 class BoundedConnection(HttpToolsProtocol):
@@ -111,7 +48,7 @@ class BoundedConnection(HttpToolsProtocol):
     A request must arrive within `receive_timeout` of its first byte, or its body at
     `MIN_BODY_RATE`. No such clock runs while an answer is made. A client that does not read is cut
     off after `send_timeout`. A complete answer may be read slowly, as long as it is read: its
-    request holds no slot any more.
+    request holds no slot any more. The next request begins once it has been read.
     """
 
     fastapi: FastAPI
@@ -124,26 +61,41 @@ class BoundedConnection(HttpToolsProtocol):
     _n_body = 0  # bytes of a body since the receive timer was started
     _n_overhead = 0  # bytes of a head, or around a body, since the parser last reported progress
     _is_refused = False
+    _unparsed = b""  # what has been read since the connection's last turn
+    _unstarted: Callable[[], None] | None = None  # starts a request once answers have been read
     _receive_timer: asyncio.TimerHandle | None = None
     _send_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Give the client `receive_timeout` for its first byte."""
+        transport.set_write_buffer_limits(_UNREAD)
         super().connection_made(transport)
+        transport.set_protocol(_Reader(self))
         self._close_if_idle_for(self.settings.receive_timeout)
         self.shared.add(self, len(self.connections))
 
     def data_received(self, data: bytes) -> None:
-        """Parse in slices, so that what is neither a complete header nor body stays bounded."""
-        for start in range(0, len(data), _SLICE):
-            if self._is_refused:
-                return
+        """Keep what has been read for this connection's turn, and read no more before it."""
+        self.transport.pause_reading()
+        if not self._unparsed:
+            self.shared.turns.parse(self._parse)
+        self._unparsed += data
+
+    def _parse(self) -> None:
+        """Parse a slice, so that what is neither a complete header nor body stays bounded."""
+        if self._is_refused or self.transport.is_closing():
+            self._unparsed = b""
+        if self._unparsed:
+            piece, self._unparsed = self._unparsed[:_SLICE], self._unparsed[_SLICE:]
             self._start_receive_timer()
-            piece = data[start : start + _SLICE]
             self._n_overhead += len(piece)
             super().data_received(piece)
             if self._n_overhead > self.settings.max_header_bytes + _SLICE:
                 self._refuse_head()
+        if self._unparsed:
+            self.shared.turns.parse(self._parse)
+        elif not self.flow.read_paused:
+            self.transport.resume_reading()
 
     def on_message_begin(self) -> None:
         """Start the clock of a request."""
@@ -162,6 +114,10 @@ class BoundedConnection(HttpToolsProtocol):
         if n_bytes > self.settings.max_header_bytes or len(self.headers) > MAX_HEADERS:
             self._refuse_head()
             self._stop_if_refused()
+        if len(self.pipeline) == MAX_PIPELINED:
+            message = f"more than {MAX_PIPELINED} requests wait for the answer to an earlier one"
+            self.refuse(UnavailableError(f"{message}; read it first", retry_after=1))
+            self._stop_if_refused()
         super().on_headers_complete()
         if self.parser.should_upgrade():  # answered in HTTP/1.1; what follows cannot be parsed
             self.cycle.keep_alive = False
@@ -171,6 +127,19 @@ class BoundedConnection(HttpToolsProtocol):
             self._answering = self.cycle
             self.shared.wait(self)
         self._incoming, self._n_overhead = self.cycle, 0
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Start a request in its turn, once its client has read the answers before."""
+        start = partial(super()._start_asgi_task, cycle, app)
+        is_probe = path_of(cast("Scope", cycle.scope)) in HEALTH_PATHS
+        self._unstarted = partial(self.shared.turns.start, start, first=is_probe)
+        if not self.flow.write_paused:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        if self._unstarted is not None:
+            self._unstarted()
+            self._unstarted = None
 
     def on_body(self, body: bytes) -> None:
         """Count the bytes of a body."""
@@ -186,7 +155,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_message_complete()
         self._incoming, self._n_overhead = None, 0
         self._stop_receive_timer()
-        self.shared.release(self)
+        self.shared.unfinished.release(self)
         if self.cycle.response_complete:  # data that came since has stopped uvicorn's timer
             self._close_if_idle_for(self.timeout_keep_alive)
         elif self._path not in PROBED_PATHS and not self.shared.begin(self):
@@ -249,7 +218,8 @@ class BoundedConnection(HttpToolsProtocol):
             return
         self._is_refused = True
         self._stop_receive_timer()
-        self.shared.release(self)
+        self.shared.unfinished.release(self)
+        self.pipeline.clear()
         self._disconnect_unanswered()
         if self._unanswered is not None and self._unanswered.response_started:
             self.transport.close()
@@ -281,27 +251,52 @@ class BoundedConnection(HttpToolsProtocol):
         if self.pipeline:
             self._answering = self.pipeline[-1][0]
         else:
-            self.shared.release(self)
+            self.shared.unfinished.release(self)
         super().on_response_complete()
         if self._unanswered in (None, self._incoming):
             self.shared.wait(self)
 
     def pause_writing(self) -> None:
-        """Start the clock of a client that does not read."""
+        """Start the clock of a client that does not read, and count what it leaves unread."""
         super().pause_writing()
+        self.shared.stall(self, self.transport.get_write_buffer_size() + self._n_unsent)
         seconds, n_left = self.settings.send_timeout, self.transport.get_write_buffer_size()
         self._send_timer = self.loop.call_later(seconds, self._check_sent, n_left)
 
     def resume_writing(self) -> None:
-        """Stop the clock of a client that reads again."""
+        """Stop the clock of a client that reads again, and start its next request."""
         super().resume_writing()
+        self.shared.unread.release(self)
         if self._send_timer is not None:
             self._send_timer.cancel()
+        self._start_next()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Go on answering a client that has ended its side only; return whether there is one.
+
+        Writing shows whether it has closed the other side, too. A client of HTTP/1.0 takes no
+        interim response, and so is taken for one that has closed.
+        """
+        cycle = self._unanswered
+        if cycle is None or self._receive_timer is not None or self._is_refused:
+            return False
+        if cycle.scope["http_version"] < "1.1" and not cycle.response_started:
+            return False
+        self.cycle.keep_alive = False
+        self._probe()
+        return True
+
+    def _probe(self) -> None:
+        cycle = self._unanswered
+        if cycle is not None and not cycle.response_started and not self.transport.is_closing():
+            self.transport.write(_CONTINUE)
+            self.loop.call_later(_PROBE_INTERVAL, self._probe)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the application, and stop all clocks."""
-        self.shared.remove(self)
+        self._unparsed, self._unstarted = b"", None
         self.resume_writing()
+        self.shared.remove(self)
         self._stop_receive_timer()
         self._disconnect_unanswered()
         super().connection_lost(exc)
@@ -315,6 +310,14 @@ class BoundedConnection(HttpToolsProtocol):
         """The request whose answer is being made."""
         cycle = self._answering
         return None if cycle is None or cycle.response_complete else cycle
+
+    @property
+    def _n_unsent(self) -> int:
+        """Bytes of the answer that it holds and has not written; a file is read as it is sent."""
+        cycle = self._unanswered
+        if cycle is None or path_of(cast("Scope", cycle.scope)).startswith(f"{UPLOAD_PATH}/"):
+            return 0
+        return cycle.expected_content_length  # 0 in chunks
 
     def _disconnect_unanswered(self) -> None:
         if self._unanswered is not None:
@@ -331,6 +334,28 @@ class BoundedConnection(HttpToolsProtocol):
             self.pause_writing()
         else:
             self.cut_off()
+
+
+class _Reader(asyncio.BufferedProtocol):
+    """The protocol of a transport for a connection, which reads little at a time.
+
+    uvloop would read up to 8 MB at once into an `asyncio.Protocol`.
+    """
+
+    _buffer = memoryview(bytearray(_READ))  # of all connections: its content is copied at once
+
+    def __init__(self, connection: BoundedConnection) -> None:
+        self._connection = connection
+        for name in ("eof_received", "pause_writing", "resume_writing", "connection_lost"):
+            setattr(self, name, getattr(connection, name))
+
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002  asyncio's
+        """Return the memory to read into."""
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Pass on what has been read."""
+        self._connection.data_received(bytes(self._buffer[:nbytes]))
 
 
 def _end_by_close(cycle: RequestResponseCycle) -> None:

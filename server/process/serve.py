@@ -22,7 +22,8 @@ from model.bundle import BundleError, ModelBundle, load_bundle
 from server.engine.gpu.errors import NoDeviceError
 from server.errors import StartupError
 from server.process.app import create_app
-from server.process.connection import BoundedConnection, SharedLimits, max_connections
+from server.process.connection import BoundedConnection
+from server.process.shared_limits import SharedLimits, max_connections
 from server.requests.models import Models
 from server.settings import Settings
 from server.telemetry.logs import log_to_stderr
@@ -33,8 +34,9 @@ logger = logging.getLogger("kvasir")
 # Seconds; longer than proxies' and clients', or they may reuse a connection that is being closed.
 _KEEP_ALIVE = 75
 _BODIES = 16  # bodies of `max_body_bytes` that the unfinished ones may add up to
-_LAST_READ = 5  # seconds for clients to read what is written, once every request has ended
-_LAST_TASKS = 2  # seconds for the handlers of connections that were cut off to end
+_MOST_UNREAD = 2**25  # bytes of answers that may wait for clients to read
+_LAST_READ = 3  # seconds for clients to read what is written, once every request has ended
+_LAST_TASKS = 1  # seconds for the handlers of connections that were cut off to end
 
 
 class DrainingServer(uvicorn.Server):
@@ -145,7 +147,7 @@ def configure(app: FastAPI) -> uvicorn.Config:
     class Connection(BoundedConnection):
         fastapi = app
         settings = known
-        shared = SharedLimits(max_connections(), _BODIES * known.max_body_bytes)
+        shared = SharedLimits(max_connections(), _BODIES * known.max_body_bytes, _MOST_UNREAD)
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
         is_lifespan = scope["type"] == "lifespan"

@@ -113,6 +113,13 @@ async def test_the_name_to_listen_on_answers_and_all_origins_may_be_allowed() ->
             assert (await served.client.get("/version", headers=headers)).status_code == 200
 
 
+async def test_an_empty_name_to_listen_on_is_no_pattern() -> None:
+    async with serving(host="") as served:
+        for name, status in (("evil.example", 403), ("", 200), (".", 200), ("localhost", 200)):
+            answer = await served.client.get("/version", headers={"host": name})
+            assert answer.status_code == status
+
+
 def complete(served: Served, key: str, **fields: object) -> asyncio.Task[httpx.Response]:
     body = {"prompt": "a"} | fields
     return asyncio.create_task(

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
+from server.api import routes
 from server.api.openai.responses.schemas import LOGPROBS
 from server.api.other_servers import IGNORED, NO_OPS, no_op_schema
 from server.api.routes import ROUTES, document
@@ -246,3 +249,21 @@ def test_keys_and_root_path_are_in_the_document(server: Live) -> None:
     other = document(fake_app(FakeRunner(VOCAB_SIZE), root_path="/llm"))
     assert other["paths"]["/version"]["get"]["security"] == []
     assert other["servers"] == [{"url": "/llm"}]
+
+
+def test_requests_at_once_make_the_document_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes half a second of CPU time, and a flood of requests would make it in 40 threads."""
+    app = fake_app(FakeRunner(VOCAB_SIZE))
+    request: Any = SimpleNamespace(app=app)
+    made, make = list[Thread](), routes.get_openapi  # type: ignore[attr-defined]
+
+    def counted(**fields: Any) -> dict[str, Any]:
+        made.append(Thread(target=routes.openapi, args=(request,)))
+        if len(made) == 1:
+            made[0].start()
+        return make(**fields)
+
+    monkeypatch.setattr(routes, "get_openapi", counted)
+    routes.openapi(request)
+    made[0].join(TIMEOUT)
+    assert len(made) == 1

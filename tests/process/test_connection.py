@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,12 +28,12 @@ from uvicorn.server import ServerState
 
 from server.process.connection import (
     MAX_HEADERS,
+    MAX_PIPELINED,
     MIN_BODY_RATE,
     BoundedConnection,
-    SharedLimits,
-    max_connections,
 )
 from server.process.serve import DrainingServer, configure
+from server.process.shared_limits import SharedLimits, Turns, max_connections
 from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.live import KEY, Live, live, wait
 from tests.serving import VOCAB_SIZE, fake_app
@@ -80,7 +81,7 @@ class Timer:
 
 async def settle() -> None:
     """Let the application run until it waits."""
-    for _ in range(20):
+    for _ in range(100):
         await asyncio.sleep(0)
 
 
@@ -97,6 +98,12 @@ class Transport(asyncio.Transport):
 
     def get_write_buffer_size(self) -> int:
         return self.n_unread
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        pass
 
     def write_eof(self) -> None:
         pass
@@ -124,7 +131,7 @@ class Connection:
         self.clock, self.transport = Clock(), Transport()
         self.may_answer = asyncio.Event()
         self.may_answer.set()
-        self.n_disconnects = 0
+        self.n_begun = self.n_disconnects = 0
         kind: Any = configure(
             fake_app(FakeRunner(VOCAB_SIZE), max_header_bytes=LIMIT, **settings)
         ).http
@@ -141,6 +148,7 @@ class Connection:
 
     async def application(self, _scope: Any, receive: Any, send: Any) -> None:
         n_body, more = 0, True
+        self.n_begun += 1
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -222,6 +230,138 @@ async def test_an_answer_may_take_long_whatever_arrived_of_the_next_request(earl
     assert connection.lengths == [0]
     await connection.clock.advance(100.0)
     assert connection.transport.is_closed
+
+
+@pytest.mark.parametrize("n_early", [MAX_PIPELINED, MAX_PIPELINED + 1, 8000])
+async def test_few_requests_wait_for_the_answer_to_another(n_early: int) -> None:
+    """Beyond those there is a 503, also for the first, which is disconnected."""
+    connection = Connection()
+    connection.protocol.data_received(GET * (1 + n_early))
+    while connection.protocol._unparsed:
+        await settle()
+    await settle()
+    if n_early == MAX_PIPELINED:
+        assert connection.statuses == [200] * (1 + n_early)
+    else:
+        assert connection.statuses == [503]
+        assert connection.n_begun == connection.n_disconnects == 1
+
+
+async def test_a_request_begins_once_the_answers_before_it_have_been_read() -> None:
+    connection = Connection()
+    await connection.receive(GET)
+    connection.transport.n_unread = 100_000
+    connection.protocol.pause_writing()
+    await connection.receive(GET)
+    assert connection.n_begun == 1
+    connection.protocol.resume_writing()
+    await settle()
+    assert connection.lengths == [0, 0]
+
+
+@pytest.mark.parametrize("path", [b"/x", b"/v1/files/f/content"])
+async def test_an_answer_is_counted_while_its_client_does_not_read(path: bytes) -> None:
+    """All of it if it is in memory; of a file only what has been read."""
+    connection = Connection()
+    may_end = asyncio.Event()
+
+    async def large(_scope: Any, _receive: Any, send: Any) -> None:
+        headers = [(b"content-length", b"1000")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"x" * 600, "more_body": True})
+        await may_end.wait()
+        await send({"type": "http.response.body", "body": b"x" * 400})
+
+    connection.protocol.app = large
+    await connection.receive(GET.replace(b"/x", path))
+    connection.transport.n_unread = 600
+    connection.protocol.pause_writing()
+    shared = connection.protocol.shared
+    assert shared.unread.total == (1000 if path == b"/x" else 600)
+    connection.protocol.resume_writing()
+    assert shared.unread.total == 0
+    may_end.set()
+    await settle()
+    connection.protocol.pause_writing()
+    assert shared.unread.total == 600
+    connection.protocol.connection_lost(None)
+    assert shared.unread.total == len(shared.unread) == 0
+
+
+async def test_work_of_many_connections_is_done_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request, and as many slices as there is time for, in order; probes first."""
+    times = iter(range(100))  # a turn has time for one slice
+    monkeypatch.setattr("server.process.shared_limits.monotonic", lambda: next(times) * 0.004)
+    turns, done = Turns(), list[str]()
+    for name in ("a", "b"):
+        turns.start(partial(done.append, name), first=False)
+        turns.parse(partial(done.append, f"slice {name}"))
+    turns.parse(partial(turns.parse, partial(done.append, "slice c")))
+    turns.start(partial(done.append, "probe"), first=True)
+    seen = []
+    for _ in range(5):
+        await asyncio.sleep(0)
+        seen.append(done.copy())
+        done.clear()
+    assert seen == [["probe", "slice a"], ["a", "slice b"], ["b"], ["slice c"], []]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_client_may_end_its_side_and_still_be_answered(
+    served: Live, stream: bool, is_closed: bool
+) -> None:
+    """But one that has closed its connection cancels its request."""
+    served.runner.hold()
+    with served.post_raw(max_tokens=3, stream=stream) as client:
+        client.shutdown(socket.SHUT_WR)
+        wait(served.submitted)
+        if not is_closed:
+            served.runner.release()
+            with client.makefile("rb") as file:
+                answer = file.read()
+    wait(served.left)
+    served.runner.release()
+    if not is_closed:
+        final = re.sub(rb"(HTTP/1.1 100 Continue\r\n\r\n)+", b"", answer)
+        assert final.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n" if stream else b"}")
+
+
+@pytest.mark.parametrize(
+    ("came", "goes_on"),
+    [
+        (b"", False),
+        (GET[:-2], False),
+        (post(3) + b"12", False),
+        (GET.replace(b"1.1", b"1.0"), False),
+        (GET, True),
+        (GET + GET, True),
+    ],
+)
+async def test_only_a_whole_request_is_answered_after_the_end(came: bytes, goes_on: bool) -> None:
+    """Not in HTTP/1.0, which has no interim response to try whether the client is there."""
+    connection = Connection()
+
+    async def waiting(scope: Any, receive: Any, send: Any) -> None:
+        await connection.may_answer.wait()
+        await connection.application(scope, receive, send)
+
+    connection.protocol.app = waiting
+    connection.may_answer.clear()
+    await connection.receive(came)
+    assert connection.protocol.eof_received() == goes_on
+    await connection.clock.advance(0.3)
+    assert set(connection.statuses) == ({100} if goes_on else set())
+    connection.may_answer.set()
+    await settle()
+    if goes_on:
+        n_answers = came.count(GET)
+        assert (connection.statuses[-n_answers:], connection.transport.is_closed) == (
+            [200] * n_answers,
+            True,
+        )
+        assert connection.transport.written.count(b"connection: close") == 1
 
 
 async def refusing(_scope: Any, _receive: Any, send: Any) -> None:
@@ -508,7 +648,7 @@ class Peer:
 def test_the_connection_that_has_waited_longest_makes_room(most: int) -> None:
     """A quarter of the connections never have a request, and so can make room for a probe."""
     chance = random.Random(most)
-    shared: Any = SharedLimits(most, 0)
+    shared: Any = SharedLimits(most, 0, 0)
     waiting, busy, n_aborted, n_full = list[Peer](), list[Peer](), 0, 0
     for _ in range(500):
         inside = waiting + busy
@@ -540,34 +680,61 @@ def test_the_connection_that_has_waited_longest_makes_room(most: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_unfinished_bodies_are_bounded_together(seed: int) -> None:
-    """The one that began first is refused, even if it is the one that grows."""
-    chance = random.Random(seed)
-    shared: Any = SharedLimits(99, 100)
-    held: dict[Any, int] = {}
-    refused = list[Any]()
+@pytest.mark.parametrize("what", ["unfinished", "unread"])
+def test_what_clients_make_the_server_hold_is_bounded_together(what: str, seed: int) -> None:
+    """The one that began first makes room, even if it is another that grows.
 
-    class Sender:
+    A client that does not read begins anew whenever it has read something, and may be alone with
+    more than the limit.
+    """
+    chance = random.Random(seed)
+    shared: Any = SharedLimits(99, 100, 100)
+    held: dict[Any, int] = {}
+    ended = list[Any]()
+
+    class Client:
         def refuse(self, error: Exception) -> None:
             assert "100 bytes" in str(error)
-            refused.append(self)
-            shared.release(self)
+            self.cut_off()
+
+        def cut_off(self, _reason: str = "") -> None:
+            ended.append(self)
+            shared.remove(self)
 
     for _ in range(500):
-        sender = chance.choice(list(held)) if held and chance.random() < 0.7 else Sender()
+        client = chance.choice(list(held)) if held and chance.random() < 0.7 else Client()
         if chance.random() < 0.2:
-            shared.release(sender)
-            held.pop(sender, None)
+            shared.remove(client)
+            held.pop(client, None)
             continue
-        n_bytes = chance.randint(1, 60)
-        held[sender] = held.get(sender, 0) + n_bytes
+        n_bytes = chance.randint(1, 60) * chance.choice([1, 1, 3])
+        before = held.get(client, 0) if what == "unfinished" else held.pop(client, 0) * 0
+        held[client] = before + n_bytes
         expected = list[Any]()
-        while sum(held.values()) > 100:
+        while sum(held.values()) > 100 and len(held) > (what == "unread"):
             expected.append(next(iter(held)))
             del held[expected[-1]]
-        refused.clear()
-        shared.hold(sender, n_bytes)
-        assert refused == expected
+        ended.clear()
+        (shared.hold if what == "unfinished" else shared.stall)(client, n_bytes)
+        assert ended == expected
+        assert getattr(shared, what).total == sum(held.values())
+
+
+async def test_memory_is_returned_once_after_a_burst(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, returned = asyncio.get_running_loop(), asyncio.Semaphore(0)
+    module = "server.process.shared_limits"
+    monkeypatch.setattr(f"{module}._BURST_END", 0.0)
+    release = partial(loop.call_soon_threadsafe, returned.release)
+    monkeypatch.setattr(f"{module}.return_freed_memory", release)
+    shared: Any = SharedLimits(99, 2**26, 2**26)
+    for n_bytes in (2**23, 2**24):  # the first is no burst
+        peers = [Peer(), Peer()]
+        for peer in peers:
+            shared.hold(peer, n_bytes // 2)
+        for peer in peers:
+            shared.remove(peer)
+    await returned.acquire()
+    assert returned.locked()
 
 
 @pytest.mark.parametrize("end", ["complete", "early answer", "lost", "refused", "shutdown"])
@@ -578,7 +745,11 @@ async def test_a_body_is_counted_until_it_is_complete_or_unwanted(end: str) -> N
         connection.protocol.app = refusing
         await connection.receive(post(9))
     await connection.receive(b"12345" if end == "early answer" else post(9) + b"12345")
-    assert sum(shared._held.values()) == shared._n_held == 5 * (end != "early answer")
+    assert (
+        sum(shared.unfinished._held.values())
+        == shared.unfinished.total
+        == 5 * (end != "early answer")
+    )
     if end == "complete":
         await connection.receive(b"6789")
     elif end == "lost":
@@ -591,7 +762,7 @@ async def test_a_body_is_counted_until_it_is_complete_or_unwanted(end: str) -> N
         assert connection.statuses == [503]
     elif end == "shutdown":
         connection.protocol.refuse_unfinished()
-    assert shared._n_held == len(shared._held) == 0
+    assert shared.unfinished.total == len(shared.unfinished) == 0
 
 
 @pytest.mark.parametrize("begun", [post(9), post(9) + b"12345", GET[:-2], GET + post(9)])

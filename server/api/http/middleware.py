@@ -35,9 +35,9 @@ from server.settings import Settings
 
 logger = logging.getLogger("kvasir")
 
-_HEALTH_PATHS = ("/health", "/health/live", "/health/ready", "/health/startup")
+HEALTH_PATHS = ("/health", "/health/live", "/health/ready", "/health/startup")
 UPLOAD_PATH = "/v1/files"  # whose bodies go to disk as they arrive
-PROBED_PATHS = frozenset((*_HEALTH_PATHS, "/metrics", "/metrics/router"))
+PROBED_PATHS = frozenset((*HEALTH_PATHS, "/metrics", "/metrics/router"))
 _LENGTH_DIGITS = 20  # of 2**64, beyond which HTTP's parser refuses
 _CLIENT_DISCONNECTED = 499  # nginx's status for the log: no response was sent
 
@@ -163,7 +163,7 @@ def _check_host(host: str, names: set[str]) -> None:
     name = re.sub(r":\d*$", "", host).strip("[]").rstrip(".").lower()
     if not name:  # HTTP/1.0, no browser
         return
-    if any(name == one or (one[0] == "*" and name.endswith(one[1:])) for one in names):
+    if any(name == one or (one.startswith("*") and name.endswith(one[1:])) for one in names):
         return
     try:
         ip_address(name)
