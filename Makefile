@@ -75,8 +75,8 @@ faults: $(VENV)/.dev  ## Inject faults into servers; ARGS=kills selects one
 cold-start: $(VENV)/.serve  ## Measure five starts of MODEL=DIR by step; ARGS=--cold
 	$(BIN)/python -m tests.faults.cold_start $(MODEL) $(ARGS)
 
-flood: $(VENV)/.dev  ## Measure streams of MODEL=DIR under invalid requests
-	$(BIN)/python -m tests.faults.flood $(MODEL) $(ARGS)
+attack: $(VENV)/.dev  ## Attack a server beside streams; ARGS="large_answers --seed 3"
+	$(BIN)/python -m tests.faults.attack $(ARGS)
 
 overload: $(VENV)/.dev  ## Send MODEL=DIR ten times its peak load for a minute
 	$(BIN)/python -m tests.faults.goodput $(MODEL) $(ARGS)
@@ -204,4 +204,4 @@ build/agent-clients/.ready:
 		openai-agents==0.24.0 'pydantic-ai-slim[openai]==2.68.0'
 	@touch $@
 
-.PHONY: demo docs compose-check browser-test overload soak cold-start dashboard-smoke conformance faults flood image-check rolling-restart loadtest validate help serve test lint train export bench gpu-check gpu-wheels webgpu-check example example-seq2seq
+.PHONY: demo docs compose-check browser-test overload soak cold-start dashboard-smoke conformance faults attack image-check rolling-restart loadtest validate help serve test lint train export bench gpu-check gpu-wheels webgpu-check example example-seq2seq

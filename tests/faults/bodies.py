@@ -57,7 +57,7 @@ VALID: dict[str, dict[str, Any]] = {
         "tool_choice": {"type": "function", "function": {"name": "f"}},
         "parallel_tool_calls": False, "logprobs": True, "top_logprobs": 2,
         "max_completion_tokens": 5, "chat_template_kwargs": {"enable_thinking": False},
-        "add_generation_prompt": True,
+        "add_generation_prompt": True, "seed": 1,
     },
     "/v1/responses": {
         "model": "fake-model", "input": [{"role": "user", "content": "def"}], "stream": True,

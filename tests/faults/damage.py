@@ -43,16 +43,21 @@ def hostile_models(n: int, seed: int = 0) -> Report:
     for name, what in random.Random(seed).sample(cases, min(n, len(cases))):
         report.tried += 1
         with TemporaryDirectory() as folder:
-            directory = shutil.copytree(EXAMPLE, Path(folder) / "model")
-            (directory / name).write_bytes(what)
-            if name != MANIFEST_FILE:
-                manifest = json.loads((directory / MANIFEST_FILE).read_bytes())
-                manifest["files"] = hash_files(directory)
-                (directory / MANIFEST_FILE).write_text(json.dumps(manifest))
-            wrong = _refusal(directory)
+            wrong = _refusal(with_file(Path(folder) / "model", name, what))
         report.check(wrong == "", f"{name}: {what[:60]!r}: {wrong}")
     report.note = f"{_MOST_MEMORY // 1024} MiB of memory were enough"
     return report
+
+
+def with_file(directory: Path, name: str, content: bytes) -> Path:
+    """Copy the example to a directory with another file of this name, whose hash is right."""
+    shutil.copytree(EXAMPLE, directory)
+    (directory / name).write_bytes(content)
+    if name != MANIFEST_FILE:
+        manifest = json.loads((directory / MANIFEST_FILE).read_bytes())
+        manifest["files"] = hash_files(directory)
+        (directory / MANIFEST_FILE).write_text(json.dumps(manifest))
+    return directory
 
 
 def _graph(location: str) -> bytes:

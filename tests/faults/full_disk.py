@@ -11,7 +11,6 @@ from pathlib import Path
 from server.process.local_server import serve_command
 from server.process.serve import bind
 from tests.fake_runner import TIMEOUT
-from tests.faults.canary import canary
 from tests.faults.probe import EXAMPLE
 from tests.faults.report import Report
 from tests.faults.server_process import Stream, serving_example
@@ -27,12 +26,11 @@ def full_disk(n: int, _seed: int = 0) -> Report:
     ends = Counter[str]()
     for is_closed in (True, False):
         with serving_example(follows=False) as server:
-            with canary(report, server.port, tokens=100, pid=server.popen.pid):
-                if is_closed:
-                    server.stderr.close()
-                else:
-                    asyncio.run(_fill(server.port))
-                ends += asyncio.run(_ask(server.port, n))
+            if is_closed:
+                server.stderr.close()
+            else:
+                asyncio.run(_fill(server.port))
+            ends += asyncio.run(_ask(server.port, n))
             server.popen.send_signal(signal.SIGTERM)
             code = server.popen.wait(TIMEOUT)
             report.check(

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import json
 import os
 import random
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from time import thread_time
 from typing import Any
 
-import httpx
 from fastapi import FastAPI
 from starlette.types import Message
 
 from server.api.http.body import MOST_IN_BODY
-from tests.fake_runner import TIMEOUT, FakeRunner
+from tests.fake_runner import FakeRunner
 from tests.faults.bodies import VALID, places, put
-from tests.faults.canary import apart, canary, memory, reset_peak
-from tests.faults.paced_runner import PacedRunner
 from tests.faults.report import Report, errors_logged
-from tests.live import KEY, live
+from tests.faults.victim import figure
 from tests.serving import VOCAB_SIZE, serving
 
 SIZE = 4 * 2**20  # the usual limit
@@ -90,29 +89,15 @@ def large_bodies(n: int, seed: int = 0) -> Report:
         gc.freeze()  # as `serve` does
         asyncio.run(_measure_all(n, seed, report))
         gc.unfreeze()
-        with (
-            live(PacedRunner(max_model_len=400)) as served,
-            canary(report, served.port, tokens=390, key=KEY),
-        ):
-            apart(report, _send_all, served.url, n, seed)
     report.lost += errors
     return report
-
-
-async def _send_all(report: Report, url: str, n: int, seed: int) -> None:
-    """Send the same bodies over a socket, one after the other."""
-    headers = {"authorization": f"Bearer {KEY}"}
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT) as client:
-        for case in _all_cases(n, seed):
-            answer = await client.post(case[0], content=_body(*case))
-            report.check(answer.status_code in _STATUSES, f"{case}: status {answer.status_code}")
 
 
 async def _measure_all(n: int, seed: int, report: Report) -> None:
     highest = [0.0, 0.0]
     async with serving(FakeRunner(VOCAB_SIZE, max_model_len=400)) as served:
-        for case in _all_cases(n, seed):
-            path, body = case[0], _body(*case)
+        for case in all_cases(n, random.Random(seed)):
+            path, body = case[0], body_of(*case)
             status, seconds, times = await measured(served.app, path, body)
             report.tried += 1
             shown = (
@@ -145,14 +130,20 @@ async def measured(app: FastAPI, path: str, body: bytes) -> tuple[int, float, fl
         "raw_path": path.encode(),
     }
     scope |= {"headers": [], "query_string": b"", "root_path": "", "http_version": "1.1"}
-    before, started = reset_peak(os.getpid()), thread_time()
+    before, started = _reset_peak(), thread_time()
     await app(scope | {"server": ("test", 80), "client": ("test", 1)}, receive, send)
-    seconds, grown = thread_time() - started, memory(os.getpid(), "VmHWM") - before
+    seconds, grown = thread_time() - started, figure(os.getpid(), "VmHWM") - before
     return sent[0]["status"], seconds, max(0, grown) / SIZE
 
 
-def _all_cases(n: int, seed: int) -> Iterator[tuple[str, Place, str, bool]]:
-    cases = _cases(random.Random(seed))
+def _reset_peak() -> int:
+    ctypes.CDLL(None).malloc_trim(0)  # else a request may use what others have left
+    Path("/proc/self/clear_refs").write_text("5")
+    return figure(os.getpid(), "VmRSS")
+
+
+def all_cases(n: int, chance: random.Random) -> Iterator[tuple[str, Place, str, bool]]:
+    cases = _cases(chance)
     return islice(((*case, fits) for case in cases for fits in (False, True)), n)
 
 
@@ -165,7 +156,7 @@ def _cases(chance: random.Random) -> Iterator[Case]:
         yield path, place, chance.choice(shapes)
 
 
-def _body(path: str, place: Place, shape: str, fits: bool) -> bytes:
+def body_of(path: str, place: Place, shape: str, fits: bool) -> bytes:
     outside = json.dumps(put(VALID[path], place, json.loads(_HERE))).encode()
     room = SIZE - len(outside)
     if shape == "keys" and fits:

@@ -8,30 +8,20 @@ from typing import Any
 import httpx
 
 from tests.fake_runner import TIMEOUT, FakeRunner
-from tests.faults.canary import apart, canary
-from tests.faults.paced_runner import PacedRunner
 from tests.faults.report import Report
-from tests.live import KEY, live
 from tests.serving import VOCAB_SIZE, Served, serving
 
 _SEQUENCES, _QUEUE, _TOKENS = 4, 12, 40
 _CAPACITY = _SEQUENCES + _QUEUE
 _TIMES = 10
-_CANARY = 1000  # tokens: it may be refused as well, but not in the middle of a stream
 _BODY: dict[str, Any] = {"prompt": "a", "max_tokens": _TOKENS, "ignore_eos": True}
 _GOODPUT = 0.9  # of the peak, which is all rows in every step
 
 
 def overload(n: int, _seed: int = 0) -> Report:
-    """Send n requests in waves of ten times what the server takes, and n from as large a crowd."""
+    """Send n requests in waves of ten times what the server takes."""
     report = Report("overload, ten times")
     asyncio.run(_serve(n, report))
-    runner = PacedRunner(max_num_seqs=_SEQUENCES + 1, max_model_len=_CANARY + 10)
-    with (
-        live(runner, max_queue=_QUEUE) as served,
-        canary(report, served.port, tokens=_CANARY, key=KEY),
-    ):
-        apart(report, _crowd, served.url, n)
     return report
 
 
@@ -63,29 +53,6 @@ async def _send_wave(served: Served, report: Report) -> None:
     for answer in await asyncio.gather(*waiting):
         text = f"an admitted request got {answer.status_code} {answer.text}"
         report.check(_is_whole(answer), text)
-
-
-async def _crowd(report: Report, url: str, n: int) -> None:
-    """Send n requests, as each client of the crowd sends the next one once it is answered."""
-    requests = iter(range(n))
-    headers, limits = {"authorization": f"Bearer {KEY}"}, httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(
-        base_url=url, headers=headers, timeout=TIMEOUT, limits=limits
-    ) as client:
-
-        async def ask() -> int:
-            n_served = 0
-            for _ in requests:
-                answer = await client.post("/v1/completions", json=_BODY)
-                text = f"a client of the crowd got {answer.status_code} {answer.text}"
-                report.check(_is_refused(answer) or _is_whole(answer), text)
-                n_served += answer.status_code == 200
-            return n_served
-
-        n_served = sum(await asyncio.gather(*(ask() for _ in range(_TIMES * _CAPACITY))))
-    report.tried += n
-    report.note += f", {n_served} of a crowd's {n} served"
-    report.check(n_served >= _CAPACITY, report.note)
 
 
 def _is_refused(answer: httpx.Response) -> bool:

@@ -1,4 +1,4 @@
-"""Parts that the probes of a served model share: flood, goodput, soak and cold_start."""
+"""Parts that the probes of a served model share: goodput, soak and cold_start."""
 
 from __future__ import annotations
 

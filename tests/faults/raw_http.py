@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
-import re
+from collections import Counter
 
-import httpx
-
-from tests.fake_runner import TIMEOUT
-from tests.faults.canary import apart, canary
-from tests.faults.leaks import held
-from tests.faults.paced_runner import PacedRunner
-from tests.faults.report import Report, errors_logged
-from tests.live import KEY, live
+from tests.faults.client import Site, connected, statuses_of
+from tests.faults.report import Report
+from tests.faults.victim import KEY
 
 BODY = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
 _HEAD = (
@@ -100,56 +94,28 @@ CASES: dict[str, tuple[bytes, list[int]]] = {
 }
 
 
-def malformed_http(n: int, seed: int = 0) -> Report:
-    """Send every case, and n damaged requests on connections that are then closed."""
-    report = Report("malformed HTTP")
-    with errors_logged() as errors, live(PacedRunner()) as served:
-        with canary(report, served.port, tokens=50, key=KEY):
-            apart(report, _try_all, served.port, n, seed)
-        with served.http() as client:
-            report.check(_is_served(client), "afterwards a valid request is not answered")
-        held(served)
-        report.lost += errors
-        report.check(served.service.admission.n_inside == 0, "places are still held")
-    return report
-
-
-def _is_served(client: httpx.Client) -> bool:
-    return client.post("/v1/completions", content=BODY).status_code == 200
-
-
-async def _try_all(report: Report, port: int, n: int, seed: int) -> None:
+async def malformed_http(site: Site, n: int, report: Report) -> None:
+    """Send every case, and n damaged requests on connections that are then half-closed."""
     for name, (sent, expected) in CASES.items():
         report.tried += 1
-        statuses = await _statuses(port, sent, breaks_off=False)
+        statuses = await _statuses(site, sent, half_close=False)
+        report.statuses += Counter(statuses)
         report.check(statuses == expected, f"{name}: {statuses}, not {expected}")
-    chance = random.Random(seed)
     valid = [sent for sent, _ in CASES.values() if len(sent) < 10_000]
     for _ in range(n):
         report.tried += 1
-        sent = _damaged(chance, chance.choice(valid))
-        statuses = await _statuses(port, sent, breaks_off=True)
+        sent = _damaged(site.chance, site.chance.choice(valid))
+        statuses = await _statuses(site, sent, half_close=True)
+        report.statuses += Counter(statuses)
         report.check(all(status < 500 for status in statuses), f"{sent[:300]!r}: {statuses}")
 
 
-async def _statuses(port: int, sent: bytes, *, breaks_off: bool) -> list[int]:
-    """Return the statuses until the server closes the connection; 599 if it does not."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    answers = b""
-    try:
+async def _statuses(site: Site, sent: bytes, *, half_close: bool) -> list[int]:
+    async with connected(site) as (reader, writer):
         writer.write(sent)
-        if breaks_off:
+        if half_close:
             writer.write_eof()
-        async with asyncio.timeout(TIMEOUT):
-            while piece := await reader.read(2**16):
-                answers += piece
-    except TimeoutError:
-        return [599]
-    except ConnectionError:  # closed with bytes of ours unread
-        pass
-    finally:
-        writer.close()
-    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", answers)]
+        return await statuses_of(reader)
 
 
 def _damaged(chance: random.Random, request: bytes) -> bytes:

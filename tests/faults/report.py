@@ -1,46 +1,43 @@
-"""The result of a fault, and errors logged meanwhile."""
+"""The result of a fault or an attack, and errors logged meanwhile."""
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import numpy as np
+_UNAVAILABLE = (503, 504, 507)
 
 
 @dataclass(slots=True)
 class Report:
     """The number of times that a fault was tried, and a line for each loss.
 
-    gaps: in seconds, between the tokens of a stream beside it. grown: bytes by which the server's
-    memory grew at most. Both are missing where no server lives through the fault.
+    statuses: of an attack's answers; 0 is a connection that was closed without one.
     """
 
     what: str
     tried: int = 0
     lost: list[str] = field(default_factory=list)
     note: str = ""
-    gaps: list[float] = field(default_factory=list)
-    grown: int | None = None
+    statuses: Counter[int] = field(default_factory=Counter)
 
     @property
     def survived(self) -> int:
         return max(0, self.tried - len(self.lost))
 
-    @property
-    def figures(self) -> str:
-        """The stalls in ms, p99 and the longest, and the growth in MiB."""
-        stalls = (
-            [f"{1000 * q:.1f}" for q in np.quantile(self.gaps, (0.99, 1))] if self.gaps else "--"
-        )
-        grown = "-" if self.grown is None else f"{self.grown / 2**20:.0f}"
-        return f"{stalls[0]:>8} {stalls[1]:>8} {grown:>6}"
-
     def check(self, good: bool, otherwise: str) -> None:
         if not good:
             self.lost.append(otherwise)
+
+    def answered(self, status: int, shown: str, *expected: int) -> None:
+        """Count an answer, which must be one of those expected, or proper in any way."""
+        self.tried += 1
+        self.statuses[status] += 1
+        good = status in expected if expected else 200 <= status < 500 or status in _UNAVAILABLE
+        self.check(good, f"{shown}: {status}")
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 from collections import deque
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import IO, Any
 
 from server.process.local_server import serve_command, wait_until_ready
 from tests.fake_runner import TIMEOUT
+from tests.faults.client import post
 from tests.faults.probe import EXAMPLE
 
 
@@ -52,13 +52,6 @@ def serving_example(port: int = 0, *options: str, follows: bool = True) -> Itera
         process.stderr.close()
 
 
-def post_request(path: str, fields: dict[str, Any], *headers: str) -> bytes:
-    """Return the bytes of a POST request."""
-    body = json.dumps(fields).encode()
-    head = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Length: {len(body)}", *headers]
-    return "\r\n".join([*head, "", ""]).encode() + body
-
-
 class Stream:
     """A streamed completion on a connection of its own.
 
@@ -70,7 +63,7 @@ class Stream:
         self.begun = asyncio.Event()
         self.text = b""
         self._port = port
-        self._request = post_request("/v1/completions", fields, "Connection: close")
+        self._request = post("/v1/completions", fields)
 
     async def read(self) -> str:
         """Read to the end and return how it came: `whole`, `refused`, `cut`, or `hangs`."""

@@ -1,0 +1,230 @@
+"""Attack `kvasir serve` beside two steady streams: python -m tests.faults.attack [NAME…]
+
+Prints a row for each attack, and for random mixes of them; docs/operations.md says how to read it.
+Names joined by + are one mix. Exit code 1 if a goal is missed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from signal import SIGTERM, signal
+from tempfile import TemporaryDirectory
+from time import perf_counter, sleep
+from typing import Annotated, Any
+
+import psutil
+import typer
+
+from tests.faults.attacks import ATTACKS, MOST_GROWTH
+from tests.faults.child import Child
+from tests.faults.client import Site
+from tests.faults.victim import DRAIN, STREAM_KEY, Victim, attacked
+
+ROOT = Path(__file__).parents[2]
+_MOST_GAP, _MOST_ALONE, _MOST_END = 0.100, 0.050, DRAIN + 5
+_ALONE = 2.0  # seconds of the streams before an attack
+_LIMIT = 300.0  # seconds for an attack
+_SETTLED = 10.0  # seconds in which memory is given back
+_STARTED = 120.0
+_PAUSE = 0.2
+_OPENED = 4  # files that a server opens when it first needs them
+_COLUMNS = (
+    ("attack", 34), ("tried", 6), ("improper", 8), ("alone ms", 8), ("beside ms", 9),
+    ("machine ms", 10), ("probe ms", 8), ("peak MiB", 8), ("after MiB", 9), ("SIGTERM s", 9),
+)  # fmt: skip
+
+
+Clients = tuple[Victim, Child, Child]  # of a server: the streams, and the attackers
+
+
+@dataclass(slots=True)
+class Row:
+    """An attack's figures; None where there is none, because of what `lost` says.
+
+    gaps, probe, machine: the longest, in seconds. grown, kept: bytes, at the peak and afterwards.
+    """
+
+    name: str
+    alone: float | None = None
+    beside: dict[str, Any] = field(default_factory=dict)
+    told: dict[str, Any] = field(default_factory=dict)
+    grown: int | None = None
+    kept: int | None = None
+    ended: str = ""
+    lost: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def cells(self) -> list[str]:
+        """Return the cells of the table."""
+        times = [self.alone, *map(self.beside.get, ("gap", "machine", "probe"))]
+        sizes = (self.grown, self.kept)
+        improper = self.told["n_lost"] if self.told else "-"
+        return [
+            self.name, str(self.told.get("tried", "-")), str(improper),
+            *("-" if one is None else f"{one * 1000:.0f}" for one in times),
+            *("-" if one is None else f"{one / 2**20:+.0f}" for one in sizes), self.ended or "-",
+        ]  # fmt: skip
+
+    @property
+    def most_grown(self) -> int:
+        """The bytes by which the server may grow at most."""
+        return MOST_GROWTH + sum(ATTACKS[name].held for name in self.name.split("+"))
+
+    def missed(self) -> list[str]:
+        """Return the goals that it misses."""
+        found = [*self.lost, *self.told.get("lost", ())]
+        is_number = self.ended.replace(".", "").isdigit()
+        wrong = {
+            "the streams stood still": self.beside.get("gap", 1.0) > _MOST_GAP,
+            "they did so alone": (self.alone or 0.0) > _MOST_ALONE,
+            "memory grew": (self.grown or 0) > self.most_grown,
+            "memory was not given back": (self.kept or 0) > MOST_GROWTH / 2,
+            "SIGTERM took too long": not is_number or float(self.ended) > _MOST_END,
+        }  # fmt: skip
+        return [*(what for what, is_so in wrong.items() if is_so), *found]
+
+
+def watched(server: Victim) -> Child:
+    """Return the streams and the prober."""
+    return Child("tests.faults.watch", str(server.port), STREAM_KEY)
+
+
+def attacking() -> Child:
+    """Return attackers, which answer once they have started."""
+    return Child("tests.faults.attackers")
+
+
+def measure(names: list[str], checkout: Path, seed: int) -> Row:
+    """Attack a fresh server, twice: beside the streams, and at the time of a SIGTERM."""
+    row, chance = Row("+".join(names)), random.Random(f"{seed} {names}")
+    with serving(names, checkout) as server, watched(server) as watch, attacking() as attackers:
+        row.notes += [] if server.limited else ["no limit on memory is allowed here"]
+        row.notes.append(f"started in {server.start_seconds:.0f} s")
+        started = perf_counter()
+        stand(row, (server, watch, attackers), job(names, server, seed), alone=_ALONE)
+        seconds = perf_counter() - started - _ALONE
+        if server.popen.poll() is None:
+            with attacking() as others:
+                others.ask({}, _STARTED)
+                others.tell(job(names, server, seed + 1))
+                sleep(chance.uniform(0.0, min(seconds, 5.0)))
+                row.ended = server.end()
+        row.lost += server.errors[:3]
+    return row
+
+
+def job(names: list[str], server: Victim, seed: int, *, few: bool = False) -> dict[str, Any]:
+    """Return what the attackers are told."""
+    folder = str(server.folder)
+    return {"names": names, "port": server.port, "folder": folder, "seed": seed, "few": few}
+
+
+def stand(row: Row, clients: Clients, told: dict[str, Any], alone: float = 0.0) -> None:
+    """Fill in the figures of an attack beside streams that were alone for some seconds."""
+    server, watch, attackers = clients
+    before, n_files = server.reset_peak(), n_open(server)
+    try:
+        attackers.ask({}, _STARTED)
+        watch.ask("begin", _STARTED)
+        before = server.reset_peak()
+        sleep(alone)
+        row.alone = watch.ask("report", _STARTED)["gap"]
+        row.told = attackers.ask(told, _LIMIT)
+        row.notes.append(f"answers {row.told['statuses']} {row.told['note']}")
+    except (TimeoutError, ChildProcessError) as error:
+        row.lost.append(f"the attack: {error}")
+    with suppress(TimeoutError, ChildProcessError):
+        row.beside = watch.ask("end", _STARTED)
+        row.lost += [f"beside it {error}" for error in row.beside["errors"][:3]]
+    if server.popen.poll() is not None:
+        row.lost.append(f"the server ended with {server.popen.returncode}")
+        return
+    row.grown, until = server.memory("VmHWM") - before, perf_counter() + _SETTLED
+    while _is_unsettled(server, before + MOST_GROWTH // 8, n_files) and perf_counter() < until:
+        sleep(_PAUSE)
+    row.kept = server.memory("VmRSS") - before
+    row.lost += [f"{left:g} rows are still held"] if (left := n_rows(server)) else []
+    row.lost += (
+        [f"{left} files are left open"] if (left := n_open(server) - n_files) > _OPENED else []
+    )
+
+
+def _is_unsettled(server: Victim, most: int, n_files: int) -> bool:
+    return server.memory("VmRSS") > most or n_open(server) > n_files + _OPENED or n_rows(server) > 0
+
+
+def n_rows(server: Victim) -> float:
+    """Return the sequences that run or wait, which nothing announces."""
+    with suppress(TimeoutError):
+        return asyncio.run(Site(server.port, server.folder).n_running())
+    return 0.0
+
+
+def n_open(server: Victim) -> int:
+    """Return the number of its open files and connections; 0 if it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return int(psutil.Process(server.popen.pid).num_fds())
+    return 0
+
+
+@contextmanager
+def serving(names: list[str], checkout: Path) -> Iterator[Victim]:
+    """Serve what these attacks are for. Raises PermissionError where that is not allowed."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvasir-attack-")))
+        (folder / "batches").mkdir()
+        one = max((ATTACKS[name] for name in names), key=lambda attack: not attack.is_usual)
+        if one.n_disk:
+            at = str(folder / "batches")
+            mount = ["mount", "-t", "tmpfs", "-o", f"size={one.n_disk}", "none", at]
+            if subprocess.run(mount, capture_output=True, check=False).returncode:
+                raise PermissionError(f"{names} needs a disk of its own, which root can mount")
+            unmount = ["umount", "-l", at]
+            stack.callback(lambda: subprocess.run(unmount, check=False))
+        options = (*(one.models(folder) if one.models else ()), *one.options)
+        yield stack.enter_context(attacked(checkout, folder, options, one.n_files))
+
+
+def main(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Attacks, or mixes A+B. Default: all.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the attacks and the mixes.")] = 0,
+    mixes: Annotated[int, typer.Option(help="Random mixes of attacks, after all.")] = 4,
+    server: Annotated[Path, typer.Option(help="Checkout whose server is attacked.")] = ROOT,
+) -> None:
+    """Attack a server, and print a row for each attack."""
+    signal(SIGTERM, lambda *_: sys.exit(1))  # leaves no server behind
+    chance = random.Random(seed)
+    usual = [name for name, one in ATTACKS.items() if one.is_usual][2:]
+    wanted = [one.split("+") for one in names or ATTACKS]
+    if not names:
+        wanted += [sorted(chance.sample(usual, chance.choice((2, 3)))) for _ in range(mixes)]
+    typer.echo("| " + " | ".join(f"{title:{width}}" for title, width in _COLUMNS) + " |")
+    typer.echo("|" + "|".join("-" * (width + 2) for _, width in _COLUMNS) + "|")
+    details: list[str] = []
+    for one in wanted:
+        try:
+            row = measure(one, server.resolve(), seed)
+        except PermissionError as error:
+            details.append(f"skipped: {error}")
+            continue
+        except (ChildProcessError, TimeoutError) as error:
+            row = Row("+".join(one), lost=[f"{error}"])
+        cells = zip(row.cells(), _COLUMNS, strict=True)
+        typer.echo("| " + " | ".join(f"{cell:{width}}" for cell, (_, width) in cells) + " |")
+        details += [f"{row.name}: {what}" for what in row.notes]
+        details += [f"{row.name} MISSED: {what[:300]}" for what in row.missed()[:8]]
+    typer.echo("\n".join(details))
+    raise typer.Exit(int(any(" MISSED: " in one for one in details)))
+
+
+if __name__ == "__main__":
+    typer.run(main)
