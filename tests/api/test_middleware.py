@@ -372,7 +372,7 @@ async def test_a_request_that_the_shutdown_cancels_is_logged_as_cut_off(
         served.runner.hold()
         body = b'{"prompt": "a"}'
         given = iter([{"type": "http.request", "body": body, "more_body": False}])
-        scope = {
+        scope: dict[str, Any] = {
             "type": "http", "method": "POST", "path": "/v1/completions", "headers": [],
             "query_string": b"", "scheme": "http", "client": None, "server": None,
         }  # fmt: skip
@@ -390,4 +390,4 @@ async def test_a_request_that_the_shutdown_cancels_is_logged_as_cut_off(
         request.cancel()
         await request
         served.runner.release()
-    assert [one.fields["status"] for one in caplog.records] == [499]
+    assert [vars(one)["fields"]["status"] for one in caplog.records] == [499]
