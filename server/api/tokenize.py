@@ -13,7 +13,8 @@ from tokenizers import Encoding
 
 from server.api import schemas
 from server.api.http.body import BodyRoute
-from server.api.http.responses import BODY_ERRORS, json_response, service_of
+from server.api.http.pieces import json_response
+from server.api.http.responses import BODY_ERRORS, service_of
 from server.api.openai.chat import render
 from server.api.openai.chat_schemas import Conversation
 from server.errors import ContextLengthError

@@ -19,6 +19,7 @@ from server.engine.engine import ContextLimits, Engine
 from server.engine.grammar.constraints import Grammar
 from server.engine.sampling import BeamParams, SamplingParams
 from server.errors import ContextLengthError, InvalidRequestError
+from server.requests.admission.answers import AnswerMemory
 from server.requests.admission.queue import Admission, context_length
 from server.requests.async_engine import AsyncEngine
 from server.requests.completion import CompletionRequest, Prompt, RequestState
@@ -52,6 +53,7 @@ class RequestOptions:
     grammar: Grammar | None = None
     kept_ids: frozenset[int] = frozenset()
     begins_text: bool = False
+    shows_prompt: bool = False
     keep_last: int | None = None  # prompt tokens to keep
     add_special_tokens: bool = True  # such as BOS
     with_offsets: bool = False  # compute Prompt.offsets
@@ -67,6 +69,7 @@ class RequestBuilder:
     engine: AsyncEngine
     admission: Admission
     text_worker: TextWorker
+    answers: AnswerMemory
 
     @property
     def max_model_len(self) -> int:
@@ -126,7 +129,7 @@ class RequestBuilder:
         if params.beams is not None:
             self._check_search(params.beams, options.n, ending_ids)
         seed = secrets.randbits(64) if options.seed is None else options.seed
-        return CompletionRequest(
+        wanted = CompletionRequest(
             prompts=prompts,
             params=replace(params, max_tokens=max_tokens, seed=seed),
             request_id=state.id,
@@ -143,7 +146,27 @@ class RequestBuilder:
             grammar=options.grammar,
             kept_ids=options.kept_ids,
             begins_text=options.begins_text or (bool(prefix) and not options.target.decoder_prompt),
+            shows_prompt=options.shows_prompt,
         )
+        return self._fitting(wanted, options, is_background=state.is_background)
+
+    def _fitting(
+        self, wanted: CompletionRequest, options: RequestOptions, *, is_background: bool
+    ) -> CompletionRequest:
+        """Return a request whose answer is not too large: of no given length it may be shorter."""
+        params, per_token = wanted.params, wanted.bytes_of_token
+        excess = wanted.answer_bytes - self.answers.most(is_background=is_background)
+        if excess > 0 and options.max_tokens is None and per_token:
+            shorter = params.max_tokens - math.ceil(excess / per_token)
+            if shorter >= max(1, params.min_tokens):
+                return replace(wanted, params=replace(params, max_tokens=shorter))
+        advice = (
+            f"ask for fewer alternatives ({params.logprobs} to each new token and "
+            f"{params.prompt_logprobs} to each of the prompts), fewer than {params.max_tokens} new "
+            f"tokens, or fewer prompts and samples than {wanted.n_sequences} in all"
+        )
+        self.answers.check(wanted.answer_bytes, advice, is_background=is_background)
+        return wanted
 
     async def _target_prefix(self, options: RequestOptions) -> list[int]:
         """Return the tokens that begin a target; none without an encoder."""

@@ -33,6 +33,10 @@ from server.requests.admission.forecast import Work
 from server.requests.async_engine import OutputStream
 from server.text.detokenizer import Detokenizer, StopChecker
 
+# Of a log-probability in an answer, which may have those of the prompt in two forms.
+LOGPROB_BYTES = 100
+_CHAR_BYTES, _ID_BYTES = 6, 8
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -65,6 +69,7 @@ class CompletionRequest:
     kept_ids: frozenset[int] = frozenset()  # special tokens that are shown in the text
     length_param: str = "max_tokens"  # the field of its maximum, in errors
     begins_text: bool = False  # the text begins with the first new token; else with the prompt
+    shows_prompt: bool = False  # the answer has the prompt's text or tokens
 
     @property
     def work(self) -> Work:
@@ -92,6 +97,26 @@ class CompletionRequest:
     def n_prompt_tokens(self) -> int:
         """The number of prompt tokens, each prompt counted once."""
         return sum(len(prompt.ids) for prompt in self.prompts)
+
+    @property
+    def bytes_of_token(self) -> int:
+        """A bound on the bytes of the answer for each new token, without the text: in all samples.
+
+        One of its two lines is the token's own.
+        """
+        n_top = self.params.logprobs
+        return 0 if n_top is None else self.n_sequences * LOGPROB_BYTES * (2 + n_top)
+
+    @property
+    def answer_bytes(self) -> int:
+        """A bound on the bytes of the answer, without its text."""
+        n_bytes, n_top = self.params.max_tokens * self.bytes_of_token, self.params.prompt_logprobs
+        if n_top is not None:
+            n_bytes += self.n * self.n_prompt_tokens * LOGPROB_BYTES * (2 + n_top)
+        if self.shows_prompt:
+            n_chars = sum(len(prompt.text) for prompt in self.prompts)
+            n_bytes += self.n * (n_chars * _CHAR_BYTES + self.n_prompt_tokens * _ID_BYTES)
+        return n_bytes
 
     @property
     def most_tokens(self) -> int:

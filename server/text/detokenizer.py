@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from functools import lru_cache
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -109,6 +110,7 @@ def token_name(tokenizer: Tokenizer, token_id: int) -> str:
     return text if text.encode() == added else f"bytes:{text}"
 
 
+@lru_cache(2**14)  # a log-probability has some twenty
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
     """Return the bytes that a token, also a special one, adds to a text."""
     token: str | None = tokenizer.id_to_token(token_id)

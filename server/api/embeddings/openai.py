@@ -10,7 +10,13 @@ from pydantic import Field
 from starlette.responses import Response
 
 from server.api.embeddings.figures import base64, enveloped, shortened, usage
-from server.api.embeddings.requests import PromptFields, check_dimensions, respond
+from server.api.embeddings.requests import (
+    BASE64_BYTES,
+    FLOAT_BYTES,
+    PromptFields,
+    check_dimensions,
+    respond,
+)
 from server.api.http.body import VectorRoute
 from server.api.http.responses import GENERATE_ERRORS, service_of
 from server.api.openai.schemas import Prompts
@@ -74,4 +80,5 @@ async def embeddings(request: Request, body: EmbeddingsBody) -> Response:
         items = map(embedding, range(len(vectors)))
         return enveloped(head, "data", items, {"usage": usage(n_tokens)})
 
-    return await respond(request, body, body.input, "input", "pooled", show)
+    size = BASE64_BYTES if as_text else FLOAT_BYTES
+    return await respond(request, body, body.input, "input", "pooled", show, size, n)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from time import sleep
 from typing import Annotated, Literal
 
 from fastapi import Request
@@ -14,7 +12,8 @@ from starlette.responses import Response
 
 from model.config import Pooling
 from server.api import schemas
-from server.api.http.responses import Deferred, json_response, service_of, state_of
+from server.api.http.pieces import json_response
+from server.api.http.responses import Deferred, service_of, state_of
 from server.engine.sampling import Floats
 from server.errors import InvalidRequestError
 from server.requests.completion import RequestState
@@ -23,7 +22,9 @@ from server.requests.encoding import MAX_INPUTS, EncodingOptions, Text, encode
 from server.requests.service import Service
 from server.requests.text_worker import SHORT
 
-_MAX_NUMBERS = 2**23  # of tokens' vectors in an answer, 13 bytes each
+# Bytes of a number in JSON and in base64, and of a vector's that is only compared.
+FLOAT_BYTES, BASE64_BYTES, HELD_BYTES = 24, 6, 4
+_SCORE_BYTES, _CHAR_BYTES = 40, 6  # of a label's score, and of its name
 
 # The JSON of an answer in pieces, from an array for each input and the number of tokens.
 Show = Callable[[list[Floats], int], Iterator[bytes]]
@@ -69,8 +70,12 @@ async def respond(
     param: str,
     output: Output,
     show: Show,
+    number_bytes: int = FLOAT_BYTES,
+    dimensions: int | None = None,
 ) -> Response:
     """Return the response to a request; `param` names the field of its inputs in errors.
+
+    number_bytes: of each number of a vector in the answer, which has as many as `dimensions` says.
 
     The request runs when the response is sent: nothing holds its body any more.
     Raises InvalidRequestError for inputs or a prompt that the model cannot take.
@@ -91,14 +96,16 @@ async def respond(
     )
     size = sum(len(one) if isinstance(one, str) else sum(map(_size, one)) for one in inputs)
     encodings = await service.text_worker.call(size, partial(encode, service.builder, options))
-    if output == "tokens":
-        n_numbers = sum(len(one.ids) for one in encodings) * service.bundle.config.d_model
-        if n_numbers > _MAX_NUMBERS:
-            raise InvalidRequestError(
-                f"{param}: the answer would have {n_numbers} numbers, but may have at most "
-                f"{_MAX_NUMBERS}; send fewer or shorter inputs",
-                param=param,
-            )
+    if output == "scores":
+        labels = pooling_of(service).labels
+        n_bytes = len(encodings) * sum(_SCORE_BYTES + _CHAR_BYTES * len(one) for one in labels)
+    elif output == "tokens":
+        n_tokens = sum(len(one.ids) for one in encodings)
+        n_bytes = n_tokens * service.bundle.config.d_model * number_bytes
+    else:
+        n_bytes = len(encodings) * (dimensions or _width(service)) * number_bytes
+    advice = f"send fewer or shorter {param}, or ask for fewer numbers of each"
+    service.answers.check(n_bytes, advice, param, is_background=state.is_background)
     wanted = EmbeddingRequest(
         inputs=encodings,
         output=output,
@@ -107,7 +114,8 @@ async def respond(
         deadline=service.builder.deadline(state, fields.timeout_ms),
         priority=state.priority(fields.priority),
     )
-    return Deferred(partial(_answer, service, wanted, show, state))
+    held = service.answers.hold(n_bytes, is_background=state.is_background)
+    return Deferred(partial(_answer, service, wanted, show, state), held)
 
 
 def _size(part: str | int) -> int:
@@ -134,22 +142,12 @@ def _prompt(service: Service, fields: EncoderFields, inputs: Sequence[Text | lis
 async def _answer(
     service: Service, wanted: EmbeddingRequest, show: Show, state: RequestState
 ) -> Response:
-    """Run a request; write a long answer in a thread."""
+    """Run a request; write a long answer in a thread, while it is sent."""
     outputs = await service.embed(wanted)
     n_tokens = state.n_embedded = wanted.n_prompt_tokens
-
-    if sum(array.size for array in outputs) <= SHORT:
-        return json_response(b"".join(show(outputs, n_tokens)))
-
-    def work() -> bytes:
-        pieces = []
-        for piece in show(outputs, n_tokens):
-            pieces.append(piece)
-            sleep(0)  # release the interpreter's lock, for which others would wait 5 ms
-        return b"".join(pieces)
-
-    loop = asyncio.get_running_loop()
-    return json_response(await loop.run_in_executor(service.text_worker, work))
+    pieces = show(outputs, n_tokens)
+    is_short = sum(array.size for array in outputs) <= SHORT
+    return json_response(b"".join(pieces) if is_short else pieces, service.text_worker)
 
 
 def check_dimensions(service: Service, n: int | None, param: str) -> None:
@@ -157,11 +155,15 @@ def check_dimensions(service: Service, n: int | None, param: str) -> None:
 
     param: the field that asks for them.
     """
-    projections = pooling_of(service).projections
-    d_out = projections[-1].d_out if projections else service.bundle.config.d_model
-    if n is not None and n > d_out:
+    if n is not None and n > (d_out := _width(service)):
         message = f"{param}: {n} are more than the model's {d_out}"
         raise InvalidRequestError(message, param=param)
+
+
+def _width(service: Service) -> int:
+    """Return the numbers of a text's vector."""
+    projections = pooling_of(service).projections
+    return projections[-1].d_out if projections else service.bundle.config.d_model
 
 
 def pooling_of(service: Service, n_labels: int | None = None) -> Pooling:

@@ -18,9 +18,9 @@ from model.bundle import ModelBundle
 from server.api import schemas
 from server.api.explain.answers import Explanation, write
 from server.api.http.body import BodyRoute
+from server.api.http.pieces import json_response
 from server.api.http.responses import (
     BODY_ERRORS,
-    json_response,
     service_of,
     state_of,
     unless_disconnected,

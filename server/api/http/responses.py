@@ -1,4 +1,4 @@
-"""Responses: a completion whole or as server-sent events, JSON in pieces, and errors.
+"""Responses: a completion whole or as server-sent events, and errors.
 
 An error becomes a response in `error_response`, or in a stream's last event: nowhere else.
 """
@@ -6,11 +6,10 @@ An error becomes a response in `error_response`, or in a stream's last event: no
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from functools import partial
 from typing import Annotated, Any, TypeVar, cast
 
@@ -18,9 +17,10 @@ from fastapi import Depends, Query
 from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from server.api.http.pieces import Written, compact, json_response, sent, together, whole, written
 from server.errors import EngineError, KvasirError
 from server.requests.completion import Completion, CompletionRequest, Delta, RequestState
 from server.requests.models import Models
@@ -33,7 +33,6 @@ Failed = Callable[[dict[str, Any]], bytes]
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-_PIECE = 2**16  # bytes: uvicorn's limit on data that waits to be sent
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 # Their errors have the form of TGI, which is TEI's, too.
 TGI_PATHS = frozenset({"/", "/generate", "/generate_stream"}) | {
@@ -67,8 +66,6 @@ STATUSES = {
     503: "The server loads, shuts down, or lacks connections, memory or time for the request.",
     504: "The deadline passed before the first token, or came too near while the request waited.",
 }
-
-compact = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -166,23 +163,6 @@ def error_response(scope: Scope, error: Exception) -> JSONResponse:
     return JSONResponse(body, known.status, known.headers)
 
 
-def json_response(body: bytes) -> Response:
-    """Return a response of JSON; a large one is sent in pieces, and streams can send in between.
-
-    In one piece it would be copied whenever a part has been sent, which blocks the event loop.
-    """
-    if len(body) <= _PIECE:
-        return Response(body, media_type="application/json")
-    headers = {"content-length": str(len(body))}
-    return StreamingResponse(_pieces(body), headers=headers, media_type="application/json")
-
-
-async def _pieces(body: bytes) -> AsyncIterator[bytes]:
-    for start in range(0, len(body), _PIECE):
-        yield body[start : start + _PIECE]
-        await asyncio.sleep(0)
-
-
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`; cancel it and raise ClientDisconnect if the client disconnects.
 
@@ -218,7 +198,7 @@ class Formatter(ABC):
         self.tokenizer = service.bundle.tokenizer
 
     @abstractmethod
-    def chunk(self, delta: Delta) -> bytes:
+    def chunk(self, delta: Delta) -> Written:
         """Return the events for a delta, if it has anything to show."""
 
     @abstractmethod
@@ -229,7 +209,10 @@ class Formatter(ABC):
     def whole(self) -> Any:
         """Return the body of a finished completion."""
 
-    def tail(self) -> bytes:
+    async def finish(self) -> None:  # noqa: B027  most do nothing
+        """Do what comes between the last delta and the rest."""
+
+    def tail(self) -> Written:
         """Return the events after all deltas."""
         return self.end
 
@@ -243,9 +226,10 @@ def respond(
 ) -> Response:
     """Return the response to a request, whole or as a stream, which runs when it is sent."""
     state = state_of(request.scope)
+    held = formatter.service.answers.hold(wanted.answer_bytes, is_background=state.is_background)
     if stream:
-        return EventStream(_events(state, wanted, formatter), formatter.failed)
-    return Deferred(partial(_whole, state, wanted, formatter))
+        return EventStream(_events(state, wanted, formatter), formatter.failed, held)
+    return Deferred(partial(_whole, state, wanted, formatter), held)
 
 
 async def _events(
@@ -255,11 +239,20 @@ async def _events(
     async with service.complete(wanted) as completion:
         state.completion = formatter.completion = completion
         async for deltas in completion.deltas(service.settings.keep_alive_interval):
-            if chunk := b"".join(formatter.chunk(delta) for delta in deltas):
+            chunk = together([formatter.chunk(delta) for delta in deltas])
+            if not isinstance(chunk, bytes):
+                async for piece in sent(chunk, service.text_worker):
+                    yield piece
+            elif chunk:
                 yield chunk
             elif not deltas:
                 yield formatter.keep_alive
-        if tail := formatter.tail():
+        await formatter.finish()
+        tail = formatter.tail()
+        if not isinstance(tail, bytes):
+            async for piece in sent(tail, service.text_worker):
+                yield piece
+        elif tail:
             yield tail
 
 
@@ -269,7 +262,8 @@ async def _whole(state: RequestState, wanted: CompletionRequest, formatter: Form
         async for deltas in completion.deltas():
             for delta in deltas:
                 formatter.add(delta)
-    return JSONResponse(formatter.whole())
+    await formatter.finish()
+    return json_response(written(formatter.whole(), whole), formatter.service.text_worker)
 
 
 class Deferred(Response):
@@ -278,13 +272,18 @@ class Deferred(Response):
     A client that disconnects before that cancels the work.
     """
 
-    def __init__(self, work: Callable[[], Coroutine[Any, Any, Response]]) -> None:
-        self._work = work
+    def __init__(
+        self,
+        work: Callable[[], Coroutine[Any, Any, Response]],
+        held: AbstractContextManager[None],
+    ) -> None:
+        self._work, self._held = work, held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Make the response and send it, as an ASGI application does."""
-        response = await unless_disconnected(receive, self._work())
-        await response(scope, receive, send)
+        with self._held:
+            response = await unless_disconnected(receive, self._work())
+            await response(scope, receive, send)
 
 
 def event(data: str, name: str | None = None) -> bytes:
@@ -308,15 +307,21 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], failed: Failed = failure) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        failed: Failed = failure,
+        held: AbstractContextManager[None] | None = None,
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
-        self._failed = failed
+        self._failed, self._held = failed, held or nullcontext()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream, as an ASGI application does."""
-        await unless_disconnected(receive, self._send_all(scope, send))
+        with self._held:
+            await unless_disconnected(receive, self._send_all(scope, send))
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
         async with aclosing(self._events) as events:

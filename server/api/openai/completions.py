@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from server.api.http.body import TextRoute
-from server.api.http.responses import compact, finite, respond, service_of, state_of, streamed
+from server.api.http.pieces import LazyList, compact
+from server.api.http.responses import finite, respond, service_of, state_of, streamed
 from server.api.openai.answers import Completion, CompletionEvent
 from server.api.openai.formatting import JSON, OpenAIFormatter
 from server.api.openai.schemas import CompletionsBody
@@ -39,6 +42,7 @@ async def completions(request: Request, body: CompletionsBody) -> Response:
         prompt_logprobs=body.scored_prompt,
         add_special_tokens=body.add_special_tokens,
         with_offsets=body.echo and body.logprobs is not None,
+        shows_prompt=body.echo or body.return_token_ids,
         grammar=grammar,
         kept_ids=frozenset() if body.skip_special_tokens else service.special_ids,
         target=body.target(),
@@ -65,9 +69,8 @@ def _filling(body: CompletionsBody, added_ids: Mapping[str, int]) -> Completions
     )
 
 
-_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")  # of log-probabilities
-# A token's item in each list. An offset counts from the prompt if that is echoed.
-_Entry = tuple[str, float | None, dict[str, float] | None, int]
+# Scores that come as one: of an echoed prompt's tokens after the first, or of a token at an offset.
+_Scored = tuple[list[TokenLogprobs], Prompt | int]
 
 
 class CompletionFormatter(OpenAIFormatter):
@@ -84,7 +87,7 @@ class CompletionFormatter(OpenAIFormatter):
         if self._echoes and index not in self._echoed:
             self._echoed.add(index)
             text = delta.choice.prompt.text + text
-        logprobs = None if self._n_top is None else self._logprobs(delta)
+        logprobs = None if self._n_top is None else self._scored(delta)
         reason = delta.finish_reason
         ids = self._token_ids(delta)
         if text or logprobs is not None or reason is not None or ids:
@@ -96,7 +99,8 @@ class CompletionFormatter(OpenAIFormatter):
     def finished(self, choice: JSON) -> JSON:
         """Return a whole choice, with the scores of its prompt if they were asked for."""
         scores = self._prompt_scores.get(choice["index"])
-        return choice if scores is None else choice | {"prompt_logprobs": scores}
+        shown = super().finished(choice)
+        return shown if scores is None else shown | {"prompt_logprobs": self._ranks(scores)}
 
     def encoded(self, part: JSON) -> str:
         """Return a part as JSON. Text alone, the usual case, takes half the time this way."""
@@ -110,25 +114,61 @@ class CompletionFormatter(OpenAIFormatter):
         text = compact(part["text"])
         return f'{{"index":{part["index"]},"text":{text},"logprobs":null,"finish_reason":null}}'
 
-    def _logprobs(self, delta: Delta) -> JSON:
-        """Return OpenAI's four parallel lists."""
-        entries: list[_Entry] = []
+    def _scored(self, delta: Delta) -> list[_Scored]:
+        """Return the scores of a delta. Offsets count from the prompt if that is echoed."""
+        scored: list[_Scored] = []
         prompt = delta.choice.prompt
         if self._echoes and delta.prompt_logprobs is not None:
-            offsets = prompt.offsets or self._decoded_offsets(prompt)
-            entries.append((token_name(self.tokenizer, prompt.ids[0]), None, None, offsets[0]))
-            pairs = zip(delta.prompt_logprobs, offsets[1:], strict=True)
-            entries += [self._entry(scored, offset) for scored, offset in pairs]
+            scored.append((delta.prompt_logprobs, prompt))
         if delta.logprobs is not None:
             n_echoed = len(prompt.text) if self._echoes else 0
-            entries.append(self._entry(delta.logprobs, delta.offset + n_echoed))
-        lists: JSON = {name: [entry[i] for entry in entries] for i, name in enumerate(_LISTS)}
-        if not self._n_top:
-            return {**lists, "top_logprobs": None}
-        if self._with_token_ids:
-            new = [self._top_ids(delta.logprobs)] if delta.logprobs is not None else []
-            lists["top_token_ids"] = [None] * (len(entries) - len(new)) + new
-        return lists
+            scored.append(([delta.logprobs], delta.offset + n_echoed))
+        return scored
+
+    def shown(self, part: JSON) -> JSON:
+        """Return a part with OpenAI's parallel lists: an item of a prompt's first token is null."""
+        scored: list[_Scored] | None = part["logprobs"]
+        if scored is None:
+            return part
+        n, n_top = sum(len(scores) for scores, _ in scored), self._n_top or 0
+        name = partial(token_name, self.tokenizer)
+
+        def tokens() -> Iterator[str]:
+            for scores, of in scored:
+                if isinstance(of, Prompt):
+                    yield name(of.ids[0])
+                yield from (name(one.token_id) for one in scores)
+
+        def each(make: Callable[[TokenLogprobs], Any]) -> Iterator[Any]:
+            for scores, of in scored:
+                if isinstance(of, Prompt):
+                    yield None
+                yield from map(make, scores)
+
+        def top_ids() -> Iterator[dict[str, int] | None]:
+            for scores, of in scored:
+                if isinstance(of, Prompt):
+                    yield from [None] * (1 + len(scores))
+                else:
+                    yield from map(self._top_ids, scores)
+
+        lists: JSON = {
+            "tokens": LazyList(n, tokens),
+            "token_logprobs": LazyList(n, partial(each, lambda one: finite(one.logprob))),
+            "top_logprobs": LazyList(n * n_top, partial(each, self._top)) if n_top else None,
+            "text_offset": LazyList(n, partial(self._offsets, scored)),
+        }
+        if n_top and self._with_token_ids:
+            lists["top_token_ids"] = LazyList(n * n_top, top_ids)
+        return part | {"logprobs": lists}
+
+    def _top(self, scored: TokenLogprobs) -> dict[str, float]:
+        """Return the log-probabilities of the likeliest tokens and of the token, by name."""
+        top: dict[str, float] = {}
+        for token_id, logprob in scored.top[: self._n_top]:
+            top.setdefault(token_name(self.tokenizer, token_id), finite(logprob))
+        # The token itself is in its place, even if another has the same text.
+        return top | {token_name(self.tokenizer, scored.token_id): finite(scored.logprob)}
 
     def _top_ids(self, scored: TokenLogprobs) -> dict[str, int]:
         """Return the ids of a token and of the likeliest in its place, by name."""
@@ -137,19 +177,15 @@ class CompletionFormatter(OpenAIFormatter):
             ids.setdefault(token_name(self.tokenizer, token_id), token_id)
         return ids
 
-    def _decoded_offsets(self, prompt: Prompt) -> list[int]:
-        """Return where each token begins in the text that the tokens decode to."""
-        text = Detokenizer(self.tokenizer)
-        offsets = []
-        for token_id in prompt.ids:
-            offsets.append(text.n_chars)
-            text.push(token_id)
-        return offsets
-
-    def _entry(self, scored: TokenLogprobs, offset: int) -> _Entry:
-        name, logprob = token_name(self.tokenizer, scored.token_id), finite(scored.logprob)
-        top: dict[str, float] = {}
-        for token_id, other in scored.top[: self._n_top]:
-            top.setdefault(token_name(self.tokenizer, token_id), finite(other))
-        # The token itself is in its place, even if another has the same text.
-        return name, logprob, top | {name: logprob}, offset
+    def _offsets(self, scored: list[_Scored]) -> Iterator[int]:
+        """Yield where each token begins; without offsets, in the text that the tokens decode to."""
+        for _, of in scored:
+            if isinstance(of, int):
+                yield of
+            elif of.offsets is not None:
+                yield from of.offsets
+            else:
+                text = Detokenizer(self.tokenizer)
+                for token_id in of.ids:
+                    yield text.n_chars
+                    text.push(token_id)

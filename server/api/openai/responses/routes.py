@@ -11,10 +11,9 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from server.api.http.body import TextRoute
+from server.api.http.pieces import compact, json_response, written
 from server.api.http.responses import (
-    compact,
     errors,
-    json_response,
     respond,
     service_of,
     state_of,
@@ -98,7 +97,7 @@ async def response(
         raise InvalidRequestError("a response is not streamed again; leave stream out")
     key = _key(request, response_id)
     if (running := _running(request, key)) is not None:
-        return json_response(compact(running.response).encode())
+        return json_response(written(running.response), running.service.text_worker)
     return json_response(_store(request).get(key).response)
 
 
@@ -109,7 +108,8 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     if (running := _running(request, key)) is None:
         return json_response(_store(request).get(key).response)
     running.cancel()
-    return json_response(compact(running.response | {"status": "cancelled"}).encode())
+    cancelled = running.response | {"status": "cancelled"}
+    return json_response(written(cancelled), running.service.text_worker)
 
 
 @router.delete("/v1/responses/{response_id}", responses=_ERRORS)
