@@ -108,11 +108,6 @@ class TokenLogprobs:
         return cls(token_id, logprob, packed, rank)
 
     @property
-    def n_top(self) -> int:
-        """The number of likeliest tokens."""
-        return len(self.packed) // _LIKELY.size
-
-    @property
     def top(self) -> tuple[tuple[int, float], ...]:
         """The likeliest tokens first: (token id, log-probability)."""
         return tuple(_LIKELY.iter_unpack(self.packed))

@@ -26,6 +26,7 @@ from server.requests.completion import CompletionRequest, Prompt, RequestState
 from server.requests.target import TargetOptions, source_ids, target_prefix
 from server.requests.text_worker import SHORT, TextWorker
 from server.settings import Settings
+from server.text.detokenizer import decoded_starts
 
 MOST_BYTES, MOST_BYTES_PER_TOKEN = 2**18, 8  # of a text that is tokenised
 MOST_TOKENS = 2**17  # of a list, if the model takes no more
@@ -69,7 +70,7 @@ class RequestBuilder:
     engine: AsyncEngine
     admission: Admission
     text_worker: TextWorker
-    answers: AnswerMemory
+    answers: dict[bool, AnswerMemory]
 
     @property
     def max_model_len(self) -> int:
@@ -148,24 +149,24 @@ class RequestBuilder:
             begins_text=options.begins_text or (bool(prefix) and not options.target.decoder_prompt),
             shows_prompt=options.shows_prompt,
         )
-        return self._fitting(wanted, options, is_background=state.is_background)
+        return self._fitting(wanted, self.answers[state.is_background], options)
 
     def _fitting(
-        self, wanted: CompletionRequest, options: RequestOptions, *, is_background: bool
+        self, wanted: CompletionRequest, answers: AnswerMemory, options: RequestOptions
     ) -> CompletionRequest:
-        """Return a request whose answer is not too large: of no given length it may be shorter."""
+        """Return a request whose answer is not too large; without `max_tokens`, a shorter one."""
         params, per_token = wanted.params, wanted.bytes_of_token
-        excess = wanted.answer_bytes - self.answers.most(is_background=is_background)
+        excess = wanted.answer_bytes - answers.most
         if excess > 0 and options.max_tokens is None and per_token:
             shorter = params.max_tokens - math.ceil(excess / per_token)
             if shorter >= max(1, params.min_tokens):
                 return replace(wanted, params=replace(params, max_tokens=shorter))
         advice = (
-            f"ask for fewer alternatives ({params.logprobs} to each new token and "
-            f"{params.prompt_logprobs} to each of the prompts), fewer than {params.max_tokens} new "
-            f"tokens, or fewer prompts and samples than {wanted.n_sequences} in all"
+            f"ask for fewer log-probabilities (of a new token {params.logprobs}, of a prompt's "
+            f"{params.prompt_logprobs}), new tokens (up to {params.max_tokens}), samples "
+            f"({wanted.n}) or prompts ({len(wanted.prompts)})"
         )
-        self.answers.check(wanted.answer_bytes, advice, is_background=is_background)
+        answers.check(wanted.answer_bytes, advice)
         return wanted
 
     async def _target_prefix(self, options: RequestOptions) -> list[int]:
@@ -280,6 +281,7 @@ class RequestBuilder:
             if text is None:
                 self.check_token_ids(ids, param, self.bundle.config.encoder)
                 text = tokenizer.decode(ids)
+                offsets = decoded_starts(tokenizer, ids) if with_offsets else None
             prompts.append(Prompt(ids, text, offsets))
         return prompts
 

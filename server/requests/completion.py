@@ -33,9 +33,8 @@ from server.requests.admission.forecast import Work
 from server.requests.async_engine import OutputStream
 from server.text.detokenizer import Detokenizer, StopChecker
 
-# Of a log-probability in an answer, which may have those of the prompt in two forms.
-LOGPROB_BYTES = 100
-_CHAR_BYTES, _ID_BYTES = 6, 8
+# Of JSON. A position's log-probabilities are the alternatives, the token's, and a line beside them.
+_LOGPROB_BYTES, _CHAR_BYTES, _ID_BYTES = 100, 6, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +99,16 @@ class CompletionRequest:
 
     @property
     def bytes_of_token(self) -> int:
-        """A bound on the bytes of the answer for each new token, without the text: in all samples.
-
-        One of its two lines is the token's own.
-        """
+        """The most bytes of log-probabilities for a new token of each sample."""
         n_top = self.params.logprobs
-        return 0 if n_top is None else self.n_sequences * LOGPROB_BYTES * (2 + n_top)
+        return 0 if n_top is None else self.n_sequences * _LOGPROB_BYTES * (2 + n_top)
 
     @property
     def answer_bytes(self) -> int:
-        """A bound on the bytes of the answer, without its text."""
+        """The most bytes of the answer's log-probabilities, and of prompts that it shows."""
         n_bytes, n_top = self.params.max_tokens * self.bytes_of_token, self.params.prompt_logprobs
         if n_top is not None:
-            n_bytes += self.n * self.n_prompt_tokens * LOGPROB_BYTES * (2 + n_top)
+            n_bytes += self.n * self.n_prompt_tokens * _LOGPROB_BYTES * (2 + n_top)
         if self.shows_prompt:
             n_chars = sum(len(prompt.text) for prompt in self.prompts)
             n_bytes += self.n * (n_chars * _CHAR_BYTES + self.n_prompt_tokens * _ID_BYTES)

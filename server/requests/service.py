@@ -58,7 +58,7 @@ class Service:
         name: str | None = None,
         metrics: ServerMetrics | None = None,
         text_worker: TextWorker | None = None,
-        answers: AnswerMemory | None = None,
+        answers: dict[bool, AnswerMemory] | None = None,
     ) -> None:
         self.settings = settings.of_model(has_encoder=bundle.config.encoder is not None)
         self.bundle = bundle
@@ -84,7 +84,7 @@ class Service:
             max_queue_tokens=self.settings.queue_tokens_limit,
         )
         self.text_worker = text_worker or TextWorker()
-        self.answers = answers or AnswerMemory(settings.max_answer_bytes, self.text_worker)
+        self.answers = answers or AnswerMemory.pots(settings.max_answer_bytes, self.text_worker)
         self.builder = RequestBuilder(
             self.settings, bundle, self.engine, self.admission, self.text_worker, self.answers
         )

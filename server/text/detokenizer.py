@@ -58,6 +58,16 @@ class Detokenizer:
         return piece
 
 
+def decoded_starts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
+    """Return where each token begins in the text that the tokens decode to."""
+    text = Detokenizer(tokenizer)
+    starts = []
+    for token_id in ids:
+        starts.append(text.n_chars)
+        text.push(token_id)
+    return starts
+
+
 class StopChecker:
     """A search for the stop string that is complete first, the longest of several.
 

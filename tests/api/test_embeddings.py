@@ -581,7 +581,7 @@ async def test_a_bad_field_is_named(path: str) -> None:
 TEI_REFUSED: list[tuple[str, ModelBundle, dict[str, Any], str]] = [
     ("/embed", EMBEDDER, {"inputs": "a" * 200}, f"at most {LIMIT}"),
     ("/embed", EMBEDDER, {"inputs": "a", "prompt_name": "x"}, "'query', 'passage'"),
-    ("/embed_all", EMBEDDER, {"inputs": [1, 2, 3] * 7}, "8064 bytes, more than the 7200"),
+    ("/embed_all", EMBEDDER, {"inputs": [1, 2, 3] * 7}, "8064 bytes, more than 7200"),
     ("/similarity", EMBEDDER, {"inputs": {"source_sentence": "a", "sentences": []}}, "sentences"),
     ("/rerank", RERANKER, {"query": "a", "texts": []}, "texts"),
     ("/rerank", RERANKER, {"query": "a" * 30, "texts": ["b"] * 9}, "more than 200 tokens"),

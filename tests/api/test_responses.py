@@ -178,9 +178,7 @@ def cut(text: str, reason: str, random_: random.Random) -> Iterator[list[Delta]]
 
 
 @pytest.mark.parametrize("seed", range(150))
-async def test_a_stream_sums_up_to_the_response(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_sums_up_to_the_response(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     random_ = random.Random(seed)
     include = random_.choice([[], [LOGPROBS], ["reasoning.encrypted_content"]])
     body = ResponsesBody.model_validate({"input": "a", "include": include})
@@ -200,7 +198,6 @@ async def test_a_stream_sums_up_to_the_response(
                 stream += b"".join(joined(one.chunk(delta)) for delta in deltas)
             else:
                 list(map(one.add, deltas))
-        await one.finish()
     events = parsed((stream + joined(streamed.tail())).decode())
     response = json.loads(joined(pieces.written(whole.whole())))
     Response.model_validate(response | {"incomplete_details": None}, strict=True)
@@ -322,7 +319,7 @@ def test_the_oldest_go_first_and_all_fit_in_memory() -> None:
     store, kept = ResponseStore(5, 100), dict[str, int]()
     for i in range(300):
         size = random_.randrange(1, 110)
-        store.put((b"", str(i)), Stored(b"x" * size, b""))
+        store.put((b"", str(i)), Stored(b"x" * size, b"", b""))
         if size <= 100:
             kept[str(i)] = size
         while len(kept) > 5 or sum(kept.values()) > 100:

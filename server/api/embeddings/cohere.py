@@ -12,13 +12,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from server.api.embeddings.figures import base64, listed, shortened
-from server.api.embeddings.requests import (
-    FLOAT_BYTES,
-    PromptFields,
-    QueueFields,
-    check_dimensions,
-    respond,
-)
+from server.api.embeddings.requests import PromptFields, QueueFields, check_dimensions, respond
 from server.api.http.body import VectorRoute
 from server.api.http.responses import GENERATE_ERRORS, service_of, state_of
 from server.api.schemas import Items, ModelName, ResponseBody
@@ -129,5 +123,4 @@ async def embed(request: Request, body: EmbedTextsBody) -> Response:
         tail = {"texts": texts, "meta": meta, "response_type": "embeddings_by_type"}
         yield b"}," + to_json(tail)[1:]
 
-    size = FLOAT_BYTES * len(forms)
-    return await respond(request, fields, texts, "texts", "pooled", show, size, n)
+    return await respond(request, fields, texts, "texts", "pooled", show, dimensions=n)

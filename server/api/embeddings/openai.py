@@ -10,13 +10,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from server.api.embeddings.figures import base64, enveloped, shortened, usage
-from server.api.embeddings.requests import (
-    BASE64_BYTES,
-    FLOAT_BYTES,
-    PromptFields,
-    check_dimensions,
-    respond,
-)
+from server.api.embeddings.requests import PromptFields, check_dimensions, respond
 from server.api.http.body import VectorRoute
 from server.api.http.responses import GENERATE_ERRORS, service_of
 from server.api.openai.schemas import Prompts
@@ -67,18 +61,17 @@ class Embeddings(ResponseBody):
 async def embeddings(request: Request, body: EmbeddingsBody) -> Response:
     """Return a vector for each text, as OpenAI does."""
     service = service_of(request)
-    n, as_text = body.dimensions, body.encoding_format == "base64"
+    n, form = body.dimensions, body.encoding_format
     check_dimensions(service, n, "dimensions")
     head = {"object": "list", "model": service.name}
 
     def show(vectors: list[Floats], n_tokens: int) -> Iterator[bytes]:
         def embedding(index: int) -> dict[str, Any]:
             kept = shortened(vectors[index], n)
-            shown = base64(kept) if as_text else kept.tolist()
+            shown = base64(kept) if form == "base64" else kept.tolist()
             return {"object": "embedding", "index": index, "embedding": shown}
 
         items = map(embedding, range(len(vectors)))
         return enveloped(head, "data", items, {"usage": usage(n_tokens)})
 
-    size = BASE64_BYTES if as_text else FLOAT_BYTES
-    return await respond(request, body, body.input, "input", "pooled", show, size, n)
+    return await respond(request, body, body.input, "input", "pooled", show, form, n)

@@ -12,8 +12,7 @@ from starlette.responses import Response
 
 from model.config import Pooling
 from server.api import schemas
-from server.api.http.pieces import json_response
-from server.api.http.responses import Deferred, service_of, state_of
+from server.api.http.responses import Deferred, json_response, service_of, state_of
 from server.engine.sampling import Floats
 from server.errors import InvalidRequestError
 from server.requests.completion import RequestState
@@ -22,8 +21,8 @@ from server.requests.encoding import MAX_INPUTS, EncodingOptions, Text, encode
 from server.requests.service import Service
 from server.requests.text_worker import SHORT
 
-# Bytes of a number in JSON and in base64, and of a vector's that is only compared.
-FLOAT_BYTES, BASE64_BYTES, HELD_BYTES = 24, 6, 4
+# Of a vector's number in an answer; in one that has none, of its memory.
+_NUMBER_BYTES = {"float": 24, "base64": 6, "none": 4}
 _SCORE_BYTES, _CHAR_BYTES = 40, 6  # of a label's score, and of its name
 
 # The JSON of an answer in pieces, from an array for each input and the number of tokens.
@@ -70,12 +69,12 @@ async def respond(
     param: str,
     output: Output,
     show: Show,
-    number_bytes: int = FLOAT_BYTES,
+    form: str = "float",
     dimensions: int | None = None,
 ) -> Response:
     """Return the response to a request; `param` names the field of its inputs in errors.
 
-    number_bytes: of each number of a vector in the answer, which has as many as `dimensions` says.
+    form: "float", "base64" or "none", of the answer's vectors. dimensions: if not all are shown.
 
     The request runs when the response is sent: nothing holds its body any more.
     Raises InvalidRequestError for inputs or a prompt that the model cannot take.
@@ -101,11 +100,12 @@ async def respond(
         n_bytes = len(encodings) * sum(_SCORE_BYTES + _CHAR_BYTES * len(one) for one in labels)
     elif output == "tokens":
         n_tokens = sum(len(one.ids) for one in encodings)
-        n_bytes = n_tokens * service.bundle.config.d_model * number_bytes
+        n_bytes = n_tokens * service.bundle.config.d_model * _NUMBER_BYTES[form]
     else:
-        n_bytes = len(encodings) * (dimensions or _width(service)) * number_bytes
+        n_bytes = len(encodings) * (dimensions or _width(service)) * _NUMBER_BYTES[form]
     advice = f"send fewer or shorter {param}, or ask for fewer numbers of each"
-    service.answers.check(n_bytes, advice, param, is_background=state.is_background)
+    answers = service.answers[state.is_background]
+    answers.check(n_bytes, advice, param)
     wanted = EmbeddingRequest(
         inputs=encodings,
         output=output,
@@ -114,8 +114,7 @@ async def respond(
         deadline=service.builder.deadline(state, fields.timeout_ms),
         priority=state.priority(fields.priority),
     )
-    held = service.answers.hold(n_bytes, is_background=state.is_background)
-    return Deferred(partial(_answer, service, wanted, show, state), held)
+    return Deferred(partial(_answer, service, wanted, show, state), answers.hold(n_bytes))
 
 
 def _size(part: str | int) -> int:

@@ -16,7 +16,6 @@ from starlette.responses import Response
 from model.config import Pooling
 from server.api.embeddings.figures import best_first, listed, shares, unit
 from server.api.embeddings.requests import (
-    HELD_BYTES,
     EncoderFields,
     PromptFields,
     check_dimensions,
@@ -191,8 +190,7 @@ async def similarity(request: Request, body: SimilarityBody) -> Response:
         return listed(float(np.dot(source, other)) for other in others)
 
     inputs = [body.inputs.source_sentence, *body.inputs.sentences]
-    fields = body.parameters
-    return await respond(request, fields, inputs, "inputs", "pooled", show, HELD_BYTES)
+    return await respond(request, body.parameters, inputs, "inputs", "pooled", show, "none")
 
 
 @label_router.post("/rerank", response_model=list[Rank], responses=GENERATE_ERRORS)

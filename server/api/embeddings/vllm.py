@@ -13,15 +13,7 @@ from starlette.responses import Response
 
 from server.api.embeddings.figures import base64, enveloped, shares, unit, usage
 from server.api.embeddings.openai import InputUsage
-from server.api.embeddings.requests import (
-    BASE64_BYTES,
-    FLOAT_BYTES,
-    HELD_BYTES,
-    EncoderFields,
-    PromptFields,
-    pooling_of,
-    respond,
-)
+from server.api.embeddings.requests import EncoderFields, PromptFields, pooling_of, respond
 from server.api.http.body import EncoderRoute, LabelRoute
 from server.api.http.responses import GENERATE_ERRORS, service_of, state_of
 from server.api.openai.schemas import Prompts
@@ -167,7 +159,7 @@ async def score(request: Request, body: ScoreBody) -> Response:
 
     if is_cosine:
         texts = [*firsts, *seconds]
-        return await respond(request, body, texts, "text_2", "pooled", show, HELD_BYTES)
+        return await respond(request, body, texts, "text_2", "pooled", show, "none")
     return await respond(request, body, pairs, "text_2", "scores", show)
 
 
@@ -213,8 +205,7 @@ async def pool(request: Request, body: PoolingBody) -> Response:
         items = map(pooled, range(len(outputs)))
         return enveloped(head, "data", items, {"usage": usage(n_tokens)})
 
-    size = BASE64_BYTES if as_text else FLOAT_BYTES
-    return await respond(request, body, body.input, "input", output, show, size)
+    return await respond(request, body, body.input, "input", output, show, body.encoding_format)
 
 
 def _head(request: Request, kind: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from functools import partial
 from typing import Annotated, Any, TypeVar, cast
@@ -17,14 +17,15 @@ from fastapi import Depends, Query
 from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from server.api.http.pieces import Written, compact, json_response, sent, together, whole, written
+from server.api.http.pieces import PIECE, Written, compact, sent, together, whole, written
 from server.errors import EngineError, KvasirError
 from server.requests.completion import Completion, CompletionRequest, Delta, RequestState
 from server.requests.models import Models
 from server.requests.service import Service
+from server.requests.text_worker import TextWorker
 
 logger = logging.getLogger("kvasir")
 
@@ -32,6 +33,7 @@ T = TypeVar("T")
 Failed = Callable[[dict[str, Any]], bytes]
 
 DONE = b"data: [DONE]\n\n"
+_JSON = "application/json"
 KEEP_ALIVE = b": keep-alive\n\n"
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 # Their errors have the form of TGI, which is TEI's, too.
@@ -163,6 +165,36 @@ def error_response(scope: Scope, error: Exception) -> JSONResponse:
     return JSONResponse(body, known.status, known.headers)
 
 
+def json_response(body: Written | Iterator[bytes], worker: TextWorker) -> Response:
+    """Return a response of JSON; a large one is sent in pieces, and streams can send in between.
+
+    In one piece it would be copied whenever a part has been sent, which blocks the event loop.
+    """
+    if not isinstance(body, bytes):
+        return StreamingResponse(sent(iter(body), worker), media_type=_JSON)
+    if len(body) <= PIECE:
+        return Response(body, media_type=_JSON)
+    headers = {"content-length": str(len(body))}
+    return StreamingResponse(_slices(body), headers=headers, media_type=_JSON)
+
+
+def held_response(body: Written, of: Service | Models) -> Response:
+    """Return a response of JSON that counts among the answers until it is sent, if it is large."""
+
+    async def made() -> Response:
+        return json_response(body, of.text_worker)
+
+    if len(body) <= PIECE:
+        return json_response(body, of.text_worker)
+    return Deferred(made, of.answers[False].hold(len(body)))
+
+
+async def _slices(body: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), PIECE):
+        yield body[start : start + PIECE]
+        await asyncio.sleep(0)
+
+
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`; cancel it and raise ClientDisconnect if the client disconnects.
 
@@ -209,9 +241,6 @@ class Formatter(ABC):
     def whole(self) -> Any:
         """Return the body of a finished completion."""
 
-    async def finish(self) -> None:  # noqa: B027  most do nothing
-        """Do what comes between the last delta and the rest."""
-
     def tail(self) -> Written:
         """Return the events after all deltas."""
         return self.end
@@ -226,7 +255,7 @@ def respond(
 ) -> Response:
     """Return the response to a request, whole or as a stream, which runs when it is sent."""
     state = state_of(request.scope)
-    held = formatter.service.answers.hold(wanted.answer_bytes, is_background=state.is_background)
+    held = formatter.service.answers[state.is_background].hold(wanted.answer_bytes)
     if stream:
         return EventStream(_events(state, wanted, formatter), formatter.failed, held)
     return Deferred(partial(_whole, state, wanted, formatter), held)
@@ -241,16 +270,15 @@ async def _events(
         async for deltas in completion.deltas(service.settings.keep_alive_interval):
             chunk = together([formatter.chunk(delta) for delta in deltas])
             if not isinstance(chunk, bytes):
-                async for piece in sent(chunk, service.text_worker):
+                async for piece in sent(iter(chunk), service.text_worker):
                     yield piece
             elif chunk:
                 yield chunk
             elif not deltas:
                 yield formatter.keep_alive
-        await formatter.finish()
         tail = formatter.tail()
         if not isinstance(tail, bytes):
-            async for piece in sent(tail, service.text_worker):
+            async for piece in sent(iter(tail), service.text_worker):
                 yield piece
         elif tail:
             yield tail
@@ -262,7 +290,6 @@ async def _whole(state: RequestState, wanted: CompletionRequest, formatter: Form
         async for deltas in completion.deltas():
             for delta in deltas:
                 formatter.add(delta)
-    await formatter.finish()
     return json_response(written(formatter.whole(), whole), formatter.service.text_worker)
 
 

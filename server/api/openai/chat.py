@@ -10,10 +10,11 @@ from starlette.responses import Response
 
 from model.chat_template import ChatTemplateError
 from server.api.http.body import TextRoute
+from server.api.http.pieces import LazyList
 from server.api.http.responses import respond, service_of, state_of, streamed
 from server.api.openai.answers import Chat, ChatEvent
 from server.api.openai.chat_schemas import ChatBody, Conversation
-from server.api.openai.formatting import JSON, OpenAIFormatter, join, scored_list, token_logprobs
+from server.api.openai.formatting import JSON, OpenAIFormatter, join, token_logprobs
 from server.api.openai.tools import AnswerForm, AnswerReader
 from server.engine.sampling import TokenLogprobs
 from server.errors import ContextLengthError, InvalidRequestError
@@ -98,7 +99,7 @@ class ChatFormatter(OpenAIFormatter):
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         super().__init__(service, body, f"chatcmpl-{request_id}", kind)
         self._form = form
-        self._with_logprobs = body.logprobs
+        self._with_logprobs, self._n_top = body.logprobs, body.top_logprobs or 0
         self._hidden_ids = service.special_ids - form.kept_ids
         self._readers: dict[int, AnswerReader] = {}  # by choice
 
@@ -126,7 +127,7 @@ class ChatFormatter(OpenAIFormatter):
         if part["logprobs"] is None:
             return part
         scores: list[TokenLogprobs] = part["logprobs"]["content"]
-        content = scored_list(scores, self._entry)
+        content = LazyList(scores, self._entry, 1 + self._n_top)
         return part | {"logprobs": {"content": content}}
 
     def whole(self) -> JSON:

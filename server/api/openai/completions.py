@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -17,9 +16,9 @@ from server.api.openai.formatting import JSON, OpenAIFormatter
 from server.api.openai.schemas import CompletionsBody
 from server.engine.sampling import TokenLogprobs
 from server.errors import InvalidRequestError
-from server.requests.completion import Delta, Prompt
+from server.requests.completion import Delta
 from server.requests.service import Service
-from server.text.detokenizer import Detokenizer, token_name
+from server.text.detokenizer import token_name
 from server.text.fill_in_middle import FORMS, form_of
 
 router = APIRouter(route_class=TextRoute)
@@ -69,10 +68,6 @@ def _filling(body: CompletionsBody, added_ids: Mapping[str, int]) -> Completions
     )
 
 
-# Scores that come as one: of an echoed prompt's tokens after the first, or of a token at an offset.
-_Scored = tuple[list[TokenLogprobs], Prompt | int]
-
-
 class CompletionFormatter(OpenAIFormatter):
     """The form of a text completion's response."""
 
@@ -114,52 +109,36 @@ class CompletionFormatter(OpenAIFormatter):
         text = compact(part["text"])
         return f'{{"index":{part["index"]},"text":{text},"logprobs":null,"finish_reason":null}}'
 
-    def _scored(self, delta: Delta) -> list[_Scored]:
-        """Return the scores of a delta. Offsets count from the prompt if that is echoed."""
-        scored: list[_Scored] = []
+    def _scored(self, delta: Delta) -> JSON:
+        """Return a delta's tokens and their scores; the prompt's are echoed, its first has none."""
+        scores: list[TokenLogprobs | None] = []
+        ids, offsets, new = list[int](), list[int](), scores[:]
         prompt = delta.choice.prompt
         if self._echoes and delta.prompt_logprobs is not None:
-            scored.append((delta.prompt_logprobs, prompt))
+            ids += prompt.ids
+            scores += [None, *delta.prompt_logprobs]
+            new += [None] * len(ids)
+            offsets += prompt.offsets or ()
         if delta.logprobs is not None:
-            n_echoed = len(prompt.text) if self._echoes else 0
-            scored.append(([delta.logprobs], delta.offset + n_echoed))
-        return scored
+            ids.append(delta.logprobs.token_id)
+            scores.append(delta.logprobs)
+            new.append(delta.logprobs)
+            offsets.append(delta.offset + (len(prompt.text) if self._echoes else 0))
+        return {"ids": ids, "scores": scores, "new": new, "offsets": offsets}
 
     def shown(self, part: JSON) -> JSON:
-        """Return a part with OpenAI's parallel lists: an item of a prompt's first token is null."""
-        scored: list[_Scored] | None = part["logprobs"]
-        if scored is None:
+        """Return a part with OpenAI's parallel lists."""
+        if (scored := part["logprobs"]) is None:
             return part
-        n, n_top = sum(len(scores) for scores, _ in scored), self._n_top or 0
-        name = partial(token_name, self.tokenizer)
-
-        def tokens() -> Iterator[str]:
-            for scores, of in scored:
-                if isinstance(of, Prompt):
-                    yield name(of.ids[0])
-                yield from (name(one.token_id) for one in scores)
-
-        def each(make: Callable[[TokenLogprobs], Any]) -> Iterator[Any]:
-            for scores, of in scored:
-                if isinstance(of, Prompt):
-                    yield None
-                yield from map(make, scores)
-
-        def top_ids() -> Iterator[dict[str, int] | None]:
-            for scores, of in scored:
-                if isinstance(of, Prompt):
-                    yield from [None] * (1 + len(scores))
-                else:
-                    yield from map(self._top_ids, scores)
-
+        scores, n_top = scored["scores"], self._n_top or 0
         lists: JSON = {
-            "tokens": LazyList(n, tokens),
-            "token_logprobs": LazyList(n, partial(each, lambda one: finite(one.logprob))),
-            "top_logprobs": LazyList(n * n_top, partial(each, self._top)) if n_top else None,
-            "text_offset": LazyList(n, partial(self._offsets, scored)),
+            "tokens": LazyList(scored["ids"], partial(token_name, self.tokenizer)),
+            "token_logprobs": LazyList(scores, lambda one: finite(one.logprob)),
+            "top_logprobs": LazyList(scores, self._top, n_top) if n_top else None,
+            "text_offset": scored["offsets"],
         }
         if n_top and self._with_token_ids:
-            lists["top_token_ids"] = LazyList(n * n_top, top_ids)
+            lists["top_token_ids"] = LazyList(scored["new"], self._top_ids, n_top)
         return part | {"logprobs": lists}
 
     def _top(self, scored: TokenLogprobs) -> dict[str, float]:
@@ -176,16 +155,3 @@ class CompletionFormatter(OpenAIFormatter):
         for token_id in (scored.token_id, *(i for i, _ in scored.top[: self._n_top])):
             ids.setdefault(token_name(self.tokenizer, token_id), token_id)
         return ids
-
-    def _offsets(self, scored: list[_Scored]) -> Iterator[int]:
-        """Yield where each token begins; without offsets, in the text that the tokens decode to."""
-        for _, of in scored:
-            if isinstance(of, int):
-                yield of
-            elif of.offsets is not None:
-                yield from of.offsets
-            else:
-                text = Detokenizer(self.tokenizer)
-                for token_id in of.ids:
-                    yield text.n_chars
-                    text.push(token_id)

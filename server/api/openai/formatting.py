@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
+from functools import partial
 from statistics import fmean
 from time import time
 from typing import Any
@@ -132,12 +133,7 @@ class OpenAIFormatter(Formatter):
     def _ranks(self, scores: list[TokenLogprobs]) -> LazyList:
         """Return the log-probabilities of a prompt's tokens, the first of which has none."""
         n_top = self._n_prompt_top or 0
-
-        def ranks() -> Iterator[JSON | None]:
-            yield None
-            yield from (self._ranked(scored, n_top) for scored in scores)
-
-        return LazyList(len(scores) * (1 + n_top), ranks)
+        return LazyList([None, *scores], partial(self._ranked, n_top=n_top), 1 + n_top)
 
     def _ranked(self, scored: TokenLogprobs, n_top: int) -> JSON:
         """Return a token of the prompt and the likeliest in its place, by id, as vLLM does."""
@@ -160,12 +156,6 @@ class OpenAIFormatter(Formatter):
             "total_tokens": n_prompt + n_generated,
             "prompt_tokens_details": {"cached_tokens": self.completion.n_cached_tokens},
         }
-
-
-def scored_list(scores: list[TokenLogprobs], form: Callable[[TokenLogprobs], JSON]) -> LazyList:
-    """Return scores as a list, each in a form with its alternatives."""
-    n_values = sum(1 + scored.n_top for scored in scores)
-    return LazyList(n_values, lambda: map(form, scores))
 
 
 def token_logprobs(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
-from itertools import chain, starmap
 from statistics import fmean
 from typing import Any
 
@@ -17,7 +15,7 @@ from starlette.responses import Response
 from server.api.embeddings.tei import EncoderInfo, encoder_info
 from server.api.http import responses
 from server.api.http.body import TextRoute
-from server.api.http.pieces import LazyList, Written, compact
+from server.api.http.pieces import LazyList, compact
 from server.api.http.responses import GENERATE_ERRORS, finite, streamed
 from server.api.structured import tgi_grammar
 from server.api.tgi.answers import Generated, GenerateEvent, Info
@@ -92,13 +90,16 @@ async def _generate(request: Request, body: GenerateBody, *, stream: bool = Fals
     return responses.respond(request, wanted, formatter, stream=stream)
 
 
+_Scored = tuple[TokenLogprobs, str]  # with its text
+
+
 @dataclass
 class _Shown:
     """The text and tokens of one sample so far."""
 
     choice: Choice
     text: str = ""
-    scored: list[tuple[TokenLogprobs, str]] = field(default_factory=list)  # with their texts
+    scored: list[_Scored] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] | None = None
 
     @property
@@ -126,17 +127,17 @@ class GenerateFormatter(responses.Formatter):
         if delta.logprobs is not None:
             shown.scored.append((delta.logprobs, delta.text))
 
-    def chunk(self, delta: Delta) -> Written:
+    def chunk(self, delta: Delta) -> bytes:
         """Return the event for a delta; the last one has the whole text."""
         self.add(delta)
         sample = self._samples[delta.choice.index]
         token: dict[str, Any] = {"id": 0, "text": delta.text, "logprob": 0.0}
         token["special"] = not delta.text
         if delta.logprobs is not None:  # else a deadline or a beam search ended without a token
-            token = self._shown_token(*sample.scored[-1])
+            token = self._shown_token(sample.scored[-1])
         shown: dict[str, Any] = {"index": len(sample.scored), "token": token}
         if self._parameters.top_n_tokens:
-            shown["top_tokens"] = self._top_tokens(*sample.scored[-1]) if sample.scored else []
+            shown["top_tokens"] = self._top_tokens(sample.scored[-1]) if sample.scored else []
         shown |= {"generated_text": None, "details": None}
         if delta.finish_reason is not None:
             details = self._details(sample)
@@ -166,14 +167,16 @@ class GenerateFormatter(responses.Formatter):
 
     def _whole_details(self, sample: _Shown) -> dict[str, Any]:
         scored, n_top = sample.scored, self._parameters.top_n_tokens
-        shown: dict[str, Any] = {
-            "prefill": LazyList(len(sample.prompt_logprobs or ()), partial(self._prefill, sample)),
-            "tokens": LazyList(len(scored), lambda: starmap(self._shown_token, scored)),
+        prefill = []
+        if sample.prompt_logprobs is not None:
+            scores = [None, *sample.prompt_logprobs]
+            prefill = [*zip(sample.choice.prompt.ids, scores, strict=True)]
+        shown = {
+            "prefill": LazyList(prefill, self._prefilled),
+            "tokens": LazyList(scored, self._shown_token),
         }
-        if n_top:
-            tops = partial(starmap, self._top_tokens, scored)
-            shown["top_tokens"] = LazyList(len(scored) * n_top, tops)
-        return self._details(sample) | shown
+        tops = {"top_tokens": LazyList(scored, self._top_tokens, n_top)} if n_top else {}
+        return self._details(sample) | shown | tops
 
     def _details(self, sample: _Shown) -> dict[str, Any]:
         choice = sample.choice
@@ -191,18 +194,19 @@ class GenerateFormatter(responses.Formatter):
         }
         return details if choice.score is None else details | {"score": finite(choice.score)}
 
-    def _prefill(self, sample: _Shown) -> Iterator[dict[str, Any]]:
-        if (scores := sample.prompt_logprobs) is not None:
-            logprobs = chain((None,), (finite(scored.logprob) for scored in scores))
-            for i, logprob in zip(sample.choice.prompt.ids, logprobs, strict=True):
-                yield {"id": i, "text": token_text(self.tokenizer, i), "logprob": logprob}
+    def _prefilled(self, one: tuple[int, TokenLogprobs | None]) -> dict[str, Any]:
+        token_id, scored = one
+        logprob = None if scored is None else finite(scored.logprob)
+        text = token_text(self.tokenizer, token_id)
+        return {"id": token_id, "text": text, "logprob": logprob}
 
-    def _shown_token(self, scored: TokenLogprobs, text: str) -> dict[str, Any]:
+    def _shown_token(self, one: _Scored) -> dict[str, Any]:
+        scored, text = one
         token = self._token(scored.token_id, scored.logprob)
         return token if token["special"] else token | {"text": text}
 
-    def _top_tokens(self, scored: TokenLogprobs, _text: str) -> list[dict[str, Any]]:
-        return [self._token(i, logprob) for i, logprob in scored.top]
+    def _top_tokens(self, one: _Scored) -> list[dict[str, Any]]:
+        return [self._token(i, logprob) for i, logprob in one[0].top]
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {

@@ -8,9 +8,9 @@ from functools import partial
 from time import time
 from typing import Any
 
-from server.api.http.pieces import LazyList, Written, compact, sent, together, written
+from server.api.http.pieces import LazyList, Written, compact, together, written
 from server.api.http.responses import Formatter
-from server.api.openai.formatting import JSON, scored_list, token_logprobs
+from server.api.openai.formatting import JSON, token_logprobs
 from server.api.openai.responses.items import PREFIXES, sealed
 from server.api.openai.responses.schemas import ENCRYPTED, LOGPROBS, ResponsesBody
 from server.api.openai.responses.store import Key, ResponseStore, Stored
@@ -46,7 +46,7 @@ class ResponseFormatter(Formatter):
         self._key = key
         self._reader = AnswerReader(form)
         self._hidden_ids = service.special_ids - form.kept_ids
-        self._with_logprobs = LOGPROBS in body.include
+        self._with_logprobs, self._n_top = LOGPROBS in body.include, body.top_logprobs
         self._with_encrypted = ENCRYPTED in body.include
         self._n_events = 0
         self._item: JSON | None = None  # that grows now
@@ -91,21 +91,14 @@ class ResponseFormatter(Formatter):
         for _ in self._read(delta):
             pass
 
-    async def finish(self) -> None:
-        """Count the tokens, and keep the response if wanted."""
-        self.response["usage"] = self._usage()
-        if self.store is not None:
-            made = written(self.response)
-            if not isinstance(made, bytes):
-                made = b"".join([piece async for piece in sent(made, self.service.text_worker)])
-            self.store.put(self._key, Stored(made, self.items))
-
     def tail(self) -> Written:
         """Return the event of the end."""
+        self._end()
         return _encoded(self._ended())
 
     def whole(self) -> JSON:
         """Return the response, finished."""
+        self._end()
         return self.response
 
     def failed(self, fields: JSON) -> bytes:
@@ -222,6 +215,13 @@ class ResponseFormatter(Formatter):
             details = {"reason": _REASONS[reason]}
             self.response |= {"status": "incomplete", "incomplete_details": details}
 
+    def _end(self) -> None:
+        """Count the tokens, and keep the response if wanted."""
+        self.response["usage"] = self._usage()
+        if self.store is not None:
+            output = compact([_unscored(item) for item in self.response["output"]]).encode()
+            self.store.put(self._key, Stored(written(self.response), self.items, output))
+
     def _part(self, kind: str, text: str) -> JSON:
         part: JSON = {"type": _TEXTS[kind], "text": text}
         if kind == "message":
@@ -230,7 +230,7 @@ class ResponseFormatter(Formatter):
 
     def _shown(self, scores: list[TokenLogprobs]) -> LazyList:
         form = partial(token_logprobs, self.tokenizer, hidden_ids=self._hidden_ids, hidden=[])
-        return scored_list(scores, form)
+        return LazyList(scores, form, 1 + self._n_top)
 
     def _item_event(self, kind: str, **fields: Any) -> JSON:
         """Return an event of the item that grows."""
@@ -252,6 +252,13 @@ class ResponseFormatter(Formatter):
             "output_tokens_details": {"reasoning_tokens": self._reader.parser.n_reasoning},
             "total_tokens": n_prompt + n_new,
         }
+
+
+def _unscored(item: JSON) -> JSON:
+    """Return an item without its log-probabilities, which no model reads."""
+    if item["type"] != "message":
+        return item
+    return item | {"content": [part | {"logprobs": []} for part in item["content"]]}
 
 
 def _encoded(events: Iterable[JSON]) -> Written:
