@@ -153,7 +153,12 @@ async def test_answers_have_room_until_they_are_sent() -> None:
 
         statuses: list[int | None] = []
         given: list[Message] = [{"type": "http.request", "body": body}]
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
+        scope: dict[str, Any] = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "query_string": b"",
+        }
         scope |= {"headers": [(b"host", b"localhost")], "asgi": {}, "root_path": ""}
         slow = asyncio.create_task(served.app(scope, receive, send))
         await begun.wait()
