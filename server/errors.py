@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar, Literal, get_args
 
-OverloadLimit = Literal["tokens", "deadline", "key", "key_tokens", "texts"]
+OverloadLimit = Literal["tokens", "deadline", "key", "key_tokens", "texts", "answers"]
 
 _LONGEST = 2000  # characters of a message, which may quote what a client sent
 

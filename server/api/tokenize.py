@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Request
@@ -13,7 +12,7 @@ from tokenizers import Encoding
 
 from server.api import schemas
 from server.api.http.body import BodyRoute
-from server.api.http.responses import BODY_ERRORS, json_response, service_of
+from server.api.http.responses import BODY_ERRORS, held_response, service_of
 from server.api.openai.chat import render
 from server.api.openai.chat_schemas import Conversation
 from server.errors import ContextLengthError
@@ -21,6 +20,7 @@ from server.requests.service import Service
 
 router = APIRouter(route_class=BodyRoute)
 
+_CHAR_BYTES = 4  # of a text in memory
 _ReturnNames = Annotated[bool, Field(description="Return the tokens' names in the vocabulary too.")]
 
 
@@ -137,7 +137,7 @@ async def tokenize(request: Request, body: AnyTokenizeBody) -> Response:
             }
         )
 
-    return json_response(await service.text_worker.call(len(text), work))
+    return held_response(await service.text_worker.call(len(text), work), service)
 
 
 @router.post("/detokenize", response_model=Detokenized, responses=BODY_ERRORS)
@@ -148,9 +148,15 @@ async def detokenize(request: Request, body: DetokenizeBody) -> Response:
         raise _too_many_tokens(len(body.tokens), service, "tokens")
     service.builder.check_token_ids(body.tokens, "tokens")
     tokenizer = service.bundle.tokenizer
-    decode = partial(tokenizer.decode_batch, [body.tokens], skip_special_tokens=False)
-    (text,) = await service.text_worker.call(len(body.tokens), decode)
-    return json_response(to_json({"prompt": text}))
+
+    def work() -> bytes:
+        n_chars = sum(len(tokenizer.id_to_token(one) or "") for one in body.tokens)
+        service.answers[False].check(n_chars * _CHAR_BYTES, "send fewer tokens", "tokens")
+        # Only the batch method releases the interpreter's lock.
+        (text,) = tokenizer.decode_batch([body.tokens], skip_special_tokens=False)
+        return to_json({"prompt": text})
+
+    return held_response(await service.text_worker.call(len(body.tokens), work), service)
 
 
 def _too_many_tokens(n: int, service: Service, param: str) -> ContextLengthError:

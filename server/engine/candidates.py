@@ -83,7 +83,7 @@ def candidate_logprobs(
     log_total, logit = float(candidates.log_totals[row]), float(logits[place[0]])
     top = tuple((int(ids[i]), float(logits[i]) - log_total) for i in order[:alternatives])
     rank = 1 + int(np.count_nonzero(logits > logit))
-    return TokenLogprobs(token_id, logit - log_total, top, rank)
+    return TokenLogprobs.of(token_id, logit - log_total, top, rank)
 
 
 def _pick_likeliest(

@@ -19,12 +19,14 @@ from server.engine.engine import ContextLimits, Engine
 from server.engine.grammar.constraints import Grammar
 from server.engine.sampling import BeamParams, SamplingParams
 from server.errors import ContextLengthError, InvalidRequestError
+from server.requests.admission.answers import AnswerMemory
 from server.requests.admission.queue import Admission, context_length
 from server.requests.async_engine import AsyncEngine
 from server.requests.completion import CompletionRequest, Prompt, RequestState
 from server.requests.target import TargetOptions, source_ids, target_prefix
 from server.requests.text_worker import SHORT, TextWorker
 from server.settings import Settings
+from server.text.detokenizer import decoded_starts
 
 MOST_BYTES, MOST_BYTES_PER_TOKEN = 2**18, 8  # of a text that is tokenised
 MOST_TOKENS = 2**17  # of a list, if the model takes no more
@@ -52,6 +54,7 @@ class RequestOptions:
     grammar: Grammar | None = None
     kept_ids: frozenset[int] = frozenset()
     begins_text: bool = False
+    shows_prompt: bool = False
     keep_last: int | None = None  # prompt tokens to keep
     add_special_tokens: bool = True  # such as BOS
     with_offsets: bool = False  # compute Prompt.offsets
@@ -67,6 +70,7 @@ class RequestBuilder:
     engine: AsyncEngine
     admission: Admission
     text_worker: TextWorker
+    answers: dict[bool, AnswerMemory]
 
     @property
     def max_model_len(self) -> int:
@@ -126,7 +130,7 @@ class RequestBuilder:
         if params.beams is not None:
             self._check_search(params.beams, options.n, ending_ids)
         seed = secrets.randbits(64) if options.seed is None else options.seed
-        return CompletionRequest(
+        wanted = CompletionRequest(
             prompts=prompts,
             params=replace(params, max_tokens=max_tokens, seed=seed),
             request_id=state.id,
@@ -143,7 +147,27 @@ class RequestBuilder:
             grammar=options.grammar,
             kept_ids=options.kept_ids,
             begins_text=options.begins_text or (bool(prefix) and not options.target.decoder_prompt),
+            shows_prompt=options.shows_prompt,
         )
+        return self._fitting(wanted, self.answers[state.is_background], options)
+
+    def _fitting(
+        self, wanted: CompletionRequest, answers: AnswerMemory, options: RequestOptions
+    ) -> CompletionRequest:
+        """Return a request whose answer is not too large; without `max_tokens`, a shorter one."""
+        params, per_token = wanted.params, wanted.bytes_of_token
+        excess = wanted.answer_bytes - answers.most
+        if excess > 0 and options.max_tokens is None and per_token:
+            shorter = params.max_tokens - math.ceil(excess / per_token)
+            if shorter >= max(1, params.min_tokens):
+                return replace(wanted, params=replace(params, max_tokens=shorter))
+        advice = (
+            f"ask for fewer log-probabilities (of a new token {params.logprobs}, of a prompt's "
+            f"{params.prompt_logprobs}), new tokens (up to {params.max_tokens}), samples "
+            f"({wanted.n}) or prompts ({len(wanted.prompts)})"
+        )
+        answers.check(wanted.answer_bytes, advice)
+        return wanted
 
     async def _target_prefix(self, options: RequestOptions) -> list[int]:
         """Return the tokens that begin a target; none without an encoder."""
@@ -257,6 +281,7 @@ class RequestBuilder:
             if text is None:
                 self.check_token_ids(ids, param, self.bundle.config.encoder)
                 text = tokenizer.decode(ids)
+                offsets = decoded_starts(tokenizer, ids) if with_offsets else None
             prompts.append(Prompt(ids, text, offsets))
         return prompts
 

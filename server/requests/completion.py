@@ -33,6 +33,9 @@ from server.requests.admission.forecast import Work
 from server.requests.async_engine import OutputStream
 from server.text.detokenizer import Detokenizer, StopChecker
 
+# Of JSON. A position's log-probabilities are the alternatives, the token's, and a line beside them.
+_LOGPROB_BYTES, _CHAR_BYTES, _ID_BYTES = 100, 6, 8
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -65,6 +68,7 @@ class CompletionRequest:
     kept_ids: frozenset[int] = frozenset()  # special tokens that are shown in the text
     length_param: str = "max_tokens"  # the field of its maximum, in errors
     begins_text: bool = False  # the text begins with the first new token; else with the prompt
+    shows_prompt: bool = False  # the answer has the prompt's text or tokens
 
     @property
     def work(self) -> Work:
@@ -92,6 +96,23 @@ class CompletionRequest:
     def n_prompt_tokens(self) -> int:
         """The number of prompt tokens, each prompt counted once."""
         return sum(len(prompt.ids) for prompt in self.prompts)
+
+    @property
+    def bytes_of_token(self) -> int:
+        """The most bytes of log-probabilities for a new token of each sample."""
+        n_top = self.params.logprobs
+        return 0 if n_top is None else self.n_sequences * _LOGPROB_BYTES * (2 + n_top)
+
+    @property
+    def answer_bytes(self) -> int:
+        """The most bytes of the answer's log-probabilities, and of prompts that it shows."""
+        n_bytes, n_top = self.params.max_tokens * self.bytes_of_token, self.params.prompt_logprobs
+        if n_top is not None:
+            n_bytes += self.n * self.n_prompt_tokens * _LOGPROB_BYTES * (2 + n_top)
+        if self.shows_prompt:
+            n_chars = sum(len(prompt.text) for prompt in self.prompts)
+            n_bytes += self.n * (n_chars * _CHAR_BYTES + self.n_prompt_tokens * _ID_BYTES)
+        return n_bytes
 
     @property
     def most_tokens(self) -> int:

@@ -11,6 +11,7 @@ from typing import Literal
 from model.bundle import ModelBundle
 from model.suggestions import did_you_mean
 from server.errors import InvalidRequestError, ModelNotFoundError, StartupError, UnavailableError
+from server.requests.admission.answers import AnswerMemory
 from server.requests.admission.queue import Phase
 from server.requests.async_engine import AnyEngine
 from server.requests.service import Service, Task
@@ -52,6 +53,7 @@ class Models:
         self.names = tuple(bundles)
         self.metrics = ServerMetrics()
         self.text_worker = TextWorker()
+        self.answers = AnswerMemory.pots(settings.max_answer_bytes, self.text_worker)
         self.services: dict[str, Service] = {}
         self.failures: dict[str, StartupError] = {}  # of models that could not be loaded
         self.on_load_failure: Callable[[StartupError], None] = logger.error
@@ -60,7 +62,7 @@ class Models:
                 if isinstance(bundle, StartupError):
                     raise bundle
                 self.services[name] = Service(
-                    settings, bundle, name, self.metrics, self.text_worker
+                    settings, bundle, name, self.metrics, self.text_worker, self.answers
                 )
             except StartupError as error:
                 self._fail(name, error)

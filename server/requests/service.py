@@ -20,6 +20,7 @@ from server.engine.engine import Engine
 from server.engine.machine import return_freed_memory
 from server.engine.sampling import Floats
 from server.errors import DeadlineExceededError, StartupError
+from server.requests.admission.answers import AnswerMemory
 from server.requests.admission.forecast import Work
 from server.requests.admission.queue import Admission, Phase, check_length
 from server.requests.async_engine import AnyEngine, AsyncEngine
@@ -57,6 +58,7 @@ class Service:
         name: str | None = None,
         metrics: ServerMetrics | None = None,
         text_worker: TextWorker | None = None,
+        answers: dict[bool, AnswerMemory] | None = None,
     ) -> None:
         self.settings = settings.of_model(has_encoder=bundle.config.encoder is not None)
         self.bundle = bundle
@@ -82,8 +84,9 @@ class Service:
             max_queue_tokens=self.settings.queue_tokens_limit,
         )
         self.text_worker = text_worker or TextWorker()
+        self.answers = answers or AnswerMemory.pots(settings.max_answer_bytes, self.text_worker)
         self.builder = RequestBuilder(
-            self.settings, bundle, self.engine, self.admission, self.text_worker
+            self.settings, bundle, self.engine, self.admission, self.text_worker, self.answers
         )
         manifest = bundle.manifest
         self.metrics.describe(precision=manifest.precision, device=manifest.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from functools import lru_cache
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -57,6 +58,16 @@ class Detokenizer:
         return piece
 
 
+def decoded_starts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
+    """Return where each token begins in the text that the tokens decode to."""
+    text = Detokenizer(tokenizer)
+    starts = []
+    for token_id in ids:
+        starts.append(text.n_chars)
+        text.push(token_id)
+    return starts
+
+
 class StopChecker:
     """A search for the stop string that is complete first, the longest of several.
 
@@ -109,6 +120,7 @@ def token_name(tokenizer: Tokenizer, token_id: int) -> str:
     return text if text.encode() == added else f"bytes:{text}"
 
 
+@lru_cache(2**14)  # a log-probability has some twenty
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
     """Return the bytes that a token, also a special one, adds to a text."""
     token: str | None = tokenizer.id_to_token(token_id)

@@ -80,7 +80,12 @@ async def answers(served: Served, file_id: str | None) -> dict[str, Fields]:
     return found
 
 
-async def test_a_batch_answers_each_line_as_the_route_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_long", [False, True])
+async def test_a_batch_answers_each_line_as_the_route_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_long: bool
+) -> None:
+    if is_long:  # of an answer too long to be parsed, the usage is known
+        monkeypatch.setattr("server.api.openai.batches._LONG", 0)
     async with batching(tmp_path) as served:
         good = [line(str(i), prompt="abc"[: 1 + i % 3], seed=i) for i in range(9)]
         wrong = [line("cold", temperature=-1), line("long", max_tokens=10**6)]

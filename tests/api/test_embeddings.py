@@ -581,7 +581,7 @@ async def test_a_bad_field_is_named(path: str) -> None:
 TEI_REFUSED: list[tuple[str, ModelBundle, dict[str, Any], str]] = [
     ("/embed", EMBEDDER, {"inputs": "a" * 200}, f"at most {LIMIT}"),
     ("/embed", EMBEDDER, {"inputs": "a", "prompt_name": "x"}, "'query', 'passage'"),
-    ("/embed_all", EMBEDDER, {"inputs": [1, 2, 3] * 7}, "at most 300"),
+    ("/embed_all", EMBEDDER, {"inputs": [1, 2, 3] * 7}, "8064 bytes, more than 7200"),
     ("/similarity", EMBEDDER, {"inputs": {"source_sentence": "a", "sentences": []}}, "sentences"),
     ("/rerank", RERANKER, {"query": "a", "texts": []}, "texts"),
     ("/rerank", RERANKER, {"query": "a" * 30, "texts": ["b"] * 9}, "more than 200 tokens"),
@@ -592,10 +592,9 @@ TEI_REFUSED: list[tuple[str, ModelBundle, dict[str, Any], str]] = [
 
 
 async def test_a_bad_field_is_named_in_teis_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.api.embeddings.requests._MAX_NUMBERS", 300)
     monkeypatch.setattr("server.requests.encoding.MAX_TOKENS", 200)
     for path, bundle, body, cause in TEI_REFUSED:
-        async with encoding(bundle) as client:
+        async with encoding(bundle, max_answer_bytes=300 * 24) as client:
             response = await client.post(path, json=body)
         assert response.status_code == 400, (path, body)
         assert response.json().keys() == {"error", "error_type"}

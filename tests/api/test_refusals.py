@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.api.http import body as body_parsing
-from server.api.http.responses import compact
+from server.api.http.pieces import compact
 from server.errors import InvalidRequestError
 from tests.fake_runner import FakeRunner
 from tests.faults.bodies import VALID

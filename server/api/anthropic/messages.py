@@ -16,10 +16,10 @@ from server.api.anthropic.answers import AnthropicMessage, MessageEvent, TokenCo
 from server.api.anthropic.conversion import chat_body
 from server.api.anthropic.schemas import CountTokensBody, MessagesBody
 from server.api.http.body import TextRoute
+from server.api.http.pieces import compact
 from server.api.http.responses import (
     BODY_ERRORS,
     Formatter,
-    compact,
     event,
     respond,
     service_of,

@@ -123,4 +123,4 @@ async def embed(request: Request, body: EmbedTextsBody) -> Response:
         tail = {"texts": texts, "meta": meta, "response_type": "embeddings_by_type"}
         yield b"}," + to_json(tail)[1:]
 
-    return await respond(request, fields, texts, "texts", "pooled", show)
+    return await respond(request, fields, texts, "texts", "pooled", show, dimensions=n)

@@ -61,17 +61,17 @@ class Embeddings(ResponseBody):
 async def embeddings(request: Request, body: EmbeddingsBody) -> Response:
     """Return a vector for each text, as OpenAI does."""
     service = service_of(request)
-    n, as_text = body.dimensions, body.encoding_format == "base64"
+    n, form = body.dimensions, body.encoding_format
     check_dimensions(service, n, "dimensions")
     head = {"object": "list", "model": service.name}
 
     def show(vectors: list[Floats], n_tokens: int) -> Iterator[bytes]:
         def embedding(index: int) -> dict[str, Any]:
             kept = shortened(vectors[index], n)
-            shown = base64(kept) if as_text else kept.tolist()
+            shown = base64(kept) if form == "base64" else kept.tolist()
             return {"object": "embedding", "index": index, "embedding": shown}
 
         items = map(embedding, range(len(vectors)))
         return enveloped(head, "data", items, {"usage": usage(n_tokens)})
 
-    return await respond(request, body, body.input, "input", "pooled", show)
+    return await respond(request, body, body.input, "input", "pooled", show, form, n)

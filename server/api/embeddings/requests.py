@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from time import sleep
 from typing import Annotated, Literal
 
 from fastapi import Request
@@ -23,7 +21,9 @@ from server.requests.encoding import MAX_INPUTS, EncodingOptions, Text, encode
 from server.requests.service import Service
 from server.requests.text_worker import SHORT
 
-_MAX_NUMBERS = 2**23  # of tokens' vectors in an answer, 13 bytes each
+# Of a vector's number in an answer; in one that has none, of its memory.
+_NUMBER_BYTES = {"float": 24, "base64": 6, "none": 4}
+_SCORE_BYTES, _CHAR_BYTES = 40, 6  # of a label's score, and of its name
 
 # The JSON of an answer in pieces, from an array for each input and the number of tokens.
 Show = Callable[[list[Floats], int], Iterator[bytes]]
@@ -69,8 +69,12 @@ async def respond(
     param: str,
     output: Output,
     show: Show,
+    form: str = "float",
+    dimensions: int | None = None,
 ) -> Response:
     """Return the response to a request; `param` names the field of its inputs in errors.
+
+    form: "float", "base64" or "none", of the answer's vectors. dimensions: if not all are shown.
 
     The request runs when the response is sent: nothing holds its body any more.
     Raises InvalidRequestError for inputs or a prompt that the model cannot take.
@@ -91,14 +95,17 @@ async def respond(
     )
     size = sum(len(one) if isinstance(one, str) else sum(map(_size, one)) for one in inputs)
     encodings = await service.text_worker.call(size, partial(encode, service.builder, options))
-    if output == "tokens":
-        n_numbers = sum(len(one.ids) for one in encodings) * service.bundle.config.d_model
-        if n_numbers > _MAX_NUMBERS:
-            raise InvalidRequestError(
-                f"{param}: the answer would have {n_numbers} numbers, but may have at most "
-                f"{_MAX_NUMBERS}; send fewer or shorter inputs",
-                param=param,
-            )
+    if output == "scores":
+        labels = pooling_of(service).labels
+        n_bytes = len(encodings) * sum(_SCORE_BYTES + _CHAR_BYTES * len(one) for one in labels)
+    elif output == "tokens":
+        n_tokens = sum(len(one.ids) for one in encodings)
+        n_bytes = n_tokens * service.bundle.config.d_model * _NUMBER_BYTES[form]
+    else:
+        n_bytes = len(encodings) * (dimensions or _width(service)) * _NUMBER_BYTES[form]
+    advice = f"send fewer or shorter {param}, or ask for fewer numbers of each"
+    answers = service.answers[state.is_background]
+    answers.check(n_bytes, advice, param)
     wanted = EmbeddingRequest(
         inputs=encodings,
         output=output,
@@ -107,7 +114,7 @@ async def respond(
         deadline=service.builder.deadline(state, fields.timeout_ms),
         priority=state.priority(fields.priority),
     )
-    return Deferred(partial(_answer, service, wanted, show, state))
+    return Deferred(partial(_answer, service, wanted, show, state), answers.hold(n_bytes))
 
 
 def _size(part: str | int) -> int:
@@ -134,22 +141,12 @@ def _prompt(service: Service, fields: EncoderFields, inputs: Sequence[Text | lis
 async def _answer(
     service: Service, wanted: EmbeddingRequest, show: Show, state: RequestState
 ) -> Response:
-    """Run a request; write a long answer in a thread."""
+    """Run a request; write a long answer in a thread, while it is sent."""
     outputs = await service.embed(wanted)
     n_tokens = state.n_embedded = wanted.n_prompt_tokens
-
-    if sum(array.size for array in outputs) <= SHORT:
-        return json_response(b"".join(show(outputs, n_tokens)))
-
-    def work() -> bytes:
-        pieces = []
-        for piece in show(outputs, n_tokens):
-            pieces.append(piece)
-            sleep(0)  # release the interpreter's lock, for which others would wait 5 ms
-        return b"".join(pieces)
-
-    loop = asyncio.get_running_loop()
-    return json_response(await loop.run_in_executor(service.text_worker, work))
+    pieces = show(outputs, n_tokens)
+    is_short = sum(array.size for array in outputs) <= SHORT
+    return json_response(b"".join(pieces) if is_short else pieces, service.text_worker)
 
 
 def check_dimensions(service: Service, n: int | None, param: str) -> None:
@@ -157,11 +154,15 @@ def check_dimensions(service: Service, n: int | None, param: str) -> None:
 
     param: the field that asks for them.
     """
-    projections = pooling_of(service).projections
-    d_out = projections[-1].d_out if projections else service.bundle.config.d_model
-    if n is not None and n > d_out:
+    if n is not None and n > (d_out := _width(service)):
         message = f"{param}: {n} are more than the model's {d_out}"
         raise InvalidRequestError(message, param=param)
+
+
+def _width(service: Service) -> int:
+    """Return the numbers of a text's vector."""
+    projections = pooling_of(service).projections
+    return projections[-1].d_out if projections else service.bundle.config.d_model
 
 
 def pooling_of(service: Service, n_labels: int | None = None) -> Pooling:

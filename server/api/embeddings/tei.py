@@ -165,7 +165,7 @@ async def embed(request: Request, body: EmbedBody) -> Response:
         kept = (vector[:n] for vector in vectors)
         return listed(one.tolist() for one in (map(unit, kept) if scales else kept))
 
-    return await respond(request, body, body.inputs, "inputs", "pooled", show)
+    return await respond(request, body, body.inputs, "inputs", "pooled", show, dimensions=n)
 
 
 @router.post("/embed_all", response_model=list[list[list[float]]], responses=GENERATE_ERRORS)
@@ -190,7 +190,7 @@ async def similarity(request: Request, body: SimilarityBody) -> Response:
         return listed(float(np.dot(source, other)) for other in others)
 
     inputs = [body.inputs.source_sentence, *body.inputs.sentences]
-    return await respond(request, body.parameters, inputs, "inputs", "pooled", show)
+    return await respond(request, body.parameters, inputs, "inputs", "pooled", show, "none")
 
 
 @label_router.post("/rerank", response_model=list[Rank], responses=GENERATE_ERRORS)

@@ -158,7 +158,8 @@ async def score(request: Request, body: ScoreBody) -> Response:
         return enveloped(head, "data", items, {"usage": usage(n_tokens)})
 
     if is_cosine:
-        return await respond(request, body, [*firsts, *seconds], "text_2", "pooled", show)
+        texts = [*firsts, *seconds]
+        return await respond(request, body, texts, "text_2", "pooled", show, "none")
     return await respond(request, body, pairs, "text_2", "scores", show)
 
 
@@ -204,7 +205,7 @@ async def pool(request: Request, body: PoolingBody) -> Response:
         items = map(pooled, range(len(outputs)))
         return enveloped(head, "data", items, {"usage": usage(n_tokens)})
 
-    return await respond(request, body, body.input, "input", output, show)
+    return await respond(request, body, body.input, "input", output, show, body.encoding_format)
 
 
 def _head(request: Request, kind: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from server.api.explain.answers import Explanation, write
 from server.api.http.body import BodyRoute
 from server.api.http.responses import (
     BODY_ERRORS,
-    json_response,
+    held_response,
     service_of,
     state_of,
     unless_disconnected,
@@ -196,7 +196,7 @@ async def explain(request: Request, body: ExplainBody) -> Response:
     explanations: Explanations = request.app.state.explanations[service.name]
     caller = state_of(request.scope).caller
     work = explanations.explain(token_ids, source_ids, layers, heads, questions, caller)
-    response = json_response(await unless_disconnected(request.receive, work))
+    response = held_response(await unless_disconnected(request.receive, work), service)
     service.metrics.used(caller.name, n_tokens, 0)
     return response
 

@@ -13,7 +13,8 @@ from pydantic_core import ErrorDetails, from_json
 from starlette.responses import Response
 
 from model.suggestions import did_you_mean, nearest
-from server.api.http.responses import compact, models_of, state_of, unless_disconnected
+from server.api.http.pieces import compact
+from server.api.http.responses import models_of, state_of, unless_disconnected
 from server.api.other_servers import NO_OPS, USED_HERE
 from server.api.schemas import RequestBody, field_names
 from server.errors import InvalidRequestError

@@ -1,4 +1,4 @@
-"""Responses: a completion whole or as server-sent events, JSON in pieces, and errors.
+"""Responses: a completion whole or as server-sent events, and errors.
 
 An error becomes a response in `error_response`, or in a stream's last event: nowhere else.
 """
@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from functools import partial
 from typing import Annotated, Any, TypeVar, cast
 
@@ -23,10 +22,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from model.files import in_words
+from server.api.http.pieces import PIECE, Written, compact, sent, together, whole, written
 from server.errors import EngineError, InsufficientStorageError, KvasirError
 from server.requests.completion import Completion, CompletionRequest, Delta, RequestState
 from server.requests.models import Models
 from server.requests.service import Service
+from server.requests.text_worker import TextWorker
 
 logger = logging.getLogger("kvasir")
 
@@ -34,8 +35,8 @@ T = TypeVar("T")
 Failed = Callable[[dict[str, Any]], bytes]
 
 DONE = b"data: [DONE]\n\n"
+_JSON = "application/json"
 KEEP_ALIVE = b": keep-alive\n\n"
-_PIECE = 2**16  # bytes: uvicorn's limit on data that waits to be sent
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 # Their errors have the form of TGI, which is TEI's, too.
 TGI_PATHS = frozenset({"/", "/generate", "/generate_stream"}) | {
@@ -70,8 +71,6 @@ STATUSES = {
     504: "The deadline passed before the first token, or came too near while the request waited.",
     507: "The server's disk is full.",
 }
-
-compact = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -174,20 +173,33 @@ def error_response(scope: Scope, error: Exception) -> JSONResponse:
     return JSONResponse(body, known.status, known.headers)
 
 
-def json_response(body: bytes) -> Response:
+def json_response(body: Written | Iterator[bytes], worker: TextWorker) -> Response:
     """Return a response of JSON; a large one is sent in pieces, and streams can send in between.
 
     In one piece it would be copied whenever a part has been sent, which blocks the event loop.
     """
-    if len(body) <= _PIECE:
-        return Response(body, media_type="application/json")
+    if not isinstance(body, bytes):
+        return StreamingResponse(sent(iter(body), worker), media_type=_JSON)
+    if len(body) <= PIECE:
+        return Response(body, media_type=_JSON)
     headers = {"content-length": str(len(body))}
-    return StreamingResponse(_pieces(body), headers=headers, media_type="application/json")
+    return StreamingResponse(_slices(body), headers=headers, media_type=_JSON)
 
 
-async def _pieces(body: bytes) -> AsyncIterator[bytes]:
-    for start in range(0, len(body), _PIECE):
-        yield body[start : start + _PIECE]
+def held_response(body: Written, of: Service | Models) -> Response:
+    """Return a response of JSON that counts among the answers until it is sent, if it is large."""
+
+    async def made() -> Response:
+        return json_response(body, of.text_worker)
+
+    if len(body) <= PIECE:
+        return json_response(body, of.text_worker)
+    return Deferred(made, of.answers[False].hold(len(body)))
+
+
+async def _slices(body: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), PIECE):
+        yield body[start : start + PIECE]
         await asyncio.sleep(0)
 
 
@@ -226,7 +238,7 @@ class Formatter(ABC):
         self.tokenizer = service.bundle.tokenizer
 
     @abstractmethod
-    def chunk(self, delta: Delta) -> bytes:
+    def chunk(self, delta: Delta) -> Written:
         """Return the events for a delta, if it has anything to show."""
 
     @abstractmethod
@@ -237,7 +249,7 @@ class Formatter(ABC):
     def whole(self) -> Any:
         """Return the body of a finished completion."""
 
-    def tail(self) -> bytes:
+    def tail(self) -> Written:
         """Return the events after all deltas."""
         return self.end
 
@@ -251,9 +263,10 @@ def respond(
 ) -> Response:
     """Return the response to a request, whole or as a stream, which runs when it is sent."""
     state = state_of(request.scope)
+    held = formatter.service.answers[state.is_background].hold(wanted.answer_bytes)
     if stream:
-        return EventStream(_events(state, wanted, formatter), formatter.failed)
-    return Deferred(partial(_whole, state, wanted, formatter))
+        return EventStream(_events(state, wanted, formatter), formatter.failed, held)
+    return Deferred(partial(_whole, state, wanted, formatter), held)
 
 
 async def _events(
@@ -263,11 +276,19 @@ async def _events(
     async with service.complete(wanted) as completion:
         state.completion = formatter.completion = completion
         async for deltas in completion.deltas(service.settings.keep_alive_interval):
-            if chunk := b"".join(formatter.chunk(delta) for delta in deltas):
+            chunk = together([formatter.chunk(delta) for delta in deltas])
+            if not isinstance(chunk, bytes):
+                async for piece in sent(iter(chunk), service.text_worker):
+                    yield piece
+            elif chunk:
                 yield chunk
             elif not deltas:
                 yield formatter.keep_alive
-        if tail := formatter.tail():
+        tail = formatter.tail()
+        if not isinstance(tail, bytes):
+            async for piece in sent(iter(tail), service.text_worker):
+                yield piece
+        elif tail:
             yield tail
 
 
@@ -277,7 +298,7 @@ async def _whole(state: RequestState, wanted: CompletionRequest, formatter: Form
         async for deltas in completion.deltas():
             for delta in deltas:
                 formatter.add(delta)
-    return JSONResponse(formatter.whole())
+    return json_response(written(formatter.whole(), whole), formatter.service.text_worker)
 
 
 class Deferred(Response):
@@ -286,13 +307,18 @@ class Deferred(Response):
     A client that disconnects before that cancels the work.
     """
 
-    def __init__(self, work: Callable[[], Coroutine[Any, Any, Response]]) -> None:
-        self._work = work
+    def __init__(
+        self,
+        work: Callable[[], Coroutine[Any, Any, Response]],
+        held: AbstractContextManager[None],
+    ) -> None:
+        self._work, self._held = work, held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Make the response and send it, as an ASGI application does."""
-        response = await unless_disconnected(receive, self._work())
-        await response(scope, receive, send)
+        with self._held:
+            response = await unless_disconnected(receive, self._work())
+            await response(scope, receive, send)
 
 
 def event(data: str, name: str | None = None) -> bytes:
@@ -316,15 +342,21 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], failed: Failed = failure) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        failed: Failed = failure,
+        held: AbstractContextManager[None] | None = None,
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
-        self._failed = failed
+        self._failed, self._held = failed, held or nullcontext()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream, as an ASGI application does."""
-        await unless_disconnected(receive, self._send_all(scope, send))
+        with self._held:
+            await unless_disconnected(receive, self._send_all(scope, send))
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
         async with aclosing(self._events) as events:

@@ -14,7 +14,8 @@ from starlette.types import Message
 from server.api.http.body import check_amount, parse
 from server.api.http.keys import ApiKeys
 from server.api.http.middleware import new_state
-from server.api.http.responses import compact, error_body, models_of
+from server.api.http.pieces import compact
+from server.api.http.responses import error_body, models_of
 from server.api.openai.files import CHANGE_ERRORS, ERRORS, After, Owner, Store, page
 from server.api.schemas import RequestBody, ResponseBody
 from server.batches.journal import Reply
@@ -26,6 +27,7 @@ from server.requests.text_worker import SHORT
 
 _KEY_RETRY = 60.0  # seconds until the name of a batch may have a key again
 _FAILED_RETRY = 60.0  # seconds, once an engine has failed and a restart is needed
+_LONG = 2**20  # bytes of an answer of which nothing but the usage is needed
 _CANCELLABLE = ("validating", "in_progress", "cancelling")
 
 
@@ -168,6 +170,12 @@ class Answers:
                 return _FAILED_RETRY
             return Reply(known_error.status, state.id, compact(content).encode(), content)
         answer = b"".join(message.get("body", b"") for message in sent)
-        work = asyncio.to_thread(from_json, answer) if len(answer) > SHORT else None
-        content = from_json(answer) if work is None else await work
+        if len(answer) > _LONG and state.completion is not None:  # parsing it would stop streams
+            n_prompt, n_new = state.completion.n_prompt_tokens, state.completion.n_completion_tokens
+            cached = {"cached_tokens": state.completion.n_cached_tokens}
+            usage = {"input_tokens": n_prompt, "output_tokens": n_new}
+            content = {"usage": usage | {"input_tokens_details": cached}}
+        else:
+            work = asyncio.to_thread(from_json, answer) if len(answer) > SHORT else None
+            content = from_json(answer) if work is None else await work
         return Reply(sent[0]["status"], state.id, answer, content)

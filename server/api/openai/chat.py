@@ -10,11 +10,13 @@ from starlette.responses import Response
 
 from model.chat_template import ChatTemplateError
 from server.api.http.body import TextRoute
+from server.api.http.pieces import LazyList
 from server.api.http.responses import respond, service_of, state_of, streamed
 from server.api.openai.answers import Chat, ChatEvent
 from server.api.openai.chat_schemas import ChatBody, Conversation
 from server.api.openai.formatting import JSON, OpenAIFormatter, join, token_logprobs
 from server.api.openai.tools import AnswerForm, AnswerReader
+from server.engine.sampling import TokenLogprobs
 from server.errors import ContextLengthError, InvalidRequestError
 from server.requests.completion import CompletionRequest, Delta
 from server.requests.service import Service
@@ -48,6 +50,7 @@ async def prepare(
         [text],
         service.bundle.default_sampling,
         default_max_tokens=default_max_tokens or service.builder.max_model_len,
+        shows_prompt=body.return_token_ids,
         logprobs=body.top_logprobs if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         grammar=form.grammar,
@@ -96,7 +99,7 @@ class ChatFormatter(OpenAIFormatter):
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         super().__init__(service, body, f"chatcmpl-{request_id}", kind)
         self._form = form
-        self._with_logprobs = body.logprobs
+        self._with_logprobs, self._n_top = body.logprobs, body.top_logprobs or 0
         self._hidden_ids = service.special_ids - form.kept_ids
         self._readers: dict[int, AnswerReader] = {}  # by choice
 
@@ -114,15 +117,25 @@ class ChatFormatter(OpenAIFormatter):
         part["finish_reason"] = reason
         part["delta"] = _changes(pieces)
         part |= (ids := self._token_ids(delta))
-        if logprobs := self._logprobs(delta):
-            part["logprobs"] = {"content": logprobs}
-        if part["delta"] or logprobs or reason is not None or ids:
+        if self._with_logprobs and delta.logprobs is not None:
+            part["logprobs"] = {"content": [delta.logprobs]}
+        if part["delta"] or part["logprobs"] or reason is not None or ids:
             yield part
+
+    def shown(self, part: JSON) -> JSON:
+        """Return a part with its tokens and the likeliest in their places."""
+        if part["logprobs"] is None:
+            return part
+        scores: list[TokenLogprobs] = part["logprobs"]["content"]
+        content = LazyList(scores, self._entry, 1 + self._n_top)
+        return part | {"logprobs": {"content": content}}
 
     def whole(self) -> JSON:
         """Return the body of a finished chat; its one prompt may have scores."""
-        scores = {"prompt_logprobs": self._prompt_scores[0]} if self._prompt_scores else {}
-        return super().whole() | scores
+        scores = self._prompt_scores.get(0)
+        return super().whole() | (
+            {} if scores is None else {"prompt_logprobs": self._ranks(scores)}
+        )
 
     def finished(self, choice: JSON) -> JSON:
         """Return a whole choice: a message instead of a delta, with its calls joined."""
@@ -135,7 +148,7 @@ class ChatFormatter(OpenAIFormatter):
             message |= {"content": message["content"] or None, "tool_calls": list(calls.values())}
         if self._with_logprobs and choice["logprobs"] is None:
             choice["logprobs"] = {"content": []}
-        return choice | {"message": message}
+        return super().finished(choice) | {"message": message}
 
     def _usage(self, n_generated: int) -> JSON:
         usage = super()._usage(n_generated)
@@ -144,16 +157,13 @@ class ChatFormatter(OpenAIFormatter):
             usage["completion_tokens_details"] = {"reasoning_tokens": n_reasoning}
         return usage
 
-    def _logprobs(self, delta: Delta) -> list[JSON]:
-        scored = delta.logprobs
-        if scored is None or not self._with_logprobs:
-            return []
+    def _entry(self, scored: TokenLogprobs) -> JSON:
         entry = token_logprobs(self.tokenizer, scored, self._hidden_ids)
         if self._with_token_ids:
             entry["token_id"] = scored.token_id
             for other, (token_id, _) in zip(entry["top_logprobs"], scored.top, strict=True):
                 other["token_id"] = token_id
-        return [entry]
+        return entry
 
 
 def _changes(pieces: list[AnswerPiece]) -> JSON:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from server.api.http.body import TextRoute
-from server.api.http.responses import compact, finite, respond, service_of, state_of, streamed
+from server.api.http.pieces import LazyList, compact
+from server.api.http.responses import finite, respond, service_of, state_of, streamed
 from server.api.openai.answers import Completion, CompletionEvent
 from server.api.openai.formatting import JSON, OpenAIFormatter
 from server.api.openai.schemas import CompletionsBody
 from server.engine.sampling import TokenLogprobs
 from server.errors import InvalidRequestError
-from server.requests.completion import Delta, Prompt
+from server.requests.completion import Delta
 from server.requests.service import Service
-from server.text.detokenizer import Detokenizer, token_name
+from server.text.detokenizer import token_name
 from server.text.fill_in_middle import FORMS, form_of
 
 router = APIRouter(route_class=TextRoute)
@@ -39,6 +41,7 @@ async def completions(request: Request, body: CompletionsBody) -> Response:
         prompt_logprobs=body.scored_prompt,
         add_special_tokens=body.add_special_tokens,
         with_offsets=body.echo and body.logprobs is not None,
+        shows_prompt=body.echo or body.return_token_ids,
         grammar=grammar,
         kept_ids=frozenset() if body.skip_special_tokens else service.special_ids,
         target=body.target(),
@@ -65,11 +68,6 @@ def _filling(body: CompletionsBody, added_ids: Mapping[str, int]) -> Completions
     )
 
 
-_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")  # of log-probabilities
-# A token's item in each list. An offset counts from the prompt if that is echoed.
-_Entry = tuple[str, float | None, dict[str, float] | None, int]
-
-
 class CompletionFormatter(OpenAIFormatter):
     """The form of a text completion's response."""
 
@@ -84,7 +82,7 @@ class CompletionFormatter(OpenAIFormatter):
         if self._echoes and index not in self._echoed:
             self._echoed.add(index)
             text = delta.choice.prompt.text + text
-        logprobs = None if self._n_top is None else self._logprobs(delta)
+        logprobs = None if self._n_top is None else self._scored(delta)
         reason = delta.finish_reason
         ids = self._token_ids(delta)
         if text or logprobs is not None or reason is not None or ids:
@@ -96,7 +94,8 @@ class CompletionFormatter(OpenAIFormatter):
     def finished(self, choice: JSON) -> JSON:
         """Return a whole choice, with the scores of its prompt if they were asked for."""
         scores = self._prompt_scores.get(choice["index"])
-        return choice if scores is None else choice | {"prompt_logprobs": scores}
+        shown = super().finished(choice)
+        return shown if scores is None else shown | {"prompt_logprobs": self._ranks(scores)}
 
     def encoded(self, part: JSON) -> str:
         """Return a part as JSON. Text alone, the usual case, takes half the time this way."""
@@ -110,25 +109,45 @@ class CompletionFormatter(OpenAIFormatter):
         text = compact(part["text"])
         return f'{{"index":{part["index"]},"text":{text},"logprobs":null,"finish_reason":null}}'
 
-    def _logprobs(self, delta: Delta) -> JSON:
-        """Return OpenAI's four parallel lists."""
-        entries: list[_Entry] = []
+    def _scored(self, delta: Delta) -> JSON:
+        """Return a delta's tokens and their scores; the prompt's are echoed, its first has none."""
+        scores: list[TokenLogprobs | None] = []
+        ids, offsets, new = list[int](), list[int](), scores[:]
         prompt = delta.choice.prompt
         if self._echoes and delta.prompt_logprobs is not None:
-            offsets = prompt.offsets or self._decoded_offsets(prompt)
-            entries.append((token_name(self.tokenizer, prompt.ids[0]), None, None, offsets[0]))
-            pairs = zip(delta.prompt_logprobs, offsets[1:], strict=True)
-            entries += [self._entry(scored, offset) for scored, offset in pairs]
+            ids += prompt.ids
+            scores += [None, *delta.prompt_logprobs]
+            new += [None] * len(ids)
+            offsets += prompt.offsets or ()
         if delta.logprobs is not None:
-            n_echoed = len(prompt.text) if self._echoes else 0
-            entries.append(self._entry(delta.logprobs, delta.offset + n_echoed))
-        lists: JSON = {name: [entry[i] for entry in entries] for i, name in enumerate(_LISTS)}
-        if not self._n_top:
-            return {**lists, "top_logprobs": None}
-        if self._with_token_ids:
-            new = [self._top_ids(delta.logprobs)] if delta.logprobs is not None else []
-            lists["top_token_ids"] = [None] * (len(entries) - len(new)) + new
-        return lists
+            ids.append(delta.logprobs.token_id)
+            scores.append(delta.logprobs)
+            new.append(delta.logprobs)
+            offsets.append(delta.offset + (len(prompt.text) if self._echoes else 0))
+        return {"ids": ids, "scores": scores, "new": new, "offsets": offsets}
+
+    def shown(self, part: JSON) -> JSON:
+        """Return a part with OpenAI's parallel lists."""
+        if (scored := part["logprobs"]) is None:
+            return part
+        scores, n_top = scored["scores"], self._n_top or 0
+        lists: JSON = {
+            "tokens": LazyList(scored["ids"], partial(token_name, self.tokenizer)),
+            "token_logprobs": LazyList(scores, lambda one: finite(one.logprob)),
+            "top_logprobs": LazyList(scores, self._top, n_top) if n_top else None,
+            "text_offset": scored["offsets"],
+        }
+        if n_top and self._with_token_ids:
+            lists["top_token_ids"] = LazyList(scored["new"], self._top_ids, n_top)
+        return part | {"logprobs": lists}
+
+    def _top(self, scored: TokenLogprobs) -> dict[str, float]:
+        """Return the log-probabilities of the likeliest tokens and of the token, by name."""
+        top: dict[str, float] = {}
+        for token_id, logprob in scored.top[: self._n_top]:
+            top.setdefault(token_name(self.tokenizer, token_id), finite(logprob))
+        # The token itself is in its place, even if another has the same text.
+        return top | {token_name(self.tokenizer, scored.token_id): finite(scored.logprob)}
 
     def _top_ids(self, scored: TokenLogprobs) -> dict[str, int]:
         """Return the ids of a token and of the likeliest in its place, by name."""
@@ -136,20 +155,3 @@ class CompletionFormatter(OpenAIFormatter):
         for token_id in (scored.token_id, *(i for i, _ in scored.top[: self._n_top])):
             ids.setdefault(token_name(self.tokenizer, token_id), token_id)
         return ids
-
-    def _decoded_offsets(self, prompt: Prompt) -> list[int]:
-        """Return where each token begins in the text that the tokens decode to."""
-        text = Detokenizer(self.tokenizer)
-        offsets = []
-        for token_id in prompt.ids:
-            offsets.append(text.n_chars)
-            text.push(token_id)
-        return offsets
-
-    def _entry(self, scored: TokenLogprobs, offset: int) -> _Entry:
-        name, logprob = token_name(self.tokenizer, scored.token_id), finite(scored.logprob)
-        top: dict[str, float] = {}
-        for token_id, other in scored.top[: self._n_top]:
-            top.setdefault(token_name(self.tokenizer, token_id), finite(other))
-        # The token itself is in its place, even if another has the same text.
-        return name, logprob, top | {name: logprob}, offset

@@ -6,13 +6,15 @@ import math
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Container, Iterator
+from functools import partial
 from statistics import fmean
 from time import time
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from server.api.http.responses import DONE, Formatter, compact, event, finite
+from server.api.http.pieces import LazyList, Written, compact, together, written
+from server.api.http.responses import DONE, Formatter, event, finite
 from server.api.openai.schemas import OpenAIBody
 from server.engine.sampling import TokenLogprobs
 from server.requests.completion import Delta
@@ -40,7 +42,7 @@ class OpenAIFormatter(Formatter):
         self._n_prompt_top = body.prompt_logprobs
         self._with_token_ids = body.return_token_ids
         self._with_prompt_ids: set[int] = set()  # choices whose prompt has been shown
-        self._prompt_scores: dict[int, list[JSON | None]] = {}  # by choice
+        self._prompt_scores: dict[int, list[TokenLogprobs]] = {}  # by choice
         self._head = {
             "id": response_id,
             "object": kind,
@@ -54,9 +56,16 @@ class OpenAIFormatter(Formatter):
     def parts(self, delta: Delta) -> Iterator[JSON]:
         """Yield the new parts of a choice, if a delta has anything to show."""
 
+    def shown(self, part: JSON) -> JSON:
+        """Return a part, or all of a choice as one, with its log-probabilities as clients see them.
+
+        Until then they are as the engine gives them, which takes less memory.
+        """
+        return part
+
     def finished(self, choice: JSON) -> JSON:
         """Return a whole choice, given all its parts as one."""
-        return choice
+        return self.shown(choice)
 
     def add(self, delta: Delta) -> None:
         """Join a delta with its choice."""
@@ -64,12 +73,11 @@ class OpenAIFormatter(Formatter):
         if delta.logprobs is not None:
             self._scores[index].append(delta.logprobs.logprob)
         if self._n_prompt_top is not None and delta.prompt_logprobs is not None:
-            ranks = (self._ranked(scored, self._n_prompt_top) for scored in delta.prompt_logprobs)
-            self._prompt_scores[index] = [None, *ranks]
+            self._prompt_scores[index] = delta.prompt_logprobs
         for part in self.parts(delta):
             self._choices[part["index"]] = join(self._choices.get(part["index"]), part)
 
-    def chunk(self, delta: Delta) -> bytes:
+    def chunk(self, delta: Delta) -> Written:
         """Return the events for a delta, with the usage so far if wanted."""
         self._n_shown += delta.n_tokens
         usage = ""
@@ -77,10 +85,9 @@ class OpenAIFormatter(Formatter):
             usage = f',"usage":{compact(self._usage(self._n_shown))}'
         elif self._with_usage:
             usage = ',"usage":null'
-        events = b""
-        for part in self.parts(delta):
-            events += event(f'{self._prefix},"choices":[{self.encoded(part)}]{usage}}}')
-        return events
+        head, tail = f'data: {self._prefix},"choices":[', f"]{usage}}}\n\n"
+        parts = map(self.shown, self.parts(delta))
+        return together([written(part, self.encoded, head, tail) for part in parts])
 
     def tail(self) -> bytes:
         """Return the event with the usage, if wanted, and the end."""
@@ -122,6 +129,11 @@ class OpenAIFormatter(Formatter):
             self._with_prompt_ids.add(delta.choice.index)
             ids["prompt_token_ids"] = delta.choice.prompt.ids
         return ids
+
+    def _ranks(self, scores: list[TokenLogprobs]) -> LazyList:
+        """Return the log-probabilities of a prompt's tokens, the first of which has none."""
+        n_top = self._n_prompt_top or 0
+        return LazyList([None, *scores], partial(self._ranked, n_top=n_top), 1 + n_top)
 
     def _ranked(self, scored: TokenLogprobs, n_top: int) -> JSON:
         """Return a token of the prompt and the likeliest in its place, by id, as vLLM does."""

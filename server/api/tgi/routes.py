@@ -15,10 +15,12 @@ from starlette.responses import Response
 from server.api.embeddings.tei import EncoderInfo, encoder_info
 from server.api.http import responses
 from server.api.http.body import TextRoute
-from server.api.http.responses import GENERATE_ERRORS, compact, finite, streamed
+from server.api.http.pieces import LazyList, compact
+from server.api.http.responses import GENERATE_ERRORS, finite, streamed
 from server.api.structured import tgi_grammar
 from server.api.tgi.answers import Generated, GenerateEvent, Info
 from server.api.tgi.schemas import CompatibleBody, GenerateBody
+from server.engine.sampling import TokenLogprobs
 from server.engine.sequence import FinishReason
 from server.errors import InvalidRequestError
 from server.requests.completion import Choice, Delta
@@ -80,11 +82,15 @@ async def _generate(request: Request, body: GenerateBody, *, stream: bool = Fals
         grammar=grammar,
         target=parameters.target(),
         keep_last=parameters.truncate,
+        shows_prompt=parameters.return_full_text,
         field_prefix="parameters.",
     )
     wanted = await service.builder.build(options, state)
     formatter = GenerateFormatter(service, body)
     return responses.respond(request, wanted, formatter, stream=stream)
+
+
+_Scored = tuple[TokenLogprobs, str]  # with its text
 
 
 @dataclass
@@ -93,14 +99,13 @@ class _Shown:
 
     choice: Choice
     text: str = ""
-    tokens: list[dict[str, Any]] = field(default_factory=list)
-    top_tokens: list[list[dict[str, Any]]] = field(default_factory=list)
-    prefill: list[dict[str, Any]] = field(default_factory=list)
+    scored: list[_Scored] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
     @property
     def score(self) -> float:
         """The mean log-probability of its tokens."""
-        scores = [token["logprob"] for token in self.tokens]
+        scores = [finite(scored.logprob) for scored, _ in self.scored]
         return fmean(scores) if scores else -math.inf
 
 
@@ -118,15 +123,9 @@ class GenerateFormatter(responses.Formatter):
         shown = self._samples.setdefault(delta.choice.index, _Shown(delta.choice))
         shown.text += delta.text
         if delta.prompt_logprobs is not None:
-            logprobs = [None, *(finite(scored.logprob) for scored in delta.prompt_logprobs)]
-            shown.prefill = [
-                {"id": i, "text": token_text(self.tokenizer, i), "logprob": p}
-                for i, p in zip(delta.choice.prompt.ids, logprobs, strict=True)
-            ]
-        if (scored := delta.logprobs) is not None:
-            token = self._token(scored.token_id, scored.logprob)
-            shown.tokens.append(token if token["special"] else token | {"text": delta.text})
-            shown.top_tokens.append([self._token(i, logprob) for i, logprob in scored.top])
+            shown.prompt_logprobs = delta.prompt_logprobs
+        if delta.logprobs is not None:
+            shown.scored.append((delta.logprobs, delta.text))
 
     def chunk(self, delta: Delta) -> bytes:
         """Return the event for a delta; the last one has the whole text."""
@@ -135,10 +134,10 @@ class GenerateFormatter(responses.Formatter):
         token: dict[str, Any] = {"id": 0, "text": delta.text, "logprob": 0.0}
         token["special"] = not delta.text
         if delta.logprobs is not None:  # else a deadline or a beam search ended without a token
-            token = sample.tokens[-1]
-        shown: dict[str, Any] = {"index": len(sample.tokens), "token": token}
+            token = self._shown_token(sample.scored[-1])
+        shown: dict[str, Any] = {"index": len(sample.scored), "token": token}
         if self._parameters.top_n_tokens:
-            shown["top_tokens"] = sample.top_tokens[-1] if sample.top_tokens else []
+            shown["top_tokens"] = self._top_tokens(sample.scored[-1]) if sample.scored else []
         shown |= {"generated_text": None, "details": None}
         if delta.finish_reason is not None:
             details = self._details(sample)
@@ -167,10 +166,17 @@ class GenerateFormatter(responses.Formatter):
         ) + sample.text
 
     def _whole_details(self, sample: _Shown) -> dict[str, Any]:
-        details = self._details(sample) | {"prefill": sample.prefill, "tokens": sample.tokens}
-        return details | (
-            {"top_tokens": sample.top_tokens} if self._parameters.top_n_tokens else {}
-        )
+        scored, n_top = sample.scored, self._parameters.top_n_tokens
+        prefill = []
+        if sample.prompt_logprobs is not None:
+            scores = [None, *sample.prompt_logprobs]
+            prefill = [*zip(sample.choice.prompt.ids, scores, strict=True)]
+        shown = {
+            "prefill": LazyList(prefill, self._prefilled),
+            "tokens": LazyList(scored, self._shown_token),
+        }
+        tops = {"top_tokens": LazyList(scored, self._top_tokens, n_top)} if n_top else {}
+        return self._details(sample) | shown | tops
 
     def _details(self, sample: _Shown) -> dict[str, Any]:
         choice = sample.choice
@@ -187,6 +193,20 @@ class GenerateFormatter(responses.Formatter):
             "input_length": len(choice.prompt.ids),
         }
         return details if choice.score is None else details | {"score": finite(choice.score)}
+
+    def _prefilled(self, one: tuple[int, TokenLogprobs | None]) -> dict[str, Any]:
+        token_id, scored = one
+        logprob = None if scored is None else finite(scored.logprob)
+        text = token_text(self.tokenizer, token_id)
+        return {"id": token_id, "text": text, "logprob": logprob}
+
+    def _shown_token(self, one: _Scored) -> dict[str, Any]:
+        scored, text = one
+        token = self._token(scored.token_id, scored.logprob)
+        return token if token["special"] else token | {"text": text}
+
+    def _top_tokens(self, one: _Scored) -> list[dict[str, Any]]:
+        return [self._token(i, logprob) for i, logprob in one[0].top]
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from time import time
 from typing import Any
 
-from server.api.http.responses import Formatter, compact, event
+from server.api.http.pieces import LazyList, Written, compact, together, written
+from server.api.http.responses import Formatter
 from server.api.openai.formatting import JSON, token_logprobs
 from server.api.openai.responses.items import PREFIXES, sealed
 from server.api.openai.responses.schemas import ENCRYPTED, LOGPROBS, ResponsesBody
 from server.api.openai.responses.store import Key, ResponseStore, Stored
 from server.api.openai.tools import AnswerForm, AnswerReader
+from server.engine.sampling import TokenLogprobs
 from server.engine.sequence import FinishReason
 from server.requests.completion import CompletionRequest, Delta
 from server.requests.service import Service
@@ -43,13 +46,13 @@ class ResponseFormatter(Formatter):
         self._key = key
         self._reader = AnswerReader(form)
         self._hidden_ids = service.special_ids - form.kept_ids
-        self._with_logprobs = LOGPROBS in body.include
+        self._with_logprobs, self._n_top = LOGPROBS in body.include, body.top_logprobs
         self._with_encrypted = ENCRYPTED in body.include
         self._n_events = 0
         self._item: JSON | None = None  # that grows now
         self._pieces: list[str] = []  # of its text
-        self._logprobs: list[JSON] = []  # of its text
-        self._scored: list[JSON] = []  # of tokens whose text has not come yet
+        self._logprobs: list[TokenLogprobs] = []  # of its text
+        self._scored: list[TokenLogprobs] = []  # of tokens whose text has not come yet
         self._is_cancelled = False
         self.store: ResponseStore | None = None  # if it is to be kept there
         self.items = b""
@@ -79,7 +82,7 @@ class ResponseFormatter(Formatter):
         self._is_cancelled = True
         self.completion.stream.finish()
 
-    def chunk(self, delta: Delta) -> bytes:
+    def chunk(self, delta: Delta) -> Written:
         """Return the events for a delta."""
         return _encoded(self._read(delta))
 
@@ -88,7 +91,7 @@ class ResponseFormatter(Formatter):
         for _ in self._read(delta):
             pass
 
-    def tail(self) -> bytes:
+    def tail(self) -> Written:
         """Return the event of the end."""
         self._end()
         return _encoded(self._ended())
@@ -105,7 +108,8 @@ class ResponseFormatter(Formatter):
         error = {"code": code, "message": fields["error"]["message"]}
         events = [*self._close("incomplete")]
         self.response |= {"status": "failed", "error": error, "usage": self._usage()}
-        return _encoded([*events, *self._ended()])
+        made = _encoded([*events, *self._ended()])
+        return made if isinstance(made, bytes) else b"".join(made)
 
     def _ended(self) -> Iterator[JSON]:
         end = _ENDS.get(self.response["status"], "incomplete")
@@ -119,8 +123,7 @@ class ResponseFormatter(Formatter):
         if self._reader.parser.is_over:
             return
         if self._with_logprobs and delta.logprobs is not None:
-            scored = token_logprobs(self.tokenizer, delta.logprobs, self._hidden_ids, hidden=[])
-            self._scored.append(scored)
+            self._scored.append(delta.logprobs)
         n_reasoning = self._reader.parser.n_reasoning
         pieces, reason = self._reader.read(delta, self.completion)
         if self._reader.parser.n_reasoning > n_reasoning:  # its tags are no text either
@@ -151,7 +154,7 @@ class ResponseFormatter(Formatter):
         more: JSON = {"content_index": 0, "delta": text}
         if kind == "message":
             self._logprobs += scored
-            more["logprobs"] = scored
+            more["logprobs"] = self._shown(scored)
         yield self._item_event(f"response.{_TEXTS[kind]}.delta", **more)
 
     def _open(self, kind: str, name: str | None = None) -> Iterator[JSON]:
@@ -184,7 +187,7 @@ class ResponseFormatter(Formatter):
             yield self._item_event("response.function_call_arguments.done", **done)
         else:
             part = self._part(kind, text)
-            more = {"logprobs": self._logprobs} if kind == "message" else {}
+            more = {"logprobs": self._shown(self._logprobs)} if kind == "message" else {}
             texts = {"content_index": 0, "text": text, **more}
             yield self._item_event(f"response.{_TEXTS[kind]}.done", **texts)
             item["content"] = [part]
@@ -216,14 +219,18 @@ class ResponseFormatter(Formatter):
         """Count the tokens, and keep the response if wanted."""
         self.response["usage"] = self._usage()
         if self.store is not None:
-            response = compact(self.response).encode()
-            self.store.put(self._key, Stored(response, self.items))
+            output = compact([_unscored(item) for item in self.response["output"]]).encode()
+            self.store.put(self._key, Stored(written(self.response), self.items, output))
 
     def _part(self, kind: str, text: str) -> JSON:
         part: JSON = {"type": _TEXTS[kind], "text": text}
         if kind == "message":
-            part |= {"annotations": [], "logprobs": self._logprobs}
+            part |= {"annotations": [], "logprobs": self._shown(self._logprobs)}
         return part
+
+    def _shown(self, scores: list[TokenLogprobs]) -> LazyList:
+        form = partial(token_logprobs, self.tokenizer, hidden_ids=self._hidden_ids, hidden=[])
+        return LazyList(scores, form, 1 + self._n_top)
 
     def _item_event(self, kind: str, **fields: Any) -> JSON:
         """Return an event of the item that grows."""
@@ -247,5 +254,14 @@ class ResponseFormatter(Formatter):
         }
 
 
-def _encoded(events: Iterator[JSON] | list[JSON]) -> bytes:
-    return b"".join(event(compact(one), one["type"]) for one in events)
+def _unscored(item: JSON) -> JSON:
+    """Return an item without its log-probabilities, which no model reads."""
+    if item["type"] != "message":
+        return item
+    return item | {"content": [part | {"logprobs": []} for part in item["content"]]}
+
+
+def _encoded(events: Iterable[JSON]) -> Written:
+    return together(
+        [written(one, compact, f"event: {one['type']}\ndata: ", "\n\n") for one in events]
+    )

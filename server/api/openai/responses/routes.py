@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import secrets
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from server.api.http.body import TextRoute
+from server.api.http.pieces import compact, written
 from server.api.http.responses import (
-    compact,
     errors,
-    json_response,
+    held_response,
+    models_of,
     respond,
     service_of,
     state_of,
@@ -71,15 +73,17 @@ async def _chat(request: Request, body: ResponsesBody) -> tuple[ChatBody, bytes]
     previous = earlier and store.get((owner, earlier), "previous_response_id")
     references = [item["id"] for item in given if item["type"] == "item_reference"]
     stored = {key: store.get(key) for key in (store.of_item(owner, one) for one in references)}
-    state.body_size += previous.n_bytes if previous else 0
-    state.body_size += sum(one.n_bytes for one in stored.values())
+    state.body_size += previous.n_read if previous else 0
+    state.body_size += sum(len(one.output) for one in stored.values())
+    if state.body_size > (most := service_of(request).settings.max_body_bytes):
+        raise InvalidRequestError(
+            f"the conversation has {state.body_size} bytes with the earlier responses, more than "
+            f"the {most} of max_body_bytes; leave earlier ones out",
+            param="previous_response_id" if earlier else "input",
+        )
 
     def work() -> tuple[ChatBody, bytes]:
-        known = {
-            item["id"]: item
-            for one in stored.values()
-            for item in json.loads(one.response)["output"]
-        }
+        known = {item["id"]: item for one in stored.values() for item in json.loads(one.output)}
         if lost := [one for one in references if one not in known]:
             raise store.missing(lost[0], "input")
         items = previous.conversation() if previous else []
@@ -100,8 +104,8 @@ async def response(
         raise InvalidRequestError("a response is not streamed again; leave stream out")
     key = _key(request, response_id)
     if (running := _running(request, key)) is not None:
-        return json_response(compact(running.response).encode())
-    return json_response(_store(request).get(key).response)
+        return held_response(written(running.response), running.service)
+    return held_response(_store(request).get(key).response, models_of(request.scope))
 
 
 @router.post("/v1/responses/{response_id}/cancel", response_model=ModelResponse, responses=_ERRORS)
@@ -109,9 +113,10 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     """End a response that is being streamed. One that has ended is returned as it is."""
     key = _key(request, response_id)
     if (running := _running(request, key)) is None:
-        return json_response(_store(request).get(key).response)
+        return held_response(_store(request).get(key).response, models_of(request.scope))
     running.cancel()
-    return json_response(compact(running.response | {"status": "cancelled"}).encode())
+    cancelled = running.response | {"status": "cancelled"}
+    return held_response(written(cancelled), running.service)
 
 
 @router.delete("/v1/responses/{response_id}", responses=_ERRORS)
@@ -130,7 +135,9 @@ async def input_items(
     after: Annotated[str | None, Query(description="The last item before the page.")] = None,
 ) -> InputItems:
     """List the conversation before a response that is kept."""
-    stored = json.loads(_store(request).get(_key(request, response_id)).items)
+    known = _store(request).get(_key(request, response_id)).items
+    worker = models_of(request.scope).text_worker
+    stored = await worker.call(len(known), partial(json.loads, known))
     items = [_listed(item, response_id, place) for place, item in enumerate(stored)]
     if order == "desc":
         items.reverse()

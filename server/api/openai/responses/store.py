@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
+from server.api.http.pieces import Written
 from server.api.openai.formatting import JSON
 from server.errors import NotFoundError
 
@@ -14,20 +15,26 @@ Key = tuple[bytes, str]  # the salt of the caller that it belongs to, and its id
 
 
 class Stored(NamedTuple):
-    """A response and the whole conversation before it, as JSON."""
+    """A response, the whole conversation before it, and its output as it is read again, as JSON."""
 
-    response: bytes
+    response: Written
     items: bytes
+    output: bytes
 
     @property
     def n_bytes(self) -> int:
         """Its size."""
-        return len(self.response) + len(self.items)
+        return self.n_read + len(self.response)
+
+    @property
+    def n_read(self) -> int:
+        """The bytes that a follow-up reads."""
+        return len(self.items) + len(self.output)
 
     def conversation(self) -> list[JSON]:
         """Return the items before the response, and its own."""
         items: list[JSON] = json.loads(self.items)
-        items += json.loads(self.response)["output"]
+        items += json.loads(self.output)
         return items
 
 

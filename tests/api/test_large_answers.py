@@ -1,0 +1,180 @@
+"""Large answers: the JSON of small ones, made while it is sent; their size is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from typing import Any
+
+import httpx
+import pytest
+from starlette.types import Message
+
+from server.api.http import pieces
+from server.api.openai.responses.schemas import LOGPROBS
+from server.requests.admission.answers import AnswerMemory
+from server.requests.text_worker import TextWorker
+from tests.fake_runner import FakeRunner
+from tests.serving import VOCAB_SIZE, serving
+
+MESSAGES = [{"role": "user", "content": "é"}]
+ALL: dict[str, Any] = {
+    "max_tokens": 5,
+    "temperature": 0,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
+TGI = {
+    "best_of": 2,
+    "seed": 1,
+    "do_sample": True,
+    "details": True,
+    "decoder_input_details": True,
+    "top_n_tokens": 2,
+    "max_new_tokens": 5,
+}
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    (
+        "/v1/completions",
+        {"prompt": [[3, 4, 9], [5, 6, 7]], "echo": True, "logprobs": 2, "n": 2} | ALL,
+    ),
+    ("/v1/completions", {"prompt": "def", "echo": True, "logprobs": 0, "prompt_logprobs": 3} | ALL),
+    (
+        "/v1/completions",
+        {"prompt": ["read", "def"], "echo": True, "logprobs": 2, "stream": True} | ALL,
+    ),
+    ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1} | ALL),
+    ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 2, "stream": True} | ALL),
+    ("/v1/responses", {"input": "é", "include": [LOGPROBS], "top_logprobs": 2, "temperature": 0}),
+    ("/v1/responses", {"input": "é", "include": [LOGPROBS], "stream": True, "temperature": 0}),
+    ("/generate", {"inputs": "read", "parameters": TGI}),
+]
+
+
+def shown(response: httpx.Response) -> list[Any]:
+    """Return the bodies of an answer, or of a stream's events, without ids and times."""
+    lines = [line for line in response.text.split("\n") if line and not line.startswith("event")]
+    bodies = [json.loads(line.removeprefix("data: ")) for line in lines if "[DONE]" not in line]
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            hidden = {"id", "item_id", "created", "created_at", "completed_at"}
+            # A token's id has the name of another's.
+            kept = {k: one for k, one in value.items() if k not in hidden or isinstance(one, dict)}
+            return {key: plain(one) for key, one in kept.items()}
+        return [plain(one) for one in value] if isinstance(value, list) else value
+
+    return [plain(body) for body in bodies]
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+async def test_a_long_answer_is_what_a_short_one_is(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "chat" in path:
+        body = body | {"messages": MESSAGES}
+    async with serving() as served:
+        short = await served.client.post(path, json=body)
+        assert short.status_code == 200, short.text
+        monkeypatch.setattr(pieces, "FEW", 0)
+        makers: set[str] = set()
+        named = pieces.whole
+
+        def whole(value: Any) -> str:
+            if threading.current_thread().name.startswith("texts"):
+                makers.add("texts")
+            return named(value)
+
+        monkeypatch.setattr(pieces, "whole", whole)
+        long = await served.client.post(path, json=body)
+        assert shown(long) == shown(short)
+        assert makers == {"texts"}  # off the event loop
+        if "input" in body:
+            stored = await served.client.get(f"/v1/responses/{response_id(long)}")
+            assert shown(stored) == [shown(long)[-1].get("response", shown(long)[-1])]
+
+
+def response_id(answer: httpx.Response) -> str:
+    text = answer.text.split("data: ")[-1]
+    body = json.loads(text)
+    found: str = body.get("response", body)["id"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "figure"),
+    [
+        ("/v1/completions", {"prompt": [[5] * 9] * 2, "logprobs": 3, "max_tokens": 9}, 2 * 9 * 500),
+        ("/v1/completions", {"prompt": [5] * 9, "prompt_logprobs": 8, "n": 2}, 2 * 9 * 1000),
+        ("/v1/completions", {"prompt": [5] * 60, "echo": True, "n": 16}, 16 * 60 * 14),
+        ("/v1/chat/completions", {"logprobs": True, "n": 4, "max_tokens": 20}, 4 * 20 * 200),
+        (
+            "/generate",
+            {"inputs": "a", "parameters": {"top_n_tokens": 9, "max_new_tokens": 9}},
+            9900,
+        ),
+        ("/detokenize", {"tokens": [5] * 3000}, 3000 * 4),
+    ],
+)
+async def test_an_answer_that_may_be_too_large_is_refused_with_its_size(
+    path: str, body: dict[str, Any], figure: int | None
+) -> None:
+    if "chat" in path:
+        body = body | {"messages": MESSAGES}
+    async with serving(max_answer_bytes=8000) as served:
+        response = await served.client.post(path, json=body)
+        assert response.status_code == 400, response.text
+        assert f"{figure or ''} bytes, more than 8000: max_answer_bytes" in response.text
+        assert not served.service.answers[False].n_held
+
+
+async def test_without_a_length_an_answer_is_as_long_as_it_may_be() -> None:
+    async with serving(FakeRunner(VOCAB_SIZE, max_model_len=64), max_answer_bytes=2000) as served:
+        body = {"messages": MESSAGES, "logprobs": True, "ignore_eos": True}
+        response = await served.client.post("/v1/chat/completions", json=body)
+        assert response.json()["usage"]["completion_tokens"] == 10
+
+
+async def test_answers_have_room_until_they_are_sent() -> None:
+    body = json.dumps({"prompt": [5] * 9, "prompt_logprobs": 3, "max_tokens": 1}).encode()
+    async with serving(max_answer_bytes=9 * 500) as served:
+        memory, reads, begun = served.service.answers[False], asyncio.Event(), asyncio.Event()
+
+        async def receive() -> Message:
+            if given:
+                return given.pop()
+            return await asyncio.Future()
+
+        async def send(message: Message) -> None:
+            statuses.append(message.get("status"))
+            begun.set()
+            await reads.wait()
+
+        statuses: list[int | None] = []
+        given: list[Message] = [{"type": "http.request", "body": body}]
+        scope: dict[str, Any] = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "query_string": b"",
+        }
+        scope |= {"headers": [(b"host", b"localhost")], "asgi": {}, "root_path": ""}
+        slow = asyncio.create_task(served.app(scope, receive, send))
+        await begun.wait()
+        assert memory.n_held == 9 * 500
+        with memory.hold(3 * 9 * 500):
+            full = await served.client.post("/v1/completions", content=body)
+            assert (full.status_code, full.headers["retry-after"]) == (429, "1")
+            plain = await served.client.post("/v1/completions", json={"prompt": "a"})
+            assert plain.status_code == 200
+        reads.set()
+        await slow
+        assert statuses[0] == 200
+        assert not memory.n_held
+        assert (await served.client.post("/v1/completions", content=body)).status_code == 200
+
+
+async def test_a_lone_answer_has_room() -> None:
+    with TextWorker() as worker, AnswerMemory(1, worker).hold(2**30):
+        pass
