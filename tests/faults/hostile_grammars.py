@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from subprocess import Popen
 from typing import Any
 from unittest.mock import patch
 
 import httpx
 
+from model.limited_process import LimitedProcess
 from server.requests.grammars import _WAIT_SECONDS, Grammars
 from tests.fake_runner import TIMEOUT
 from tests.faults.canary import apart, canary
@@ -54,10 +54,10 @@ def _kill(grammars: Grammars, client: httpx.Client, report: Report) -> None:
     trial = grammars._trial
     start = trial.start
 
-    def start_and_kill() -> Popen[bytes]:
+    def start_and_kill() -> LimitedProcess:
         process = start()
-        process.kill()
-        process.wait()
+        process.process.kill()
+        process.process.wait()
         return process
 
     with patch.object(trial, "start", start_and_kill):
