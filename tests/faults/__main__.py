@@ -43,7 +43,7 @@ FAULTS = {
     overload: (16_000, 320),
     full_disk: (50, 1),
     damaged_models: (100, 2),
-    hostile_models: (31, 2),
+    hostile_models: (41, 2),
     hostile_grammars: (300, 2),
     malformed_bodies: (20_000, 800),
     large_bodies: (1000, 12),
