@@ -37,7 +37,7 @@ class TextWorker(ThreadPoolExecutor):
         if size <= SHORT and not waits:
             with panics_as_errors():
                 return work()
-        if self._n_inside and self._n_inside + size > MOST_WAITING:
+        if size > SHORT and self._n_inside > max(0, MOST_WAITING - size):
             raise OverloadedError(
                 f"texts of {self._n_inside} characters are waiting to be read; with the {size} of "
                 f"this one they would exceed {MOST_WAITING}; try again",

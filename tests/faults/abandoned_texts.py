@@ -31,7 +31,7 @@ class _Watched:
         self._call = worker.call
         worker.call = self.call  # type: ignore[method-assign]
 
-    async def call(self, size: int, work: Callable[[], T]) -> T:
+    async def call(self, size: int, work: Callable[[], T], **options: bool) -> T:
         def counted() -> T:
             self.n_read += size > SHORT
             return work()
@@ -39,7 +39,7 @@ class _Watched:
         if size > SHORT:
             self.begun.release()
         try:
-            return await self._call(size, counted)
+            return await self._call(size, counted, **options)
         finally:
             if size > SHORT:
                 self.ended.release()

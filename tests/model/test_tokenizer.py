@@ -274,6 +274,14 @@ def test_a_tokenizer_that_may_take_far_more_than_its_text_is_refused(
         load_tokenizer(path)
 
 
+def test_tokens_that_are_put_around_texts_must_be_in_the_vocabulary(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    around = processors.TemplateProcessing(single="x $A", special_tokens=[("x", 5000)])
+    changed(post_processor=around).save(str(path))
+    with pytest.raises(TokenizerError, match="token ids up to 5000, but the model only 320"):
+        load_tokenizer(path, 320)
+
+
 def test_a_tokenizer_of_a_gigabyte_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     with path.open("wb") as file:
