@@ -661,7 +661,7 @@ async def test_fields_that_ask_for_nothing_are_accepted() -> None:
         (None, "chat_template.jinja"),
         (
             "{{ 'x' * (10 ** 9 if messages[0].content == 'Weather?' else 1) }}",
-            "it makes texts of more than",
+            "cannot render this: it takes more than",
         ),
     ],
 )
@@ -678,7 +678,7 @@ async def test_a_template_that_refuses_or_is_missing_is_a_400(
     ("template", "message"),
     [
         ("{{ messages", "is not valid"),
-        ("{{ 'x' * 10 ** 9 }}", "cannot render this: it makes texts of more than"),
+        ("{{ 'x' * 10 ** 9 }}", "cannot render this: it takes more than"),
     ],
 )
 def test_a_template_that_is_none_or_has_no_end_ends_the_start(template: str, message: str) -> None:
