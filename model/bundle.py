@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 from tokenizers import Tokenizer
 
 from model.config import TransformerConfig, first_problem
-from model.files import parse_object
+from model.files import parse_object, read_limited
 from model.mistaken import find_mistake
 from model.onnx.external_data import external_files
 from model.tokenizer import load_tokenizer
@@ -44,6 +44,7 @@ EXTRA_FILES = (
     EMBEDDING_FILE,
     EXAMPLES_FILE,
 )
+_MOST_EXTRA = 2**22  # bytes of each
 _Prompts = TypeAdapter(list[str])
 
 # Tokens, on a GPU: PagedAttention wants a multiple of this for heads of up to 64 channels.
@@ -320,7 +321,7 @@ def _read_manifest(path: Path) -> Manifest:
             f"kvasir export {path.parent} --out FOLDER"
         )
     try:
-        values = parse_object(path.read_bytes())
+        values = parse_object(read_limited(path))
         version = values.get("format_version")
         if isinstance(version, int) and version > FORMAT_VERSION:  # the rest may have changed, too
             raise BundleError(
@@ -340,7 +341,7 @@ def _read_manifest(path: Path) -> Manifest:
 def read_extra_files(directory: Path) -> dict[str, bytes]:
     """Return the contents of those of EXTRA_FILES that there are, by name."""
     files = (directory / name for name in EXTRA_FILES)
-    return {file.name: file.read_bytes() for file in files if file.is_file()}
+    return {file.name: read_limited(file, _MOST_EXTRA) for file in files if file.is_file()}
 
 
 def load_config_and_tokenizer(directory: Path) -> tuple[TransformerConfig, Tokenizer]:

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from model.bundle import parse_template
+from model.template_process import LIMITS, run_template
+
+MAX_SOURCE = 2**18  # characters of a template; published ones have up to 2**15
 
 # Names for a message's reasoning; transformers fills the first from the others.
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -23,26 +26,17 @@ class ChatTemplateLimitError(ChatTemplateError):
 class ChatTemplate:
     """A sandboxed Jinja template with special tokens. Raises ChatTemplateError if invalid.
 
-    Only here is Jinja loaded: a server of models without templates does without its memory.
+    It runs in a process of its own. Jinja is loaded only there.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, Any] | None = None) -> None:
-        from model.template_environment import environment  # noqa: PLC0415
-        from model.template_limits import MAX_SOURCE, Allowance, allowance  # noqa: PLC0415
-
         self.source = source
         self.special_tokens = dict(special_tokens or {})
         if len(source) > MAX_SOURCE:
             raise ChatTemplateError(
                 f"the chat template is not valid: it has more than {MAX_SOURCE:,} characters"
             )
-        allowance.set(Allowance({}))
-        try:
-            self._template = environment().from_string(source)
-        except RecursionError:
-            raise ChatTemplateError("the chat template is not valid: it nests too deeply") from None
-        except Exception as error:  # Python's own limits too, as on nested blocks
-            raise ChatTemplateError(f"the chat template is not valid: {error}") from None
+        _run("is not valid", source, None)
 
     @classmethod
     def parse(cls, files: Mapping[str, bytes]) -> ChatTemplate | None:
@@ -67,22 +61,25 @@ class ChatTemplate:
         add_generation_prompt: end it where the assistant begins. Raises ChatTemplateError, and its
         ChatTemplateLimitError if that takes too much time or memory.
         """
-        from model.template_limits import Allowance, LimitError, allowance  # noqa: PLC0415
-
         if not messages:
             raise ChatTemplateError("the chat template cannot render this: there are no messages")
         known = {**self.special_tokens, "documents": None, **variables, "tools": tools}
         known["messages"] = [_prepare(message) for message in messages]
         known["add_generation_prompt"] = add_generation_prompt
-        try:
-            allowance.set(Allowance(known))
-            text = self._template.render(known)
-            text.encode()  # fails for half a surrogate pair, which no tokenizer takes
-            return text
-        except LimitError as error:
-            raise ChatTemplateLimitError(f"the chat template cannot render this: {error}") from None
-        except Exception as error:  # a template is a program: it can fail in any way
-            raise ChatTemplateError(f"the chat template cannot render this: {error}") from None
+        return _run("cannot render this", self.source, known)
+
+
+def _run(problem: str, source: str, variables: dict[str, Any] | None) -> str:
+    problem = f"the chat template {problem}: "
+    try:
+        text, error = run_template(source, variables)
+    except ChildProcessError:
+        raise ChatTemplateLimitError(problem + LIMITS) from None
+    except (OSError, RecursionError) as failure:
+        raise ChatTemplateError(f"{problem}{failure}") from None
+    if error:
+        raise ChatTemplateError(problem + error)
+    return text
 
 
 def _prepare(message: Mapping[str, Any]) -> dict[str, Any]:

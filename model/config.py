@@ -31,6 +31,7 @@ Positive = Annotated[float, Field(strict=True, gt=0.0, allow_inf_nan=False)]
 DropoutRate = Annotated[float, Field(strict=True, ge=0.0, lt=1.0)]
 T = TypeVar("T")
 _TITLE = "the model's configuration"
+_LONGEST_ERROR = 300  # characters: a value may be a list of millions
 _EXPERT_MULTIPLE = 32  # of experts' sizes: ONNX Runtime rounds their weights in blocks of as many
 
 
@@ -55,11 +56,11 @@ def first_problem(error: ValueError, known: Collection[str] = ()) -> str:
         hint = "" if near is None else f"; did you mean {near!r}?"
         return f"unknown field {name!r} in {where}{hint}"
     if first["type"] == "value_error":
-        return str(first["ctx"]["error"])
+        return str(first["ctx"]["error"])[:_LONGEST_ERROR]
     allowed = first["msg"].removeprefix("Input should be ")
     if allowed == first["msg"]:
         return f"{path}: {allowed}"
-    return f"{path} must be {allowed}, not {first['input']!r}"
+    return f"{path} must be {allowed}, not {first['input']!r:.{_LONGEST_ERROR}}"
 
 
 def _raising_config_error(kind: type[T]) -> type[T]:

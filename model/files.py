@@ -39,10 +39,17 @@ def parse_object(content: bytes) -> dict[str, Any]:
     return values
 
 
+def read_limited(path: Path, most: int = 2**24) -> bytes:
+    """Return the content of a file that others wrote. Raises OSError for more bytes than `most`."""
+    if path.stat().st_size > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
+    return path.read_bytes()
+
+
 def read_object(path: Path, kind: type[Exception]) -> dict[str, Any]:
     """Return the JSON object in a file. Raises `kind` for other contents, and OSError."""
     try:
-        return parse_object(path.read_bytes())
+        return parse_object(read_limited(path))
     except ValueError as error:
         raise kind(f"{path} {error}") from None
 

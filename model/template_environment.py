@@ -10,21 +10,19 @@ from jinja2 import TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from model.template_limits import LimitedEnvironment
 
-
-def environment() -> LimitedEnvironment:
+def environment() -> ImmutableSandboxedEnvironment:
     """Return a new sandbox for chat templates."""
-    made = LimitedEnvironment(
+    made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
     made.filters["tojson"] = _to_json
     made.globals |= {"raise_exception": _raise, "namespace": _Namespace}
     # Local time, as templates expect it.
     made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # noqa: DTZ005
-    made.limit_filters()
     return made
 
 

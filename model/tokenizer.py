@@ -12,7 +12,9 @@ from typing import Literal
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from model.files import read_limited
 from model.progress import Progress, interruptible, unheard
+from model.tokenizer_limits import MAX_FILE, MOST_GROWTH, check_costs, steps
 
 END_OF_TEXT = "<|endoftext|>"
 MASKS = ("[MASK]", "<mask>")  # BERT's name, and RoBERTa's
@@ -25,11 +27,10 @@ SAMPLE_CHARS = 20_000_000  # that a tokenizer is trained on at most
 _PIECE = 2**16  # characters
 
 _MAPPED = range(0x1D000, 0x20000)  # further characters that NFKC maps to others
-_AT_ONCE = 64  # characters: a charsmap may make a long text of each
 
 # Steps that leave at least as many characters as they get, unless characters are found and removed.
 _KEEPING = {
-    *(None, "NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel", "Metaspace", "Digits"),
+    *("NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel", "Metaspace", "Digits"),
     *("Split", "Punctuation"),
 }
 
@@ -147,7 +148,7 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Tokenizer:
     """
     if not path.is_file():
         raise TokenizerError(f"{path} does not exist")
-    return parse_tokenizer(path.read_bytes(), path, vocab_size)
+    return parse_tokenizer(read_limited(path, MAX_FILE), path, vocab_size)
 
 
 def parse_tokenizer(content: bytes, path: Path, vocab_size: int | None = None) -> Tokenizer:
@@ -156,6 +157,10 @@ def parse_tokenizer(content: bytes, path: Path, vocab_size: int | None = None) -
         tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # tokenizers raises bare Exception
         raise TokenizerError(f"{path} is not a tokenizer: {error}") from None
+    try:
+        check_costs(tokenizer)
+    except ValueError as error:
+        raise TokenizerError(f"{path}: {error}") from None
     if b"precompiled_charsmap" in content:
         _check_charsmap(tokenizer, path)
     tokenizer.no_truncation()
@@ -166,15 +171,20 @@ def parse_tokenizer(content: bytes, path: Path, vocab_size: int | None = None) -
 
 
 def _check_charsmap(tokenizer: Tokenizer, path: Path) -> None:
-    """Raise TokenizerError if a charsmap, which is not checked when it is read, leads beyond it."""
-    text = "\u0300".join(map(chr, (*range(0xD800), *range(0xE000, 0x10000), *_MAPPED)))
-    for start in range(0, len(text), _AT_ONCE) if tokenizer.normalizer else ():
+    """Raise TokenizerError if a charsmap leads beyond itself, or makes long texts of characters.
+
+    It is not checked when it is read.
+    """
+    problem = f"{path}: its precompiled_charsmap is damaged: "
+    for code in (*range(0xD800), *range(0xE000, 0x10000), *_MAPPED) if tokenizer.normalizer else ():
+        text = chr(code)
         try:
             with panics_as_errors():
-                tokenizer.normalizer.normalize_str(text[start : start + _AT_ONCE])
+                made = tokenizer.normalizer.normalize_str(f"{text}\u0300")
         except RuntimeError as error:
-            message = f"{path}: its precompiled_charsmap is damaged: {error}"
-            raise TokenizerError(message) from None
+            raise TokenizerError(f"{problem}{error}") from None
+        if len(made.encode()) > MOST_GROWTH * len(text.encode()):
+            raise TokenizerError(f"{problem}it makes {len(made)} characters of {text!r}")
 
 
 @contextmanager
@@ -190,9 +200,10 @@ def panics_as_errors() -> Iterator[None]:
 
 def check_tokenizer(tokenizer: Tokenizer, path: Path, vocab_size: int) -> None:
     """Raise TokenizerError if a tokenizer has more than `vocab_size` ids."""
-    if (known := vocabulary_size(tokenizer)) > vocab_size:
+    around = max([*tokenizer.encode("").ids, *tokenizer.encode("", "").ids], default=-1)
+    if (known := max(vocabulary_size(tokenizer) - 1, around)) >= vocab_size:
         raise TokenizerError(
-            f"{path} has token ids up to {known - 1}, but the model only {vocab_size} tokens"
+            f"{path} has token ids up to {known}, but the model only {vocab_size} tokens"
         )
 
 
@@ -209,9 +220,8 @@ def longest_token(tokenizer: Tokenizer) -> int | None:
     """
     shrinks, kinds = 1, set()
     for part in (tokenizer.normalizer, tokenizer.pre_tokenizer):
-        state = {} if part is None else json.loads(part.__getstate__())
-        for step in state.get("normalizers", state.get("pretokenizers", [state])):
-            kind = step.get("type")
+        for step in steps(part):
+            kind = step["type"]
             kinds.add(kind)
             if kind in ("NFC", "NFKC"):
                 shrinks = 4

@@ -35,8 +35,10 @@ WITHOUT_TORCH = (
     "model.progress",
     "model.suggestions",
     "model.template_environment",
-    "model.template_limits",
+    "model.limited_process",
+    "model.template_process",
     "model.tokenizer",
+    "model.tokenizer_limits",
 )
 
 # Each room may import itself and the rooms named here. The first rule that covers a file holds.
@@ -53,7 +55,7 @@ RULES = {
     "server.errors": (),
     "server.settings": ("server.errors", "server.engine.machine"),
     "server.engine.kv": (),
-    "server.engine.grammar": (),
+    "server.engine.grammar": ("model.limited_process",),
     "server.engine": WITHOUT_TORCH,
     "server.telemetry": ("model.harmless", "server.errors", "server.engine"),
     "server.text": (*WITHOUT_TORCH, "server.engine.grammar"),

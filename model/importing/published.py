@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from model.bundle import CHAT_TEMPLATE_FILE, CONFIG_FILE
 from model.config import ConfigError, TransformerConfig
-from model.files import new_directory, parse_object
+from model.files import new_directory, parse_object, read_limited
 from model.importing.errors import UnsupportedError
 from model.importing.gguf.model import read_gguf_model
 from model.importing.huggingface.folder import read_folder
@@ -57,7 +57,7 @@ def is_published(source: Path) -> bool:
     if source.suffix == ".gguf" and not source.is_dir():
         return True
     try:
-        values = parse_object((source / CONFIG_FILE).read_bytes())
+        values = parse_object(read_limited(source / CONFIG_FILE))
     except (OSError, ValueError):
         return False
     return not values.keys().isdisjoint({"model_type", "architectures"})

@@ -24,18 +24,20 @@ class TextWorker(ThreadPoolExecutor):
 
     def __init__(self) -> None:
         super().__init__(THREADS, "texts")
+        self._short = ThreadPoolExecutor(THREADS, "short-texts")
         self._n_inside = 0
 
-    async def call(self, size: int, work: Callable[[], T]) -> T:
+    async def call(self, size: int, work: Callable[[], T], *, waits: bool = False) -> T:
         """Return the result of work on `size` characters or tokens, in a thread if they are many.
 
-        Work whose caller is cancelled before its turn is left out. Raises OverloadedError if too
-        many characters wait; a text that is alone may have any number.
+        waits: it waits for another process, so it is never done on the event loop. Work whose
+        caller is cancelled before its turn is left out. Raises OverloadedError if too many
+        characters wait; a text that is alone may have any number.
         """
-        if size <= SHORT:
+        if size <= SHORT and not waits:
             with panics_as_errors():
                 return work()
-        if self._n_inside and self._n_inside + size > MOST_WAITING:
+        if size > SHORT and self._n_inside > max(0, MOST_WAITING - size):
             raise OverloadedError(
                 f"texts of {self._n_inside} characters are waiting to be read; with the {size} of "
                 f"this one they would exceed {MOST_WAITING}; try again",
@@ -56,6 +58,7 @@ class TextWorker(ThreadPoolExecutor):
 
         self._n_inside += size
         try:
-            return await asyncio.get_running_loop().run_in_executor(self, run)
+            executor = self if size > SHORT else self._short
+            return await asyncio.get_running_loop().run_in_executor(executor, run)
         finally:
             self._n_inside -= size

@@ -31,6 +31,7 @@ _CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required
 _TOOL = {"name": "get_weather", "description": "The weather in a city.", "parameters": _CITY}
 _TOOLS = [{"type": "function", "function": _TOOL}]
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")  # of a message's reasoning
+_MOST_PROBE = 2**18  # characters; published templates make up to 2**15
 _ROLES = ("system", "user", "assistant", "tool")
 _NO_CONTENT: tuple[Message, ...] = ({}, {"content": NULL}, {"content": ""})
 # The marks of formats in prompts that tell a model to use them.
@@ -195,7 +196,11 @@ class ChatFormat:
     def _render(self, messages: Sequence[Message], **options: Any) -> str | None:
         """Return the text of a probe, None if the template refuses it."""
         try:
-            return self._template.render(messages, **options)
+            text = self._template.render(messages, **options)
+            if len(text) > _MOST_PROBE:
+                problem = f"the chat template makes {len(text)} characters of a few words"
+                raise ChatTemplateLimitError(f"{problem}; at most {_MOST_PROBE} are safe")
+            return text
         except ChatTemplateLimitError:
             raise
         except ChatTemplateError:

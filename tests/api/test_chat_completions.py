@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -23,7 +24,7 @@ from server.errors import StartupError
 from server.process.app import create_app
 from server.requests.async_engine import OutputStream
 from server.settings import load_settings
-from tests.fake_runner import FakeRunner
+from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.model.test_chat_template import LLAMA_2, LLAMA_3, TOKENS, by_transformers
 from tests.serving import (
     CHAT_TEMPLATE,
@@ -220,6 +221,24 @@ SHOWING_CALLS = """\
 {% for m in messages %}
 {{ m.tool_calls[0].function.arguments if m.tool_calls else m.content }}|
 {%- endfor %}"""
+
+
+async def test_the_event_loop_does_not_wait_for_a_template() -> None:
+    async with chatting("Hi.") as (served, _, _):
+        assert served.service.chat is not None
+        render = served.service.chat._template.render
+        loop, begun, go = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+        def late(*messages: Any, **options: Any) -> str:
+            loop.call_soon_threadsafe(begun.set)
+            assert go.wait(TIMEOUT)
+            return render(*messages, **options)
+
+        served.service.chat._template.render = late  # type: ignore[method-assign]
+        waiting = asyncio.ensure_future(post(served))
+        await begun.wait()
+        go.set()
+        assert (await waiting)["choices"][0]["message"]["content"] == "Hi."
 
 
 async def test_badly_written_calls_are_shown_as_they_are() -> None:
@@ -642,7 +661,7 @@ async def test_fields_that_ask_for_nothing_are_accepted() -> None:
         (None, "chat_template.jinja"),
         (
             "{{ 'x' * (10 ** 9 if messages[0].content == 'Weather?' else 1) }}",
-            "it makes texts of more than",
+            "cannot render this: it takes more than",
         ),
     ],
 )
@@ -659,7 +678,7 @@ async def test_a_template_that_refuses_or_is_missing_is_a_400(
     ("template", "message"),
     [
         ("{{ messages", "is not valid"),
-        ("{{ 'x' * 10 ** 9 }}", "cannot render this: it makes texts of more than"),
+        ("{{ 'x' * 10 ** 9 }}", "cannot render this: it takes more than"),
     ],
 )
 def test_a_template_that_is_none_or_has_no_end_ends_the_start(template: str, message: str) -> None:

@@ -406,8 +406,8 @@ def test_a_trial_that_was_killed_starts_again() -> None:
     trial = GrammarTrial(*MODEL)
     assert trial.check(by_regex("a")) == ""
     assert trial._process is not None
-    trial._process.kill()
-    trial._process.wait()
+    trial._process.process.kill()
+    trial._process.process.wait()
     assert trial.check(by_regex("b")) == ""
     trial.close()
 

@@ -28,7 +28,7 @@ FAULTS = {
     overload: (16_000, 320),
     full_disk: (50, 1),
     damaged_models: (100, 2),
-    hostile_models: (31, 2),
+    hostile_models: (41, 2),
     large_bodies: (1000, 12),
 }
 

@@ -71,6 +71,8 @@ def _graph(location: str) -> bytes:
 _DEEP = b"[" * 100_000
 _LISTS = "{% set n = namespace(x=(1,)) %}{% for i in range(60) %}{% set n.x = (n.x, n.x) %}"
 _TEMPLATES = (
+    "{{ (messages[0].content * 900000) | wordwrap(1) }}",
+    "{{x}}" * 50_000,
     "{% for i in range(10 ** 12) %}{% endfor %}{{ raise_exception('x') }}{{ messages",
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "{{ 'x' * 10 ** 9 }}",
@@ -83,12 +85,37 @@ _TEMPLATES = (
     "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
     "x" * 300_000,
 )
+_SAFE = json.loads((EXAMPLE / "tokenizer.json").read_bytes())
+_SIX = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 36}
+_SLOW = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+_UNKNOWN = [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "x", "type_id": 0}}]
+_TOKENIZERS = [
+    json.dumps({**_SAFE, **change}).encode()
+    for change in (
+        {"normalizer": {"type": "Sequence", "normalizers": [_SIX] * 6}},
+        {"pre_tokenizer": _SLOW},
+        {
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": _UNKNOWN,
+                "pair": _UNKNOWN,
+                "special_tokens": {},
+            }
+        },
+        {"model": {**_SAFE["model"], "vocab": _SAFE["model"]["vocab"] | {"a" * 10**6: 0}}},
+    )
+]
 _ATTACKS: dict[str, list[bytes]] = {
     "manifest.json": [_DEEP, b"[]", b'{"format_version": NaN}', b'{"files": ' + b"9" * 5000 + b"}"],
-    "config.json": [_DEEP, b'{"vocab_size": NaN}', b'{"vocab_size": "' + b"x" * 100_000 + b'"}'],
-    "tokenizer.json": [_DEEP, b"{}", b"\xff" * 100],
+    "config.json": [
+        b'{"eos_token_ids": [' + b"0," * 10**6 + b"0]}",
+        _DEEP,
+        b'{"vocab_size": NaN}',
+        b'{"vocab_size": "' + b"x" * 100_000 + b'"}',
+    ],
+    "tokenizer.json": [_DEEP, b"{}", b"\xff" * 100, *_TOKENIZERS],
     "special_tokens_map.json": [_DEEP, b"[]", b'{"bos_token": "\\ud800"}'],
-    "examples.json": [_DEEP, b"[1]"],
+    "examples.json": [_DEEP, b"[1]", b'["' + b"x" * 2**23 + b'"]'],
     "generation_config.json": [_DEEP, b'{"temperature": NaN}', b'{"top_k": 1e400}'],
     "chat_template.jinja": [source.encode() for source in _TEMPLATES],
     "model.onnx": [_graph("/etc/passwd"), _graph("../x"), _graph("*/_ORT_MEM_ADDR_/*"), b"\xff"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,15 @@ from tokenizers import (
     AddedToken,
     Regex,
     Tokenizer,
+    decoders,
     models,
     normalizers,
     pre_tokenizers,
+    processors,
 )
 
+from model import tokenizer_limits
+from model.importing.gguf import tokenizer as gguf
 from model.tokenizer import (
     END_OF_TEXT,
     TokenizerError,
@@ -185,6 +190,131 @@ def test_a_tokenizer_that_panics_is_refused(tmp_path: Path, start: int | None) -
         return
     with pytest.raises(TokenizerError, match="its precompiled_charsmap is damaged: index out of"):
         load_tokenizer(path)
+
+
+def nested(n: int, *inner: Any) -> Any:
+    """Replacements that each make six characters of one: n of them, in sequences in sequences."""
+    part = normalizers.Sequence([normalizers.Replace("a", "a" * 6), *inner])
+    return part if n == 1 else nested(n - 1, part)
+
+
+def words(**changes: Any) -> models.WordPiece:
+    return models.WordPiece({"[UNK]": 0, "a": 1}, **changes)
+
+
+def split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Split(Regex(pattern), "isolated")
+
+
+def charsmap(value: bytes) -> normalizers.Normalizer:
+    """A charsmap that changes no character, and the texts that it could make."""
+    return normalizers.Precompiled(struct.pack("<257I", 4 * 256, *[0] * 256) + value)
+
+
+COSTLY: dict[str, tuple[dict[str, Any], str]] = {
+    "growth": ({"normalizer": nested(6)}, "up to 9.33e+04 times as long"),
+    "growth at a place": (
+        {"normalizer": normalizers.Sequence([normalizers.Replace(Regex("(?=a)"), "a")] * 20)},
+        "times as long",
+    ),
+    "growth everywhere": ({"normalizer": normalizers.Replace("", "a" * 100)}, "times as long"),
+    "a prefix": ({"normalizer": normalizers.Prepend("a" * 10**6)}, "times as long"),
+    "a charsmap": ({"normalizer": charsmap(b"\0" + b"a" * 10**6)}, "times as long"),
+    "bytes of bytes": (
+        {"pre_tokenizer": pre_tokenizers.Sequence([pre_tokenizers.ByteLevel()] * 9)},
+        "times as long",
+    ),
+    "growth of an answer": (
+        {"decoder": decoders.Sequence([decoders.Replace("a", "a" * 99)] * 9)},
+        "times as long",
+    ),
+    "steps": ({"normalizer": normalizers.Sequence([normalizers.NFC()] * 10**4)}, "10003 steps"),
+    "repeated texts": (
+        {"post_processor": processors.TemplateProcessing(single="$A $A", special_tokens=[])},
+        "makes ['A', 'A'] of texts ['A']",
+    ),
+    "tokens around": (
+        {
+            "post_processor": processors.TemplateProcessing(
+                single="x " * 10**4 + "$A", special_tokens=[("x", 0)]
+            )
+        },
+        "adds 10000 ",
+    ),
+    "a long word": ({"model": words(max_input_chars_per_word=10**6)}, "words of 1000000"),
+    "a long affix": (
+        {"model": words(continuing_subword_prefix="#" * 10**6)},
+        "an affix of 1000000",
+    ),
+    "a long token": ({"model": models.BPE({"a" * 10**6: 0}, [])}, "a token of 1000000"),
+    "long pieces": (
+        {"model": models.Unigram([("a" * n, -1.0) for n in range(1, 2000)], 0)},
+        "a piece of 1999",
+    ),
+    **{
+        pattern: ({"pre_tokenizer": split(pattern)}, "takes too long for repeated characters")
+        for pattern in ("(a+)+$", r"(a)\1*b", r"\s*\s*x", "(?:ab)*(?:ab)*c", "a*[^a-z]", "a+'s")
+    },
+    "a pattern of a replacement": (
+        {"normalizer": normalizers.Replace(Regex("(a|b)*c"), "")},
+        "takes too long for repeated characters",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_a_tokenizer_that_may_take_far_more_than_its_text_is_refused(
+    tmp_path: Path, name: str
+) -> None:
+    """It could hang the server at a few characters: no call of tokenizers can be stopped."""
+    parts, problem = COSTLY[name]
+    path = tmp_path / "tokenizer.json"
+    changed(**parts).save(str(path))
+    with pytest.raises(TokenizerError, match=f"^{re.escape(str(path))}: .*{re.escape(problem)}"):
+        load_tokenizer(path)
+
+
+def test_tokens_that_are_put_around_texts_must_be_in_the_vocabulary(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    around = processors.TemplateProcessing(single="x $A", special_tokens=[("x", 5000)])
+    changed(post_processor=around).save(str(path))
+    with pytest.raises(TokenizerError, match="token ids up to 5000, but the model only 320"):
+        load_tokenizer(path, 320)
+
+
+def test_a_tokenizer_of_a_gigabyte_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    with path.open("wb") as file:
+        file.truncate(2**30)
+    with pytest.raises(OSError, match="more than 67,108,864 bytes"):
+        load_tokenizer(path)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *(row.pattern for row in gguf._PRE_TOKENIZERS.values() if row.pattern),
+        *(" {2,}", r"\s+", "[\r\n]", r"\s?\p{L}+", "[0-9][0-9][0-9]", r"\w+|[^\w\s]+"),
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        r"<\|startoftext\|>|'s|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+",
+        r"[!\"'()*+,\-./:;<=>?@\[\\\]^_`{|}~&][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        " ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+".replace(" ?", "| ?", 1),
+    ],
+)
+def test_published_patterns_need_no_trial(pattern: str) -> None:
+    """It takes a second of each start."""
+    assert tokenizer_limits._is_linear(pattern)
+
+
+def test_unknown_patterns_and_many_replacements_are_taken_if_they_cost_little(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "tokenizer.json"
+    spaces = [normalizers.Replace(Regex(one), " ") for one in (r"\s+", r"[\r\n]+", " {2,}") * 3]
+    parts = {"normalizer": normalizers.Sequence([normalizers.NFKC(), *spaces])}
+    pattern = r" ?[^(\s|[.,!?])]+|(?:\p{Han}|x)+"
+    changed(pre_tokenizer=split(pattern), **parts).save(str(path))
+    assert load_tokenizer(path).encode("a").ids
 
 
 def test_a_folder_is_not_a_tokenizer(tmp_path: Path) -> None:

@@ -234,11 +234,11 @@ async def test_a_known_grammar_is_not_tried_again_and_the_process_ends() -> None
         await complete(served, regex="a", max_tokens=2)
         trial = served.service.grammars._trial
         assert trial._process is not None
-        trial._process.kill()
-        trial._process.wait()
+        trial._process.process.kill()
+        trial._process.process.wait()
         assert (await complete(served, regex="a", max_tokens=2))["choices"][0]["text"] == "a"
         await complete(served, regex="b", max_tokens=2)
-        assert trial._process.poll() is None
+        assert trial._process.process.poll() is None
     assert trial._process is None
 
 

@@ -66,3 +66,15 @@ async def test_work_of_a_cancelled_caller_is_skipped_and_its_place_is_free() -> 
         go.set()
         await other
         assert done == [2]
+
+
+async def test_work_that_waits_for_a_process_holds_up_neither_the_event_loop_nor_long_texts() -> (
+    None
+):
+    worker, go = TextWorker(), threading.Event()
+    waiting = asyncio.ensure_future(worker.call(1, partial(go.wait, TIMEOUT), waits=True))
+    await asyncio.sleep(0)
+    assert [await worker.call(n, lambda: "read") for n in (1, LONG)] == ["read", "read"]
+    go.set()
+    assert await waiting
+    worker.shutdown()

@@ -15,23 +15,18 @@ from tokenizers import Tokenizer
 
 from model.importing.errors import UnsupportedError
 from model.tokenizer import vocabulary_size
+from model.tokenizer_limits import CASED, CONTRACTIONS, SPACES
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 _SPACE = "▁"
 _LONGEST_TOKEN = 1024  # the time to find its merges is quadratic
 # The patterns of the published tokenizer.json of each kind.
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_END = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LETTERS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_LLAMA3 = _LETTERS + r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _END
-_QWEN2 = _LETTERS + r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _END
-_BEFORE, _MARKS = r"[^\r\n\p{L}\p{N}]?", r"\p{Lm}\p{Lo}\p{M}]"
-_CASED = rf"{_BEFORE}[\p{{Lu}}\p{{Lt}}{_MARKS}*[\p{{Ll}}{_MARKS}+END|" + (
-    rf"{_BEFORE}[\p{{Lu}}\p{{Lt}}{_MARKS}+[\p{{Ll}}{_MARKS}*END|"
-)
-_SIGNS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _END
-_TEKKEN = _CASED.replace("END", "") + r"\p{N}" + _SIGNS
-_GPT4O = _CASED.replace("END", f"{_CONTRACTIONS}?") + r"\p{N}{1,3}" + _SIGNS
+_LETTERS = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_LLAMA3 = _LETTERS + r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + SPACES
+_QWEN2 = _LETTERS + r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + SPACES
+_SIGNS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*" + SPACES
+_TEKKEN = CASED.replace("END", "") + r"\p{N}" + _SIGNS
+_GPT4O = CASED.replace("END", f"{CONTRACTIONS}?") + r"\p{N}{1,3}" + _SIGNS
 
 
 class _PreTokenizer(NamedTuple):

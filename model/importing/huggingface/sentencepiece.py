@@ -26,6 +26,7 @@ from tokenizers import (
     processors,
 )
 
+from model.files import read_limited
 from model.importing.errors import UnsupportedError
 
 FILES = ("spiece.model", "sentencepiece.bpe.model")
@@ -90,7 +91,7 @@ def read_model(path: Path) -> Any:
     """Return a file's message. Raises UnsupportedError for one that is not of kind Unigram."""
     found = _model_class()()
     try:
-        found.ParseFromString(path.read_bytes())
+        found.ParseFromString(read_limited(path))
     except DecodeError:
         raise UnsupportedError(f"{path.name} is no SentencePiece model; copy it again") from None
     if found.trainer_spec.model_type != _UNIGRAM:

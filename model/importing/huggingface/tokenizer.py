@@ -18,11 +18,12 @@ from model.bundle import (
     TOKENIZER_FILE,
     token_texts,
 )
-from model.files import read_object
+from model.files import read_limited, read_object
 from model.importing.errors import UnsupportedError
 from model.importing.huggingface.marian import SOURCE_FILE, VOCABULARY_FILE, read_marian
 from model.importing.huggingface.sentencepiece import FILES, read_sentencepiece
 from model.tokenizer import check_tokenizer, parse_tokenizer
+from model.tokenizer_limits import MAX_FILE
 
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _CHAT_TEMPLATES = "additional_chat_templates"
@@ -49,7 +50,7 @@ def read_tokenizer(
     """
     path = source / TOKENIZER_FILE
     if path.is_file():
-        text = path.read_text(encoding="utf-8")
+        text = read_limited(path, MAX_FILE).decode()
     elif (source / SOURCE_FILE).is_file() and (source / VOCABULARY_FILE).is_file():
         text = read_marian(source)
     elif found := [source / name for name in FILES if (source / name).is_file()]:

@@ -87,7 +87,7 @@ async def render(request: Request, conversation: Conversation) -> tuple[ChatForm
         )
 
     try:
-        return chat, await service.text_worker.call(size, work)
+        return chat, await service.text_worker.call(size, work, waits=True)
     except ChatTemplateError as error:
         raise InvalidRequestError(f"messages: {error}", param="messages") from None
 
