@@ -48,6 +48,15 @@ def available_memory(cgroup: Path = _CGROUP, of_process: Path = _OF_PROCESS) -> 
     return available
 
 
+def memory_limit(cgroup: Path = _CGROUP, of_process: Path = _OF_PROCESS) -> int:
+    """Return the memory in bytes that the machine has, or that a cgroup may take, if less."""
+    files = [name for name, *_ in _MEMORY_FILES]
+    levels = _levels(cgroup, of_process, "memory")
+    limits = [_read(level / name) for level in levels for name in files]
+    total = int(psutil.virtual_memory().total)
+    return min([total, *(int(limit) for limit in limits if limit.isdigit())])
+
+
 def _levels(cgroup: Path, of_process: Path, controller: str) -> Iterator[Path]:
     """Yield the folders of this process's cgroup and of those above it, in v2 and v1.
 

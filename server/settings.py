@@ -58,7 +58,7 @@ class Settings(BaseSettings):
     cache_dir: Path | None = None
     """Folder of pulled models and their exports. Default: ~/.cache/kvasir."""
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 is every interface."""
+    """Address to listen on; 0.0.0.0 is every interface, :: every one by IPv4 and IPv6."""
     port: int = Field(8000, ge=0, le=65535)
     """Port to listen on; 0 lets the system choose."""
     served_model_name: str | None = Field(None, min_length=1)
@@ -112,6 +112,8 @@ class Settings(BaseSettings):
     """Maximum size of what a request may make an answer hold beside its new text."""
     default_timeout_ms: int | None = Field(None, ge=1, le=86_400_000)
     """Deadline of a request that names none. Default: none."""
+    exit_on_failure: bool = False
+    """End the process, with exit code 1, once an engine has failed or hangs."""
     drain_timeout: Seconds = 45.0
     """Seconds that running requests get to finish at shutdown."""
     receive_timeout: Seconds = 30.0

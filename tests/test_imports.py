@@ -57,7 +57,7 @@ RULES = {
     "server.engine.kv": (),
     "server.engine.grammar": ("model.limited_process",),
     "server.engine": WITHOUT_TORCH,
-    "server.telemetry": ("model.harmless", "server.errors", "server.engine"),
+    "server.telemetry": ("model.harmless", "model.machine", "server.errors", "server.engine"),
     "server.text": (*WITHOUT_TORCH, "server.engine.grammar"),
     "server.batches": SHARED,
     "server.explain": (*SHARED, "server.engine", "server.text"),

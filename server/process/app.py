@@ -55,6 +55,7 @@ def create_app(
         bundles = {settings.model_name: bundles}
     keys = _keys(settings)
     models = Models(settings, bundles)
+    models.metrics.show_keys(lambda: keys.has_failed)
     clock = clock or StartClock()
     provider = None
     if settings.otlp_endpoint:

@@ -50,7 +50,8 @@ class DrainingServer(uvicorn.Server):
         self.models = models
         self.models.on_load_failure = self._fail
         self.failure: StartupError | None = None
-        self._draining: Future[None] | None = None  # the reference keeps the task alive
+        # The reference keeps the task alive.
+        self._draining: Future[None] | asyncio.Future[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and log the address of the playground."""
@@ -86,6 +87,13 @@ class DrainingServer(uvicorn.Server):
         await self.models.drain()
         timer.cancel()
         self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Drain once an engine has failed or hangs, if the settings say so."""
+        can_exit = self.models.settings.exit_on_failure and self._draining is None
+        if can_exit and "unhealthy" in self.models.states.values():
+            self._draining = asyncio.ensure_future(self._drain("an engine has failed or hangs"))
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse unfinished requests, then close all connections."""
@@ -207,9 +215,14 @@ def check_model(settings: Settings, name: str | None = None) -> ModelBundle:
 
 def bind(host: str, port: int) -> socket.socket:
     """Return a socket that listens, and so holds the port. Raises StartupError."""
+    is_any = host == "::"
+    if is_any and not socket.has_dualstack_ipv6():
+        is_any, host = False, "0.0.0.0"  # noqa: S104  asked for
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        return socket.create_server(
+            (host, port), family=family, backlog=2048, dualstack_ipv6=is_any
+        )
     except OSError as error:
         cause = f"cannot listen on {host} port {port}: {error.strerror or error}"
         if error.errno == errno.EADDRINUSE:

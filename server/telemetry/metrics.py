@@ -16,6 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics import disable_created_metrics
 from prometheus_client.openmetrics import exposition as openmetrics
 
+from model.machine import available_memory, memory_limit
 from server.engine.engine import StepKind, StepStats
 from server.engine.sequence import FinishReason, Sequence
 from server.errors import KvasirError
@@ -90,18 +91,18 @@ class ServerMetrics:
             "Requests answered with an error, by reason; model is empty before one is known.",
             ["model", "reason"],
         )
-        self._failed = Gauge(
-            "model_failed",
-            "1 if the model could not be loaded; the server's log says why.",
-            ["model"],
-            namespace="kvasir",
-            registry=self.registry,
-        )
+        gauge = partial(Gauge, namespace="kvasir", registry=self.registry)
+        text = "1 if the model could not be loaded; the server's log says why."
+        self._failed = gauge("model_failed", text, ["model"])
+        text = "1 while api_key_file cannot be taken, so that keys removed from it stay valid."
+        self._key_file_failed = gauge("key_file_failed", text)
+        text = "Memory that the container, or the machine, may take."
+        gauge("memory_limit_bytes", text).set_function(memory_limit)
+        text = "Memory that is left of it; page cache that is not in use counts as left."
+        gauge("memory_available_bytes", text).set_function(available_memory)
         self._key_names: set[str] = set()
         self._key_requests = counter("key_requests", "HTTP requests, by API key.", ["key"])
-        build = ["version"]
-        info = Gauge("build_info", "The software.", build, "kvasir", registry=self.registry)
-        info.labels(version("kvasir-lm")).set(1)
+        gauge("build_info", "The software.", ["version"]).labels(version("kvasir-lm")).set(1)
         self.begin_rejections("")
 
     def family(self, kind: Any, name: str, text: str, labels: Iterable[str], **options: Any) -> Any:
@@ -110,6 +111,10 @@ class ServerMetrics:
             options |= {"namespace": "kvasir", "registry": self.registry}
             self._families[name] = kind(name, text, ["model", *labels], **options)
         return self._families[name]
+
+    def show_keys(self, has_failed: Callable[[], bool]) -> None:
+        """Show whether the key file could not be taken."""
+        self._key_file_failed.set_function(has_failed)
 
     def show_batches(
         self, read: Callable[[], tuple[float, ...]], unfinished: Callable[[], Mapping[str, float]]

@@ -173,10 +173,12 @@ async def test_a_file_that_gives_no_keys_keeps_the_old_ones_and_is_told_once(
         assert await known(keys, *["first"] * 5) == ["first"] * 5
         write(path, "secret with spaces")
         assert await known(keys, *["first"] * 5) == ["first"] * 5
+        assert keys.has_failed
     assert [record.levelno for record in caplog.records] == [logging.ERROR] * 3
     assert "secret" not in caplog.text
     write(path, "second\n")
     assert await known(keys, "first", "second") == ["second"]
+    assert not keys.has_failed
 
 
 async def test_concurrent_requests_read_a_changed_file_once(

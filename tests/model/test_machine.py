@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import psutil
 import pytest
 
-from model.machine import available_memory, usable_cpus
+from model.machine import available_memory, memory_limit, usable_cpus
 
 AFFINITY = len(psutil.Process().cpu_affinity() or []) or os.cpu_count() or 1
 V1_LIMIT, V1_USAGE = "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"
@@ -120,6 +121,10 @@ def test_a_cpu_quota_is_rounded_up_and_bounded_by_affinity(
 )
 def test_memory_is_what_the_cgroup_leaves(tmp_path: Path, files: dict[str, str], left: int) -> None:
     assert available_memory(write(tmp_path, files), tmp_path / "self") == left
+    limits = [
+        int(text) for name, text in files.items() if re.search("max|limit", name) and text != "max"
+    ]
+    assert memory_limit(tmp_path, tmp_path / "self") == min(limits)
 
 
 @pytest.mark.parametrize("files", [{}, {"memory.max": "max", "memory.current": "1"}])
@@ -128,3 +133,4 @@ def test_memory_without_a_limit_is_the_machines(tmp_path: Path, files: dict[str,
     assert available_memory(write(tmp_path, files), tmp_path / "self") == pytest.approx(
         available, rel=0.2
     )
+    assert memory_limit(tmp_path, tmp_path / "self") == psutil.virtual_memory().total

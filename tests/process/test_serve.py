@@ -201,11 +201,15 @@ def test_a_second_signal_ends_the_process_at_once(directory: Path) -> None:
         assert started.popen.wait() == 1
 
 
-def test_a_process_whose_engine_has_failed_ends_with_an_error_code(directory: Path) -> None:
-    with served(directory) as (started, client):
+@pytest.mark.parametrize("exit_on_failure", [False, True])
+def test_a_process_whose_engine_has_failed_ends_with_an_error_code(
+    directory: Path, exit_on_failure: bool
+) -> None:
+    with served(directory, exit_on_failure=exit_on_failure) as (started, client):
         started.tell_runner("fail")
         assert client.post("/v1/completions", json=BODY).status_code == 500
-        started.popen.send_signal(signal.SIGTERM)
+        if not exit_on_failure:
+            started.popen.send_signal(signal.SIGTERM)
         assert started.popen.wait() == 1
 
 
@@ -284,6 +288,19 @@ def test_addresses_that_cannot_be_listened_on_are_refused() -> None:
             serve.bind("127.0.0.1", port)
     with pytest.raises(StartupError, match=r"cannot listen on 192\.0\.2\.1 port 0"):
         serve.bind("192.0.2.1", 0)
+
+
+@pytest.mark.parametrize("has_ipv6", [True, False])
+def test_every_interface_is_that_of_both_families(
+    has_ipv6: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_ipv6:  # as on a machine whose kernel has none
+        monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    elif not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with serve.bind("::", 0) as listener:
+        for host in ["127.0.0.1", "::1"][: 1 + has_ipv6]:
+            socket.create_connection((host, listener.getsockname()[1]), TIMEOUT).close()
 
 
 def test_a_model_for_cuda_needs_a_gpu_and_no_settings_of_the_cpu(

@@ -20,7 +20,7 @@ from tests.serving import sample as value
 
 NAMES = {
     "gauge": """num_requests_running num_requests_waiting kv_cache_usage_ratio build_info model_info
-        model_failed""",
+        model_failed key_file_failed memory_limit_bytes memory_available_bytes""",
     "counter": """prompt_tokens generation_tokens request_success requests_rejected requests_good
         tokens_wasted prefix_cache_queries prefix_cache_hits spec_decode_draft_tokens
         spec_decode_accepted_tokens key_requests key_tokens""",
@@ -98,7 +98,11 @@ async def test_requests_and_tokens_are_counted_by_the_keys_name(tmp_path: Path) 
             await post(served, prompt=[5] * 9, n=n, max_tokens=6, ignore_eos=True)
         await served.client.get("/nothing")
         text = (await served.client.get("/metrics")).text
-    metrics = served.service.metrics
+        metrics = served.service.metrics
+        assert value(metrics, "key_file_failed") == 0
+        path.unlink()
+        await served.client.get("/v1/models")
+        assert value(metrics, "key_file_failed") == 1
     assert value(metrics, "key_requests_total", key="alice") == 2
     assert value(metrics, "key_tokens_total", key="alice", kind="prompt") == 2 * 9
     assert value(metrics, "key_tokens_total", key="alice", kind="completion") == 3 * 6

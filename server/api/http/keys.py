@@ -63,6 +63,7 @@ class ApiKeys:
         self._secret = secrets.token_bytes(32)
         self._path, self._stamp = path, _current_stamp(path)
         self._default = default
+        self.has_failed = False  # to take the file's last change
         self._reloading = threading.Lock()
         self._fixed: list[_Entry] = []
         self._known: dict[bytes, Caller] = {}  # by digest
@@ -94,7 +95,9 @@ class ApiKeys:
                 self._take(self._read(path))
             except (OSError, ValueError) as error:
                 logger.error("api_key_file %s: %s; the keys stay as they were", path, error)
+                self.has_failed = True
             else:
+                self.has_failed = False
                 fields = {"keys": len(self._known)}
                 logger.info("api_key_file has changed", extra={"fields": fields})
             self._stamp = stamp
