@@ -87,6 +87,12 @@ tolerations: {{- toYaml . | nindent 2 }}
 {{- join "," (concat $names (.Values.settings.allowed_hosts | default list)) }}
 {{- end }}
 
+{{/* A quantity in bytes. */}}
+{{- define "kvasir.bytes" -}}
+{{- $factors := dict "" 1 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 }}
+{{- if kindIs "string" . }}{{ mulf (regexFind "^[0-9.]+" .) (get $factors (regexFind "[a-zA-Z]*$" .)) | int64 }}{{ else }}{{ int64 . }}{{ end }}
+{{- end }}
+
 {{/* Public paths; health, metrics and debugging stay internal. publishExplain adds /explain. */}}
 {{- define "kvasir.batchClaim" -}}
 {{- .Values.batches.claimName | default (printf "%s-batches" (include "kvasir.fullname" .)) }}
