@@ -42,7 +42,7 @@ LABEL org.opencontainers.image.title=kvasir-load \
 
 FROM bare AS runtime
 ENV PATH=/opt/kvasir/bin:$PATH PYTHONPATH=/opt/kvasir/app PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
-    KVASIR_HOST=0.0.0.0 KVASIR_MODEL=/models/example ORT_DISABLE_TELEMETRY=1
+    KVASIR_HOST=:: KVASIR_MODEL=/models/example ORT_DISABLE_TELEMETRY=1
 WORKDIR /opt/kvasir/app
 COPY examples/stdlib /models/example
 COPY kvasir.py ./
