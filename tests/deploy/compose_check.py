@@ -25,8 +25,9 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from loadtest.sse_client import StreamedCompletion, Target
+from tests.deploy.checking import ROOT, FailedError, SkippedError, load
+from tests.deploy.monitoring import RULES
 from tests.deploy.rolling_restart import free_port, stream_tokens
-from tests.deploy.validate import ROOT, RULES, FailedError, SkippedError, load
 
 PROJECT = "kvasir-check"
 FOLDER = Path("build/compose-check")  # relative, as an engine may see the repository elsewhere

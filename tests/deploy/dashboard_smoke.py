@@ -23,8 +23,9 @@ import httpx
 import yaml
 
 from loadtest.sse_client import Target, complete
+from tests.deploy.checking import ROOT
+from tests.deploy.monitoring import RULES, expressions
 from tests.deploy.rolling_restart import free_port
-from tests.deploy.validate import ROOT, RULES, expressions
 
 SCRAPE = 1  # seconds between scrapes
 JOB = "smoke/kvasir"  # as a PodMonitor names it

@@ -9,9 +9,12 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+
+from tests.deploy.shapes import SHAPES, misfits
 
 SERVE = """import kvasir, server.process.app, server.process.serve, sys
 files = {name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}
@@ -27,7 +30,7 @@ class Stage:
 
     copies: dict[str, str] = field(default_factory=dict)  # source to destination
     environment: dict[str, str] = field(default_factory=dict)
-    workdir: str = "/"
+    words: dict[str, str] = field(default_factory=dict)  # USER, ENTRYPOINT and others that replace
 
 
 def read_stages(dockerfile: Path) -> dict[str, Stage]:
@@ -38,9 +41,10 @@ def read_stages(dockerfile: Path) -> dict[str, Stage]:
     for word, rest in re.findall(r"^([A-Z]+) +(.+)$", text, re.MULTILINE):
         if word == "FROM":
             base, _, name = rest.split()
-            parent = stages.get(base, Stage())
-            stage = Stage(dict(parent.copies), dict(parent.environment), parent.workdir)
+            stage = deepcopy(stages.get(base, Stage()))
             stages[name] = stage
+            if base not in stages and base != "${BASE}":
+                stage.words["FROM"] = base
         elif word == "COPY":
             *sources, target = rest.split()
             origin = sources.pop(0) + ":" if sources[0].startswith("--from=") else ""
@@ -48,21 +52,29 @@ def read_stages(dockerfile: Path) -> dict[str, Stage]:
                 stage.copies[origin + source] = target
         elif word == "ENV":
             stage.environment |= dict(pair.split("=", 1) for pair in shlex.split(rest))
-        elif word == "WORKDIR":
-            stage.workdir = rest
+        else:
+            stage.words[word] = rest
     return stages
 
 
 def image_faults(root: Path) -> Iterator[str]:
     """Yield what the images lack."""
     stages = read_stages(root / "Dockerfile")
+    text = re.sub("^#.*", "", (root / "Dockerfile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    if found := re.findall(r"--ch\w+|\b(?:ADD|chmod|chown|setcap|sudo|curl|wget)\b", text):
+        yield f"files that another may change, or that nobody verifies: {found}"
+    for name, stage in stages.items():
+        yield from misfits(stage.words, SHAPES["image"].get(name, {"*": "any"}), name)
+        base = stage.words.get("FROM", "python:3.11")
+        if not re.fullmatch(r"[a-z/]+:\d+\.\d+[\w.-]*(@sha256:\w+)?", base):
+            yield f"{name}: {base} names no version"
     for name in ("cpu", "cuda"):
         stage = stages[name]
         model = stage.environment["KVASIR_MODEL"]
         if model not in stage.copies.values():
             yield f"{name}: KVASIR_MODEL is {model}, which no COPY makes"
-        if stage.environment["PYTHONPATH"] != stage.workdir:
-            yield f"{name}: the source is in {stage.workdir}, not in PYTHONPATH"
+        if stage.environment["PYTHONPATH"] != stage.words["WORKDIR"]:
+            yield f"{name}: the source is in {stage.words['WORKDIR']}, not in PYTHONPATH"
         files = [(source, at) for source, at in stage.copies.items() if at.startswith("./")]
         for fault in import_faults(tuple(((root / one).resolve(), at) for one, at in files)):
             yield f"{name}: {fault}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import subprocess
 import tempfile
@@ -21,23 +22,15 @@ from typing import Any
 
 import yaml
 
-# Kinds that the chart may emit, with their collections; also the content of
-# .Capabilities.APIVersions.
-KINDS = {
-    "v1": {
-        "Secret": "secrets", "Service": "services", "ConfigMap": "configmaps",
-        "ServiceAccount": "serviceaccounts", "Pod": "pods",
-        "PersistentVolumeClaim": "persistentvolumeclaims",
-    },
-    "apps/v1": {"Deployment": "deployments"},
-    "autoscaling/v2": {"HorizontalPodAutoscaler": "horizontalpodautoscalers"},
-    "policy/v1": {"PodDisruptionBudget": "poddisruptionbudgets"},
-    "networking.k8s.io/v1": {"Ingress": "ingresses", "NetworkPolicy": "networkpolicies"},
-    "monitoring.coreos.com/v1": {"PodMonitor": "podmonitors", "PrometheusRule": "prometheusrules"},
-    "keda.sh/v1alpha1": {"ScaledObject": "scaledobjects"},
-    "gateway.networking.k8s.io/v1": {"HTTPRoute": "httproutes"},
-    "inference.networking.k8s.io/v1": {"InferencePool": "inferencepools"},
-}  # fmt: skip
+from tests.deploy.shapes import SHAPES
+
+# Kinds that the chart may emit, with their collections, by version; their versions are also the
+# content of .Capabilities.APIVersions.
+KINDS: dict[str, dict[str, str]] = {}
+for _name in SHAPES["objects"]:
+    _version, _, _kind = _name.rpartition("/")
+    _plural = re.sub("ss$", "sse", re.sub("y$", "ie", _kind.lower())) + "s"
+    KINDS.setdefault(_version, {})[_kind] = _plural
 DEBUG_HINT = "Use --debug flag to render out invalid YAML"  # `helm` adds it to some errors
 VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
 

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import yaml
 
+from tests.deploy.checking import ROOT, FailedError, SkippedError
 from tests.deploy.helm_render import RenderError
-from tests.deploy.validate import CHECKS, ROOT, FailedError, SkippedError
+from tests.deploy.validate import CHECKS
 
 TABLE = Path(__file__).with_suffix(".yaml")
 MUTATIONS: list[dict[str, str]] = yaml.safe_load(TABLE.read_text(encoding="utf-8"))

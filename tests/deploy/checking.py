@@ -1,0 +1,58 @@
+"""Common parts of the checks: their results, the tools that they need, and the rendered chart."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.deploy.helm_render import render
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGE = "registry.example.com/kvasir"
+
+
+class SkippedError(Exception):
+    """A check that cannot run here, and the reason."""
+
+
+class FailedError(Exception):
+    """A failed check, and the reason."""
+
+
+def load(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+
+
+def run_tool(package: str, program: str, *arguments: str | Path) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    found = shutil.which(program, path=path)
+    if found is None:
+        raise SkippedError(f"{program} is missing; it comes with {package}")
+    done = subprocess.run([found, *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise FailedError(f"{program}: {done.stdout}{done.stderr}".strip())
+
+
+def server_url() -> str:
+    url = os.environ.get("KVASIR_URL")
+    if not url:
+        raise SkippedError("KVASIR_URL is not set to a running server")
+    return url
+
+
+def fail_on_first(found: Iterator[str], place: str = "") -> None:
+    for fault in found:
+        raise FailedError(place + fault)
+
+
+def rendered(root: Path, values: dict[str, Any], release: str = "kvasir") -> list[dict[str, Any]]:
+    """Render the chart with values and, unless they have one, an image."""
+    image = {"repository": IMAGE} | values.get("image", {})
+    return render(root / "helm", values | {"image": image}, release)
