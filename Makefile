@@ -58,7 +58,8 @@ demo: $(VENV)/.dev build/browser/.ready  ## Record docs/demo.gif, the page in fi
 	build/browser/bin/python -m tests.browser.demo docs/demo.gif
 
 dashboard-smoke: $(VENV)/.dev  ## Run each query of the dashboards on a Prometheus
-	KVASIR_SPECULATE=true $(BIN)/python -m server.process.local_server $(MODEL) $(BIN)/python -m tests.deploy.dashboard_smoke $(SECONDS)
+	KVASIR_SPECULATE=true KVASIR_BATCH_DIR=build/dashboard-batches \
+		$(BIN)/python -m server.process.local_server $(MODEL) $(BIN)/python -m tests.deploy.dashboard_smoke $(SECONDS)
 
 rolling-restart: $(VENV)/.serve  ## Restart two servers behind nginx; nothing may fail
 	$(BIN)/python -m tests.deploy.rolling_restart $(MODEL)

@@ -55,7 +55,7 @@ def create_app(
         bundles = {settings.model_name: bundles}
     keys = _keys(settings)
     models = Models(settings, bundles)
-    models.metrics.show_keys(lambda: keys.has_failed)
+    models.metrics.key_file_failed.set_function(lambda: keys.has_failed)
     clock = clock or StartClock()
     provider = None
     if settings.otlp_endpoint:

@@ -82,22 +82,19 @@ class ServerMetrics:
             def read(index: int = index, combine: Callable[..., float] = combine) -> float:
                 return combine([load()[index] for load in self._loads] or [0.0])
 
-            gauge = Gauge(name, text, namespace="kvasir", registry=self._router)
-            gauge.set_function(read)
+            Gauge(name, text, namespace="kvasir", registry=self._router).set_function(read)
         self._families: dict[str, Any] = {}
-        counter = partial(Counter, namespace="kvasir", registry=self.registry)
-        self._rejected = counter(
-            "requests_rejected",
-            "Requests answered with an error, by reason; model is empty before one is known.",
-            ["model", "reason"],
-        )
-        gauge = partial(Gauge, namespace="kvasir", registry=self.registry)
+        self._counter = counter = partial(Counter, namespace="kvasir", registry=self.registry)
+        self._gauge = gauge = partial(Gauge, namespace="kvasir", registry=self.registry)
+        text = "Requests answered with an error, by reason; model is empty before one is known."
+        self._rejected = counter("requests_rejected", text, ["model", "reason"])
         text = "1 if the model could not be loaded; the server's log says why."
         self._failed = gauge("model_failed", text, ["model"])
         text = "1 while api_key_file cannot be taken, so that keys removed from it stay valid."
-        self._key_file_failed = gauge("key_file_failed", text)
-        text = "Memory that the container, or the machine, may take."
-        gauge("memory_limit_bytes", text).set_function(memory_limit)
+        self.key_file_failed = gauge("key_file_failed", text)
+        gauge("memory_limit_bytes", "Memory of the container or machine.").set_function(
+            memory_limit
+        )
         text = "Memory that is left of it; page cache that is not in use counts as left."
         gauge("memory_available_bytes", text).set_function(available_memory)
         self._key_names: set[str] = set()
@@ -112,25 +109,19 @@ class ServerMetrics:
             self._families[name] = kind(name, text, ["model", *labels], **options)
         return self._families[name]
 
-    def show_keys(self, has_failed: Callable[[], bool]) -> None:
-        """Show whether the key file could not be taken."""
-        self._key_file_failed.set_function(has_failed)
-
     def show_batches(
         self, read: Callable[[], tuple[float, ...]], unfinished: Callable[[], Mapping[str, float]]
     ) -> None:
         """Show batches. `read` gives the gauges of `_BATCHES`, `unfinished` numbers by status."""
-        counter = partial(Counter, namespace="kvasir", registry=self.registry)
         text = "Requests of batches that were answered, by outcome."
-        self._batch_requests = counter("batch_requests", text, ["outcome"])
+        self._batch_requests = self._counter("batch_requests", text, ["outcome"])
         for outcome in ("completed", "failed"):
             self._batch_requests.labels(outcome)
-        gauge = partial(Gauge, namespace="kvasir", registry=self.registry)
         text = "When a request of a batch was last answered, in seconds since 1970; 0 before that."
-        self._batch_answered_at = gauge("batch_last_answer_timestamp_seconds", text)
+        self._batch_answered_at = self._gauge("batch_last_answer_timestamp_seconds", text)
         for index, (name, text) in enumerate(_BATCHES.items()):
-            gauge(name, text).set_function(partial(_read_item, read, index))
-        by_status = gauge("batches_unfinished", "Batches that have not ended.", ["status"])
+            self._gauge(name, text).set_function(partial(_read_item, read, index))
+        by_status = self._gauge("batches_unfinished", "Batches that have not ended.", ["status"])
         for status in unfinished():
             by_status.labels(status).set_function(partial(_read_item, unfinished, status))
 

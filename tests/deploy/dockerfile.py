@@ -63,6 +63,11 @@ def image_faults(root: Path) -> Iterator[str]:
     text = re.sub("^#.*", "", (root / "Dockerfile").read_text(encoding="utf-8"), flags=re.MULTILINE)
     if found := re.findall(r"--ch\w+|\b(?:ADD|chmod|chown|setcap|sudo|curl|wget)\b", text):
         yield f"files that another may change, or that nobody verifies: {found}"
+    seen = re.findall("^!(.+)", (root / ".dockerignore").read_text(encoding="utf-8"), re.MULTILINE)
+    sources = {source for stage in stages.values() for source in stage.copies if ":" not in source}
+    yield from (
+        f".dockerignore hides {one}" for one in sources if not re.match("|".join(seen), one)
+    )
     for name, stage in stages.items():
         yield from misfits(stage.words, SHAPES["image"].get(name, {"*": "any"}), name)
         base = stage.words.get("FROM", "python:3.11")

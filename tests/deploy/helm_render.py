@@ -80,13 +80,11 @@ def _by_package(chart: Path, values: dict[str, Any], release: str) -> str:
 
 def _kubeconfig(port: int) -> dict[str, Any]:
     return {
-        "apiVersion": "v1",
-        "kind": "Config",
-        "current-context": "c",
+        "apiVersion": "v1", "kind": "Config", "current-context": "c",
         "contexts": [{"name": "c", "context": {"cluster": "c", "user": "c"}}],
         "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{port}"}}],
         "users": [{"name": "c", "user": {}}],
-    }
+    }  # fmt: skip
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import get_args
 from unittest.mock import patch
@@ -37,11 +38,15 @@ class ServerContainer:
     probes: dict[str, str]  # the path of each
     grace_seconds: float  # from the signal to the kill
 
+    @cached_property
+    def settings(self) -> Settings:
+        with patch.dict(os.environ, self.environment, clear=True):
+            return load_settings()
+
     def faults(self) -> Iterator[str]:
         """Yield each disagreement with the server."""
         try:
-            with patch.dict(os.environ, self.environment, clear=True):
-                settings = load_settings()
+            settings = self.settings
         except StartupError as error:
             yield str(error)
             return

@@ -16,8 +16,9 @@ import pytest
 from server.api.routes import ROUTES
 from server.errors import StartupError
 from server.settings import PREFIX, load_settings
-from tests.deploy.chart import INTERNAL, is_below
-from tests.deploy.helm_schema import generated, settings_schema
+from tests.deploy.chart_relations import INTERNAL, is_below
+from tests.deploy.helm_render import RenderError, render
+from tests.deploy.helm_schema import settings_schema
 from tests.fake_encoder import encoder_app, encoder_bundle
 from tests.live import KEY, Live, live, live_app
 
@@ -71,10 +72,6 @@ def test_chart_and_server_accept_the_same_settings(
     assert decisions == ({True} if is_free else {True, False})
 
 
-def test_the_schema_follows_the_server_and_the_alerts() -> None:
-    assert generated(SCHEMA) == SCHEMA, "stale: python -m tests.deploy.helm_schema"
-
-
 def test_the_page_needs_only_public_routes_and_three_others() -> None:
     paths = Path("server/static").rglob("*.js")
     scripts = "".join(path.read_text(encoding="utf-8") for path in paths)
@@ -109,3 +106,18 @@ def test_the_chart_s_test_asks_an_encoder_for_what_it_does(labels: tuple[str, ..
         done = run_chart_test(server)
     assert done.returncode == 0, done.stderr
     assert len(runner.texts) == 1
+
+
+@pytest.mark.parametrize("hint", ["", "\\n\\nUse --debug flag to render out invalid YAML"])
+def test_an_error_of_the_command_ends_with_the_reason(
+    hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    helm = tmp_path / "helm"
+    helm.write_text(
+        f"#!/bin/sh\nprintf 'Error: values are wrong:\\n- at one: much{hint}\\n' >&2\nexit 1\n"
+    )
+    helm.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(RenderError) as raised:
+        render(tmp_path, {})
+    assert str(raised.value) == "Error: values are wrong:\n- at one: much"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.monitoring import Shown, texts, unknown_labels, unknown_names
+from tests.deploy.monitoring import Shown, unknown_labels, unknown_names
 
 SHOWN = """# TYPE kvasir_waiting gauge
 kvasir_waiting 3.0
@@ -42,9 +42,3 @@ def test_names_that_are_shown_or_recorded_are_known(shown: Shown) -> None:
 )
 def test_labels_belong_to_their_metric(text: str, wrong: set[str], shown: Shown) -> None:
     assert unknown_labels([("here", text)], shown, set()) == wrong
-
-
-def test_every_file_of_the_chart_is_read() -> None:
-    places = {place for place, _ in texts(Path(__file__).parents[2])}
-    names = ("dashboards/kvasir.json", "alerts/kvasir.test.yaml", "templates/_helpers.tpl")
-    assert places >= {f"helm/{name}" for name in names}
