@@ -16,7 +16,7 @@ from tests.deploy.mutations import MUTATIONS, caught_by
 from tests.deploy.validate import FILE_CHECKS
 
 PLAIN = re.compile(r"docker-compose.*|Dockerfile|helm/(Chart|values-gpu)\.yaml|.*\.schema\.json")
-OF_FILES = [mutation for mutation in MUTATIONS if PLAIN.fullmatch(mutation["file"])]
+OF_FILES = [one for one in MUTATIONS if PLAIN.fullmatch(one["file"]) and "Kuber" not in one["name"]]
 
 
 @pytest.mark.parametrize("check", FILE_CHECKS, ids=lambda check: str(check.__name__))
