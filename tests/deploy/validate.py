@@ -81,7 +81,7 @@ def examples(root: Path) -> dict[Path, list[dict[str, Any]]]:
 
     def render(path: Path) -> list[dict[str, Any]]:
         values = load(path)
-        return rendered(root, values, "123" if "fullnameOverride" in values else "kvasir")
+        return rendered(root, values, "123" if "fullnameOverride" in values else "shop")
 
     paths = [*sorted((root / "helm/ci").glob("*.yaml")), root / "helm/values-gpu.yaml"]
     with ThreadPoolExecutor(8) as pool:
