@@ -60,7 +60,7 @@ class Answer:
 def post(path: str, body: bytes | dict[str, Any], key: str = KEY, method: str = "POST") -> bytes:
     """Return the bytes of a request whose connection then closes."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
     return f"{head}Connection: close\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
 
 
