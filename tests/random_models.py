@@ -42,18 +42,12 @@ class RandomModel:
         return OnnxRunner(self.graph, self.config, **options)
 
 
+SHAPE: dict[str, Any] = {"vocab_size": 300, "max_model_len": 96, "n_layer": 2, "n_head": 4}
+SHAPE |= {"n_kv_head": 2, "head_dim": 16, "d_model": 48, "d_ff": 96}
+
+
 def make_config(**changes: Any) -> TransformerConfig:
-    shape: dict[str, Any] = {
-        "vocab_size": 300,
-        "max_model_len": 96,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_kv_head": 2,
-        "head_dim": 16,
-        "d_model": 48,
-        "d_ff": 96,
-    }
-    return TransformerConfig(**{**shape, **changes})
+    return TransformerConfig(**SHAPE | changes)
 
 
 def make_decoder(config: TransformerConfig, seed: int = 0) -> Transformer:

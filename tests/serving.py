@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -62,6 +63,14 @@ def beginning_with_end_of_text() -> Tokenizer:
     return tokenizer
 
 
+def fake_manifest(max_model_len: int, **changes: Any) -> Manifest:
+    values: dict[str, Any] = {"format_version": 1, "architecture": "decoder", "parameters": 1}
+    values |= {"device": "cpu", "precision": "fp32", "max_model_len": max_model_len}
+    values |= {"graph_inputs": [], "graph_outputs": [], "versions": {}, "files": {}}
+    verification = Verification(max_logit_error=0.0, greedy_agreement=1.0)
+    return Manifest(**values | {"verification": verification} | changes)
+
+
 def fake_bundle(
     path: Path = Path(MODEL), *, max_model_len: int = 64, chat_template: str | None = CHAT_TEMPLATE
 ) -> ModelBundle:
@@ -76,19 +85,7 @@ def fake_bundle(
         d_ff=16,
         eos_token_ids=(EOS,),
     )
-    manifest = Manifest(
-        format_version=1,
-        architecture="decoder",
-        parameters=1,
-        device="cpu",
-        precision="fp32",
-        max_model_len=max_model_len,
-        graph_inputs=[],
-        graph_outputs=[],
-        versions={},
-        files={},
-        verification=Verification(max_logit_error=0.0, greedy_agreement=1.0),
-    )
+    manifest = fake_manifest(max_model_len)
     return ModelBundle(path, config, manifest, small_tokenizer(), chat_template=chat_template)
 
 
@@ -98,6 +95,13 @@ def saying(text: str, *, n_prompt: int) -> FakeRunner:
     return FakeRunner(
         VOCAB_SIZE, next_token=lambda prefix: ids[min(len(prefix) - n_prompt, len(ids) - 1)]
     )
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    """Return the events of a stream, without the last, which must be [DONE]."""
+    *events, last, end = text.split("\n\n")
+    assert (last, end) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
 @dataclass

@@ -33,6 +33,7 @@ from tests.serving import (
     VOCAB_SIZE,
     Served,
     beginning_with_end_of_text,
+    events_of,
     fake_bundle,
     serving,
     small_tokenizer,
@@ -115,13 +116,10 @@ async def post(served: Served, **body: Any) -> dict[str, Any]:
 
 
 async def events(served: Served, **body: Any) -> list[dict[str, Any]]:
-    """Return the events of a stream, without the last, which must be [DONE]."""
     body = {"messages": USER, "stream": True} | body
     response = await served.client.post("/v1/chat/completions", json=body)
     assert response.status_code == 200, response.text
-    *lines, last, end = response.text.split("\n\n")
-    assert (last, end) == ("data: [DONE]", "")
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
+    return events_of(response.text)
 
 
 def joined(chunks: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:

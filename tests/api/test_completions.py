@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from tests.serving import (
     VOCAB_SIZE,
     Served,
     beginning_with_end_of_text,
+    events_of,
     fake_bundle,
     saying,
     serving,
@@ -41,14 +41,11 @@ async def complete(served: Served, **body: Any) -> dict[str, Any]:
 
 
 async def stream(served: Served, **body: Any) -> list[dict[str, Any]]:
-    """Return the events of a stream, without the last, which must be [DONE]."""
     response = await served.client.post("/v1/completions", json=body | {"stream": True})
     assert response.headers["content-type"].startswith("text/event-stream")
     assert response.headers["cache-control"] == "no-cache"
     assert response.headers["x-accel-buffering"] == "no"
-    lines = response.text.split("\n\n")
-    assert lines[-2:] == ["data: [DONE]", ""]
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    return events_of(response.text)
 
 
 def joined(events: list[dict[str, Any]], index: int = 0) -> tuple[str, str]:

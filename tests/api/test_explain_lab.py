@@ -120,7 +120,7 @@ def check_head(found: Explanation, network: Transformer, of: Head) -> None:
     np.testing.assert_allclose(found.weights[of.layer][of.head], weights, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", sorted(VARIANTS.keys() - {"alibi", "post-norm rotary", "qwen"}))
 def test_heads_lens_and_values_are_pytorchs(name: str, tmp_path: Path) -> None:
     changes = VARIANTS[name] | {"n_layer": 3}
     decoder, bundle = make_directory(tmp_path / "model", "fp32", **changes)

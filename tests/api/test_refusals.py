@@ -375,11 +375,7 @@ async def test_a_refusal_lists_the_values_that_are_allowed() -> None:
             {"prompt": "a", "stream": True, "stream_options": {"include_usge": True}},
             "'include_usage'",
         ),
-        (
-            "/explain",
-            {"text": "a", "without": [{"layers": 0, "head": 0}]},
-            "'layer'",
-        ),
+        ("/explain", {"text": "a", "without": [{"layers": 0, "head": 0}]}, "'layer'"),
     ],
 )
 async def test_the_nearest_known_field_is_suggested(

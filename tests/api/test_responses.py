@@ -30,14 +30,7 @@ from server.requests.service import Service
 from server.settings import load_settings
 from server.text.reasoning import ReasoningFormat
 from server.text.tool_formats import ToolCallFormat
-from tests.api.test_chat_completions import (
-    BOTH,
-    HERMES_TEXT,
-    TIME,
-    TOOLS,
-    chatting,
-    with_template,
-)
+from tests.api.test_chat_completions import BOTH, HERMES_TEXT, TIME, TOOLS, chatting, with_template
 from tests.api.test_reasoning import THINKING
 from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.live import live

@@ -23,7 +23,7 @@ from server.process.app import create_app
 from server.requests.service import Service
 from server.settings import Settings, load_settings
 from tests.fake_seq2seq import EOS, FakeSeq2SeqRunner, read, small_config, small_model
-from tests.serving import MODEL, VOCAB_SIZE, fake_bundle, serving, small_tokenizer
+from tests.serving import MODEL, VOCAB_SIZE, events_of, fake_bundle, serving, small_tokenizer
 
 LANGUAGES = ("de_DE", "fr_XX", "__en__")
 SOURCE = "def read(path)"
@@ -82,9 +82,7 @@ async def test_a_completion_is_the_likeliest_target() -> None:
 async def test_streams_are_the_same_text() -> None:
     async with client() as c:
         answer = await c.post("/v1/completions", json={"prompt": SOURCE, "stream": True})
-        *events, end = answer.text.strip().split("\n\n")
-        assert end == "data: [DONE]"
-        chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+        chunks = events_of(answer.text)
         assert len(chunks) > 4
         text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
         assert text == expected([3, DE], 18)

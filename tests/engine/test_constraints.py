@@ -287,10 +287,7 @@ def test_a_grammar_that_cannot_go_on_ends_its_own_sequence_alone(compiler: Gramm
     wide = {"type": "object", "properties": {f"p{i}": {} for i in range(700)}}
     dead = by_lark('start: "ab" rest\nrest: rest "c"')
     free = SamplingParams(max_tokens=20, temperature=0.0)
-    sequences = [
-        constrained(compiler, 0, by_schema(wide)),
-        constrained(compiler, 1, dead),
-    ]
+    sequences = [constrained(compiler, 0, by_schema(wide)), constrained(compiler, 1, dead)]
     sequences += [make_sequence(2, [3], free), constrained(compiler, 3, by_regex("[ab]{20}"))]
     engine = make_engine()
     results = run_to_end(engine, sequences)

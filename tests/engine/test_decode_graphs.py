@@ -68,10 +68,7 @@ class Recorded(NamedTuple):
         session = RecordingSession(exported[1], stream)
         longest = config.max_model_len
         blocks = KVBlocks(
-            n_blocks=N_BLOCKS,
-            block_size=BLOCK,
-            max_num_seqs=max_num_seqs,
-            max_model_len=longest,
+            n_blocks=N_BLOCKS, block_size=BLOCK, max_num_seqs=max_num_seqs, max_model_len=longest
         )
         bind = partial(bind_cuda_blocks, buffer=HostBuffer)
         outputs = DeviceOutputs(cast("Any", session), stream, 64)
@@ -79,11 +76,7 @@ class Recorded(NamedTuple):
         if captures:
             model.capture(stream, blocks)
         runner = PagedRunner(
-            model,
-            blocks,
-            max_model_len=longest,
-            vocab_size=config.vocab_size,
-            rounds_kv=rounds_kv,
+            model, blocks, max_model_len=longest, vocab_size=config.vocab_size, rounds_kv=rounds_kv
         )
         return cls(runner, session, stream)
 

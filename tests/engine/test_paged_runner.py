@@ -255,9 +255,7 @@ def test_prompts_over_8_bit_blocks_run_apart_from_decodes(
     assert all((longest == 1) or n <= 2 for longest, n in model.shapes)
 
 
-def test_the_largest_steps_are_warmed_up(
-    exported: tuple[Transformer, Path],
-) -> None:
+def test_the_largest_steps_are_warmed_up(exported: tuple[Transformer, Path]) -> None:
     """All rows, the real chunk, and both in one run; as many rows as there are blocks for."""
     for n_blocks, shapes in (
         (60, [(70, 1), (70, 4), (1, 4)]),

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from model.network.transformer import Transformer
-from model.reference import beam_search, generate
+from model.reference import beam_search
 from server.engine.beams import Hypothesis
 from server.engine.engine import BeamOutput, Engine
 from server.engine.sampling import BeamParams, SamplingParams
 from server.engine.seq2seq.runner import Seq2SeqRunner
 from server.engine.sequence import Sequence
 from tests.encoder_decoders import export_both
+from tests.engine.test_seq2seq import expected
 from tests.engine_driver import Collector, Result
 from tests.fake_seq2seq import EOS, read, small_config, small_model
 
@@ -112,17 +113,7 @@ def test_answers_are_those_of_the_network(exported: Exported, alone: Answers) ->
         params, (result, texts) = request.params, alone.of(i)
         source = read(model, request.prompt_ids)
         if params.beams is None and not params.penalises:
-            expected = generate(
-                model,
-                request.target_prefix,
-                max_tokens=params.max_tokens,
-                temperature=params.temperature,
-                top_k=params.top_k,
-                seed=params.seed,
-                ending_ids=[EOS],
-                source=source,
-            )
-            assert result.token_ids == expected
+            assert result.token_ids == expected(request, model)
             n_compared += 1
         elif params.beams is not None and len(request.target_prefix) == 2:
             best = beam_search(

@@ -252,9 +252,7 @@ def test_the_extra_for_gpus_brings_what_onnxruntime_links_and_nothing_else() -> 
 
 
 @pytest.mark.parametrize("change", [{"vocab_size": 4096}, {"n_layer": 5}, {"vocab_size": 8}])
-def test_a_graph_of_another_shape_than_its_configuration_is_refused(
-    change: dict[str, Any],
-) -> None:
+def test_a_graph_of_another_shape_than_its_configuration_is_refused(change: dict[str, Any]) -> None:
     """Buffers have the configuration's shape, and a run writes to raw addresses."""
     directory = Path(__file__).parents[2] / "examples/stdlib"
     config = TransformerConfig.load(directory / "config.json")

@@ -59,7 +59,7 @@ def test_the_likeliest_text(name: str, tmp_path: Path) -> None:
         assert prefix + text == model.generate(source_ids, **asked)[0].tolist()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["t5", "t5 1.1", "bart", "m2m_100"])  # one of each kind of graph
 @torch.inference_mode()
 def test_int8_text(name: str, tmp_path: Path) -> None:
     """Each token is likeliest, or nearly so, in PyTorch after the same ones."""

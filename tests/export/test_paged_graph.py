@@ -10,12 +10,7 @@ import onnx_ir
 import pytest
 import torch
 
-from export.paged_graph import (
-    DTYPES,
-    RUN_INPUTS,
-    export_paged_graph,
-    speed_notes,
-)
+from export.paged_graph import DTYPES, RUN_INPUTS, export_paged_graph, speed_notes
 from export.quantize import BLOCK, quantize_blocks
 from model.bundle import INVERSE_TEMPERATURES_INPUT, KV_BLOCK_SIZE, PRECISIONS
 from model.config import ConfigError, RopeScaling
@@ -58,7 +53,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ministral3": {
         "rope_scaling": RopeScaling(
             kind="yarn", factor=4.0, original_max_model_len=12, query_growth=0.5
-        ),
+        )
     },
 }
 

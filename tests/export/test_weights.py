@@ -118,8 +118,9 @@ def compare(
     assert any(key.startswith(name) for key in found), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES.keys())
+@pytest.mark.parametrize(
+    ("changes", "dtype"), zip(CHANGES.values(), (torch.float32, torch.bfloat16), strict=True)
+)
 def test_initializers_are_bit_for_bit_what_plain_formulas_make(
     changes: dict[str, Any], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,13 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.config import TransformerConfig
-from model.network.attention import (
-    Attention,
-    LayerCache,
-    StepInputs,
-    merge_heads,
-    split_heads,
-)
+from model.network.attention import Attention, LayerCache, StepInputs, merge_heads, split_heads
 from model.network.positions import Positions, rotary_table, rotate
 from tests.random_models import make_config
 

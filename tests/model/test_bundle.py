@@ -9,9 +9,10 @@ from pathlib import Path
 import onnx
 import pytest
 
-from model.bundle import BundleError, Manifest, Verification, hash_files, load_bundle
+from model.bundle import BundleError, hash_files, load_bundle
 from model.tokenizer import train_tokenizer
 from tests.random_models import make_config
+from tests.serving import fake_manifest
 
 
 @pytest.fixture
@@ -28,19 +29,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def write_manifest(directory: Path) -> None:
-    manifest = Manifest(
-        format_version=1,
-        architecture="kvasir-decoder",
-        parameters=1,
-        device="cpu",
-        precision="fp32",
-        max_model_len=96,
-        graph_inputs=[],
-        graph_outputs=[],
-        versions={},
-        files=hash_files(directory),
-        verification=Verification(max_logit_error=0.0, greedy_agreement=1.0),
-    )
+    manifest = fake_manifest(96, architecture="kvasir-decoder", files=hash_files(directory))
     manifest.save(directory / "manifest.json")
 
 

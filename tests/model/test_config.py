@@ -22,17 +22,9 @@ from model.config import (
 )
 from model.network.transformer import Transformer
 from model.presets import PRESETS, preset
+from tests.random_models import SHAPE
 
-VALID: dict[str, Any] = {
-    "vocab_size": 300,
-    "max_model_len": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_kv_head": 2,
-    "head_dim": 16,
-    "d_model": 48,
-    "d_ff": 96,
-}
+VALID = SHAPE | {"max_model_len": 64}
 SIZES = list(VALID)
 MIXTURE = {"d_model": 64, "n_experts": 4, "n_experts_per_token": 2, "d_expert": 32}
 # Counts of the published checkpoints, tied weights counted once.

@@ -272,8 +272,7 @@ def test_a_template_that_hides_what_the_assistant_says_is_refused(
     chat: list[dict[str, Any]] = [*json.loads(GOOD)["messages"], {"role": "user", "content": "c"}]
     path = write_jsonl(tmp_path / "chats.jsonl", [chat])
     with pytest.raises(
-        CorpusError,
-        match=r"chats\.jsonl:1: the chat template's text for message 1 does not begin",
+        CorpusError, match=r"chats\.jsonl:1: the chat template's text for message 1 does not begin"
     ):
         read_conversations([path], ChatTemplate(template), seed=0)
 

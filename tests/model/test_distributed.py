@@ -221,8 +221,7 @@ def test_shards_need_several_processes(tmp_path: Path) -> None:
 def test_a_batch_that_cannot_be_split_evenly_is_refused(batch_size: int, size: int) -> None:
     processes = Processes(0, size, torch.device("cpu"))
     with pytest.raises(
-        ValueError,
-        match=f"^a batch of {batch_size} cannot be split evenly over {size} processes",
+        ValueError, match=f"^a batch of {batch_size} cannot be split evenly over {size} processes"
     ):
         processes.rows_per_process(batch_size)
     assert Processes(1, 2, torch.device("cpu")).rows_per_process(6) == 3

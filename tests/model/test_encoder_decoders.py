@@ -40,10 +40,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mt5": ("MT5ForConditionalGeneration", _T5 | {"feed_forward_proj": "gated-silu"}),
     "bart": ("BartForConditionalGeneration", _BART | {"forced_bos_token_id": 5}),
     "mbart": ("MBartForConditionalGeneration", _BART | {"scale_embedding": True}),
-    "marian": (
-        "MarianMTModel",
-        _BART | {"scale_embedding": True, "activation_function": "swish"},
-    ),
+    "marian": ("MarianMTModel", _BART | {"scale_embedding": True, "activation_function": "swish"}),
     "m2m_100": ("M2M100ForConditionalGeneration", _BART),
     "pegasus": ("PegasusForConditionalGeneration", _BART | {"scale_embedding": True}),
 }

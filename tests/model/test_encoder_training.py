@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import random
@@ -33,7 +32,8 @@ from model.training.settings import TrainSettings
 from model.training.trainer import Trainer
 from tests.encoders import BERT, LAST_TOKEN
 from tests.model.test_encoder_families import make_model, save
-from tests.model.test_run import interrupt_at
+from tests.model.test_run import interrupt_at, trained
+from tests.model.test_trainer import metrics
 from tests.random_models import make_config
 
 CPU = torch.device("cpu")
@@ -288,20 +288,6 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def write_jsonl(pairs: list[tuple[str, str]]) -> None:
     lines = [json.dumps({"query": query, "document": document}) for query, document in pairs]
     Path("pairs.jsonl").write_text("\n".join(lines))
-
-
-def metrics(folder: str) -> list[dict[str, str]]:
-    with Path(folder, "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    for row in rows:
-        del row["seconds"], row["mfu"]
-    return rows
-
-
-def trained(*arguments: str) -> str:
-    result = kvasir("train", *arguments)
-    assert result.exit_code == 0, result.stderr
-    return result.stdout
 
 
 @pytest.mark.parametrize("corpus", ["pairs.jsonl", "text.txt"])

@@ -26,14 +26,7 @@ from model.importing.gguf.file import read_gguf
 from model.importing.published import import_checkpoint
 from model.tensor_files import StoredTensor
 from tests.gguf_files import ARCHITECTURES, write_gguf
-from tests.huggingface_checkpoints import (
-    BOS,
-    CHAT_TEMPLATE,
-    EOS,
-    make_model,
-    rope,
-    save_checkpoint,
-)
+from tests.huggingface_checkpoints import BOS, CHAT_TEMPLATE, EOS, make_model, rope, save_checkpoint
 
 WEIGHTS = "model.safetensors"
 Array = NDArray[Any]

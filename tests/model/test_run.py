@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import re
@@ -25,6 +24,7 @@ from model.training.distributed import Processes
 from model.training.metrics import StepMetrics
 from model.training.report import expected_time
 from model.training.trainer import Report, Trainer
+from tests.model.test_trainer import metrics
 
 SHAPE = ("n_layer=1", "d_model=32", "d_ff=48", "n_head=2", "n_kv_head=1", "head_dim=16")
 QUICK = [*(f"--set={change}" for change in SHAPE), "--context=8", "--batch-size=2", "--warmup=1"]
@@ -54,13 +54,6 @@ def trained(*arguments: str) -> str:
 
 def files() -> set[str]:
     return {path.as_posix() for path in Path().rglob("*")}
-
-
-def metrics(folder: str) -> list[list[str]]:
-    with Path(folder, "metrics.csv").open(newline="") as file:
-        return [
-            row[:6] + row[8:] for row in csv.reader(file)
-        ]  # those between are of time: seconds, and MFU
 
 
 def refused(*arguments: str) -> str:
@@ -147,7 +140,7 @@ def test_a_fresh_run_writes_what_resuming_and_exporting_need() -> None:
     assert (config.bos_token_id, config.eos_token_ids) == (0, (0,))
     assert checkpoint.progress["settings"]["seed"] == 4
     assert open_tokens(Path("runs/a/data")).n_train == checkpoint.progress["train_tokens"]
-    assert [row[0] for row in metrics("runs/a")] == ["step", "1", "2", "3"]
+    assert [row["step"] for row in metrics("runs/a")] == ["1", "2", "3"]
     assert "2 documents" in output
     assert "held-out loss" in output
     trained("--resume", "--out", "runs/a")  # which writes events, too
@@ -161,7 +154,7 @@ def test_the_steps_follow_the_text(preset: str) -> None:
     steps = progress["settings"]["steps"]
     assert progress["step"] == steps == math.ceil(16 * progress["train_tokens"] / (64 * 8))
     assert f"{steps:,} steps of 512 tokens, 16." in output
-    assert len([row for row in metrics("run")[1:] if row[3]]) >= 5
+    assert len([row for row in metrics("run") if row["held_out_loss"]]) >= 5
 
 
 def test_the_expected_time_comes_with_a_shorter_run() -> None:

@@ -97,9 +97,9 @@ def resume(folder: Path, data: TokenData) -> Trainer:
     return trainer
 
 
-def metrics(folder: Path) -> list[dict[str, str]]:
+def metrics(folder: str | Path) -> list[dict[str, str]]:
     """metrics.csv as written, apart from the columns that cannot repeat."""
-    with (folder / "metrics.csv").open(newline="") as file:
+    with Path(folder, "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     for row in rows:
         del row["seconds"], row["mfu"]

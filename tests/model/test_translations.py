@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import random
@@ -14,9 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
-from kvasir import app
 from model.checkpoint import load_checkpoint
 from model.network.transformer import Transformer
 from model.presets import preset
@@ -34,7 +31,8 @@ from model.training.translations import (
     write_translations,
 )
 from tests.model.test_encoder_decoders import imported, make_model
-from tests.model.test_run import interrupt_at
+from tests.model.test_run import interrupt_at, kvasir_train, trained
+from tests.model.test_trainer import metrics
 
 LETTERS = "abcdefgh"
 DRAWN = random.Random(0)
@@ -250,24 +248,6 @@ def test_the_paper_s_schedule_has_a_name() -> None:
 SHAPE = ("n_layer=1", "d_model=48", "d_ff=64", "n_head=2", "n_kv_head=1", "head_dim=32")
 QUICK = [*(f"--set={change}" for change in (*SHAPE, "vocab_size=257")), "--preset=tiny-seq2seq"]
 QUICK += ["--context=16", "--warmup=2", "--learning-rate=0.005", "--held-out=0.1"]
-
-
-def kvasir_train(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["train", *arguments], catch_exceptions=False)
-
-
-def trained(*arguments: str) -> str:
-    result = kvasir_train(*arguments)
-    assert result.exit_code == 0, result.stderr
-    return result.stdout
-
-
-def metrics(folder: str) -> list[dict[str, str]]:
-    with Path(folder, "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    for row in rows:
-        del row["seconds"], row["mfu"]
-    return rows
 
 
 @pytest.mark.usefixtures("workplace")

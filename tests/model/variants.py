@@ -78,7 +78,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ministral3": {
         "rope_scaling": RopeScaling(
             kind="yarn", factor=4.0, original_max_model_len=5, query_growth=0.5
-        ),
+        )
     },
     "bloom": {
         "n_layer": 1,

@@ -28,7 +28,15 @@ from server.requests import grammars
 from server.requests.completion import CompletionRequest, Prompt
 from tests.fake_runner import FakeRunner
 from tests.random_schemas import random_schema
-from tests.serving import EOS, VOCAB_SIZE, Served, fake_bundle, serving, small_tokenizer
+from tests.serving import (
+    EOS,
+    VOCAB_SIZE,
+    Served,
+    events_of,
+    fake_bundle,
+    serving,
+    small_tokenizer,
+)
 
 tokenizer = small_tokenizer()
 ENDINGS = frozenset({EOS})
@@ -81,7 +89,7 @@ async def test_a_stream_equals_the_whole_answer(fields: dict[str, Any], pattern:
     async with serving(long_runner()) as served:
         whole = (await complete(served, **fields))["choices"][0]["text"]
         response = await post(served, stream=True, **fields)
-    events = [json.loads(line.removeprefix("data: ")) for line in response.text.split("\n\n")[:-2]]
+    events = events_of(response.text)
     choices = [choice for event in events for choice in event["choices"]]
     assert "".join(choice["text"] for choice in choices) == whole
     assert choices[-1]["finish_reason"] == "stop"
