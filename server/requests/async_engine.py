@@ -159,13 +159,13 @@ class AsyncEngine:
         queue: asyncio.Queue[TokenOutput] = asyncio.Queue()
         for sequence in sequences:
             self._live[sequence.id] = _Live(sequence, sequences, queue)
-        self._inbox.put(lambda engine: [_alone(engine.add, s.id, s) for s in sequences])
+        self._inbox.put(lambda engine: [_added(engine, one) for one in sequences])
         return OutputStream(self, [sequence.id for sequence in sequences], queue)
 
     def abort(self, ids: Iterable[int], reason: FinishReason) -> None:
         """End live sequences, with a terminal output to each listener."""
         if live := [i for i in ids if i in self._live]:
-            self._inbox.put(lambda engine: [_alone(engine.abort, i, i, reason) for i in live])
+            self._inbox.put(lambda engine: [engine.abort(i, reason) for i in live])
 
     def abort_all(self) -> None:
         """End every sequence with reason ABORT."""
@@ -178,7 +178,7 @@ class AsyncEngine:
         def abort(engine: AnyEngine) -> Iterable[TokenOutput | None]:
             waiting = SequenceStatus.WAITING
             ids = [i for i, request in requests if all(s.status is waiting for s in request)]
-            return [_alone(engine.abort, i, i, FinishReason.ABORT) for i in ids]
+            return [engine.abort(i, FinishReason.ABORT) for i in ids]
 
         self._inbox.put(abort)
 
@@ -269,7 +269,7 @@ class AsyncEngine:
         now = perf_counter()
         for output in outputs:
             live, reason = self._live.get(output.sequence_id), output.finish_reason
-            if live is None:  # a command on it raised, and the engine still runs it
+            if live is None:  # adding it raised, and the engine runs it all the same
                 continue
             if live.cancelled_as is None:
                 live.queue.put_nowait(output)
@@ -291,15 +291,14 @@ class AsyncEngine:
             self.forecast.ended(finished - scheduled)
 
 
-def _alone(
-    command: Callable[..., TokenOutput | None], sequence_id: int, *arguments: object
-) -> TokenOutput | None:
-    """Run an engine's command on one sequence; if it raises, return the end of that sequence."""
+def _added(engine: AnyEngine, sequence: Sequence) -> TokenOutput | None:
+    """Add a sequence to an engine; if that raises, return the end of that sequence alone."""
     try:
-        return command(*arguments)
+        engine.add(sequence)
     except Exception:
-        logger.exception("the engine cannot %s sequence %d", command.__name__, sequence_id)
-        return TokenOutput(sequence_id, None, finish_reason=FinishReason.ERROR)
+        logger.exception("the engine cannot add the sequence %d", sequence.id)
+        return TokenOutput(sequence.id, None, finish_reason=FinishReason.ERROR)
+    return None
 
 
 def _by_row(sequences: Iterable[Sequence]) -> Iterator[Sequence]:

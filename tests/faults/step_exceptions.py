@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -52,6 +53,7 @@ class Tracer:
     def __init__(self, line: Line | None = None, nth: int = 1) -> None:
         self.hits: Counter[Line] = Counter()
         self.has_raised = False
+        self.ends_all = False  # which an error does not while a sequence is being added
         self._line, self._nth = line, nth
 
     def install(self, engine: AsyncEngine) -> None:
@@ -82,6 +84,8 @@ class Tracer:
             self.hits[line] += 1
             if line == self._line and self.hits[line] == self._nth:
                 self.has_raised = True
+                callers = (caller.f_code.co_name for caller, _ in walk_stack(frame))
+                self.ends_all = "_added" not in callers
                 raise InjectedError
         return self._on_line
 
@@ -128,7 +132,7 @@ async def _serve(tracer: Tracer) -> list[str]:
         if served.service.admission.n_inside:
             wrong.append("places are still held")
     engine = served.service.engine
-    if engine.is_healthy is tracer.has_raised:
+    if engine.is_healthy is tracer.ends_all:
         wrong.append(f"the engine's health is {engine.is_healthy}")
     if engine.is_running:
         wrong.append("the engine's thread does not end")

@@ -23,7 +23,7 @@ from server.engine.sequence import PRIORITY_LEVEL_SECONDS, FinishReason, Sequenc
 from server.errors import EngineError
 from server.requests.async_engine import AsyncEngine, OutputStream
 from tests.fake_encoder import FakeTextRunner
-from tests.fake_runner import TIMEOUT, FakeRunner
+from tests.fake_runner import FakeRunner
 from tests.serving import sample
 
 VOCAB_SIZE = 40
@@ -130,49 +130,33 @@ async def test_a_closed_stream_is_aborted_in_any_state_and_counted_as_wasted() -
 
 
 @pytest.mark.parametrize("of_texts", [False, True])
-@pytest.mark.parametrize("command", ["add", "abort"])
-async def test_a_command_that_raises_ends_its_own_sequence(
-    command: str, of_texts: bool, monkeypatch: pytest.MonkeyPatch
+async def test_a_sequence_that_cannot_be_added_ends_alone(
+    of_texts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = AsyncEngine()
-    texts, runner = FakeTextRunner(Pooling(kind="mean")), FakeRunner(VOCAB_SIZE)
     build = (
-        partial(EncoderEngine, texts, token_budget=9, max_num_seqs=4)
+        partial(EncoderEngine, FakeTextRunner(Pooling(kind="mean")), token_budget=9, max_num_seqs=4)
         if of_texts
-        else partial(Engine, runner, chunk_size=4)
+        else partial(Engine, FakeRunner(VOCAB_SIZE), chunk_size=4)
     )
     await engine.start(build)
     kind = EncoderSequence if of_texts else Sequence
-    first, bad, good, later = (
+    bad, good = (
         kind(next(engine.ids), [1, 2], SamplingParams(max_tokens=4), frozenset(), perf_counter())
-        for _ in range(4)
+        for _ in range(2)
     )
-    real = getattr(engine.engine, command)
+    real = engine.engine.add
 
-    def raising(subject: Sequence | int, *options: Any) -> Any:
-        if bad.id in (subject, getattr(subject, "id", None)):
+    def raising(sequence: Any) -> None:
+        if sequence is bad:
             raise RuntimeError("a bug")
-        return real(subject, *options)
+        real(sequence)
 
-    monkeypatch.setattr(engine.engine, command, raising)
-    # Commands wait for the end of the step that runs.
-    if of_texts:
-        texts.gate.clear()
-        engine.submit([first])
-        assert texts.begun.wait(TIMEOUT)
-    else:
-        runner.hold()
-        engine.submit([first])
-        runner.wait_until_held()
-    stream = engine.submit([bad, good])
-    if command == "abort":
-        engine.abort([bad.id], FinishReason.TIMEOUT)
-    texts.gate.set() if of_texts else runner.release()
-    outputs = await collect(stream, 2)
+    monkeypatch.setattr(engine.engine, "add", raising)
+    outputs = await collect(engine.submit([bad, good]), 2)
     assert outputs[bad.id][-1].finish_reason is FinishReason.ERROR
     whole = FinishReason.STOP if of_texts else FinishReason.LENGTH
     assert outputs[good.id][-1].finish_reason is whole
-    assert await ends(engine.submit([later]), 1) == [whole]
     assert engine.is_healthy
     assert not engine.sequences
     await engine.stop()
