@@ -65,13 +65,9 @@ class Journal:
                         break
                     end += len(line)
                     yield
-            self._cut(file, end)
-
-    def _cut(self, file: io.FileIO, end: int) -> None:
-        """Remove what follows the last whole line."""
-        n_more = os.fstat(file.fileno()).st_size - end
-        file.truncate(end)
-        self._store.give_back(n_more, self._batch.owner)
+            n_more = path.stat().st_size - end
+            file.truncate(end)
+            self._store.give_back(n_more, self._batch.owner)
 
     def _count(self, custom_id: str, status_code: int, content: Any) -> None:
         self.answered.add(hash(custom_id))
@@ -86,32 +82,29 @@ class Journal:
         body = reply.body
         for end, escaped in _LINE_ENDS.items():
             body = body.replace(end, escaped)
-        response = (
-            f'{{"status_code":{reply.status_code},"request_id":{json.dumps(reply.request_id)}'
-        )
-        rest = b'"response":%b,"body":%b},"error":null' % (response.encode(), body)
-        self._append(custom_id, rest, is_failure=_is_failure(reply.status_code))
+        fields = reply.status_code, json.dumps(reply.request_id).encode(), body
+        response = b'{"status_code":%d,"request_id":%b,"body":%b}' % fields
+        self._append(custom_id, response, b"null", reply.status_code)
         self._count(custom_id, reply.status_code, reply.content)
 
     def leave_out(self, custom_id: str, code: str, message: str) -> None:
         """Answer a request that is not executed. Raises as `append` does."""
         error = json.dumps({"code": code, "message": message}).encode()
-        self._append(custom_id, b'"response":null,"error":' + error, is_failure=True)
+        self._append(custom_id, b"null", error, 0)
         self._count(custom_id, 0, None)
 
-    def _append(self, custom_id: str, rest: bytes, *, is_failure: bool) -> None:
-        head = f'{{"id":"batch_req_{secrets.token_hex(12)}","custom_id":{json.dumps(custom_id)},'
-        line = head.encode() + rest + b"}\n"
+    def _append(self, custom_id: str, response: bytes, error: bytes, status_code: int) -> None:
+        head = f'{{"id":"batch_req_{secrets.token_hex(12)}","custom_id":{json.dumps(custom_id)}'
+        line = rest = b'%b,"response":%b,"error":%b}\n' % (head.encode(), response, error)
         self._store.take(len(line), self._batch.owner)
-        file = self._files[is_failure]
-        end, rest = os.fstat(file.fileno()).st_size, line
+        file = self._files[_is_failure(status_code)]
+        end = os.fstat(file.fileno()).st_size
         try:
             while rest:
                 rest = rest[file.write(rest) :]
         except OSError:
-            written = os.fstat(file.fileno()).st_size - end
-            self._store.give_back(len(line) - written, self._batch.owner)
-            self._cut(file, end)
+            file.truncate(end)
+            self._store.give_back(len(line), self._batch.owner)
             raise
 
     @property

@@ -58,8 +58,7 @@ class BatchStore:
         try:
             for part in (self._files, self._batches):
                 part.mkdir(parents=True, exist_ok=True)
-            (folder / "lock").touch()
-            self._lock = (folder / "lock").open("r+b")
+            self._lock = (folder / "lock").open("ab")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.files = _read(self._files, StoredFile)
             self.batches = _read(self._batches, StoredBatch)
@@ -123,10 +122,9 @@ class BatchStore:
         for batch in self.unfinished:
             if file.id in (batch.input_file_id, batch.answers, batch.failures):
                 raise ConflictError(f"the batch {batch.id!r} needs this file; cancel it first")
-        if file.id in self.files:
-            self._remove(self._files / f"{file.id}.json", RECORD_BYTES, file.owner)
-            del self.files[file.id]
-            self.discard(file.id, file.owner)
+        self._remove(self._files / f"{file.id}.json", RECORD_BYTES, file.owner)
+        del self.files[file.id]
+        self.discard(file.id, file.owner)
 
     def discard(self, file_id: str, owner: str) -> None:
         """Remove a content that no description names."""
@@ -145,13 +143,10 @@ class BatchStore:
     def take(self, n_bytes: int, owner: str, *, reserved: bool = False) -> None:
         """Count bytes that are about to be written. Raises RequestTooLargeError for too many."""
         with self._counting:
-            if not reserved and n_bytes > self._left(owner):
-                share = ", of which a key may use as many as it leaves to others"
-                raise RequestTooLargeError(
-                    f"{n_bytes} bytes more do not fit: files and batches may have "
-                    f"{self._max_bytes} (setting batch_dir_bytes){share * self._is_shared}; "
-                    "delete files"
-                )
+            left = self._left(owner)
+            if not reserved and n_bytes > left:
+                limit = f"the {max(0, left)} left for you (setting batch_dir_bytes)"
+                raise RequestTooLargeError(f"{n_bytes} bytes are more than {limit}; delete files")
             self._used[owner] += n_bytes
 
     def give_back(self, n_bytes: int, owner: str) -> None:
@@ -166,12 +161,11 @@ class BatchStore:
 
     def has_room(self, n_bytes: int, owner: str) -> bool:
         """Return whether an answer of a key would fit, beside the reserve for ends of batches."""
-        try:
-            self._reserve()
-        except OSError:
-            return False
         free = shutil.disk_usage(self._files).free - _RESERVE_BYTES
-        return n_bytes + RECORD_BYTES <= min(free, self._left(owner))
+        if n_bytes + RECORD_BYTES > min(free, self._left(owner)):
+            return False
+        self._reserve()
+        return True
 
     def _reserve(self) -> None:
         """Fill the reserve up again. Raises OSError on a full disk, not on one that has none."""
@@ -185,7 +179,7 @@ class BatchStore:
     def create(
         self, file: StoredFile, endpoint: str, metadata: Mapping[str, str] | None, now: float
     ) -> StoredBatch:
-        """Return a new batch, to be added or forgotten. Raises ConflictError for one too many."""
+        """Return a new batch, to be saved or forgotten. Raises ConflictError for one too many."""
         n_mine = sum(one.owner == file.owner for one in self.unfinished)
         if n_mine >= self._max_batches:
             message = f"{n_mine} batches have not ended, the limit (setting max_batches)"
@@ -206,11 +200,6 @@ class BatchStore:
         self.batches[batch.id] = batch
         return batch
 
-    def add(self, batch: StoredBatch) -> None:
-        """Write a new batch, once there is room for its end. Raises OSError."""
-        self._reserve()
-        self.save(batch)
-
     def forget(self, batch: StoredBatch) -> None:
         """Remove a batch."""
         del self.batches[batch.id]
@@ -227,9 +216,11 @@ class BatchStore:
     def save(self, batch: StoredBatch, *, reserved: bool = False) -> None:
         """Write a batch, or a copy that differs; then it is so here. One that has ended stays.
 
-        Raises OSError.
+        Raises OSError, unless `reserved` also if there is no room for its end.
         """
         with self._writing:
+            if not reserved:
+                self._reserve()
             known = self.batches.get(batch.id)
             if known is not None and known.status not in ENDED:
                 self._write(self._batches / f"{batch.id}.json", batch, reserved=reserved)

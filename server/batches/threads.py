@@ -20,8 +20,8 @@ async def in_thread(
 
     A cancelled caller waits for its end first: it may then close or remove what the work used.
     """
-    run = partial(work, *args, **kwargs)
-    future = asyncio.get_running_loop().run_in_executor(executor, run)
+    loop = asyncio.get_running_loop()
+    future = loop.run_in_executor(executor, partial(work, *args, **kwargs))
     try:
         return await asyncio.shield(future)
     finally:

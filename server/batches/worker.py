@@ -7,9 +7,9 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, suppress
 from time import monotonic, sleep, time
-from typing import ParamSpec, TypeVar, get_args
+from typing import TypeVar, get_args
 
 from model.files import in_words
 from server.batches.journal import Journal, Reply
@@ -19,13 +19,12 @@ from server.batches.store import BatchStore
 from server.batches.threads import in_thread
 from server.errors import RequestTooLargeError
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 logger = logging.getLogger("kvasir")
 
 _SLICE = 0.02  # seconds of work on files, after which other batches have their turn
-_PAUSE, _LONGEST_PAUSE = 5.0, 60.0  # seconds before a batch without room is tried again
+_PAUSE = 10.0  # seconds before a batch without room is tried again
 _ENDINGS = {
     "expired": "This request could not be executed before the completion window expired.",
     "cancelled": "This request was not executed, because the batch was cancelled.",
@@ -85,7 +84,7 @@ class BatchWorker:
         """Return a new batch, which has begun. Raises OSError, and the store's errors."""
         batch = self.store.create(file, endpoint, metadata, self.clock())
         try:
-            await self._in_thread(self.store.add, batch)
+            await in_thread(self._threads, self.store.save, batch)
         except BaseException:
             self.store.forget(batch)
             raise
@@ -102,7 +101,7 @@ class BatchWorker:
         if batch.id not in self.tasks:  # an error has stopped it
             self.begin(batch)
         with suppress(OSError):  # a crash before the end would undo it
-            await self._in_thread(self.store.save, batch, reserved=True)
+            await in_thread(self._threads, self.store.save, batch, reserved=True)
 
     async def close(self) -> None:
         """Stop, and leave unfinished batches to the next start."""
@@ -110,8 +109,8 @@ class BatchWorker:
         tasks = list(self.tasks.values())
         for task in tasks:
             task.cancel()
+        self._threads.shutdown(wait=False, cancel_futures=True)
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._threads.shutdown(wait=False)
 
     @property
     def n_pending(self) -> int:
@@ -125,40 +124,26 @@ class BatchWorker:
         found = Counter(batch.status for batch in self.store.unfinished)
         return {status: found[status] for status in get_args(Status) if status not in ENDED}
 
-    async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await in_thread(self._threads, work, *args, **kwargs)
-
     async def _run(self, batch: StoredBatch) -> None:
-        pause = _PAUSE
         try:
-            while not self._is_closed:  # a group's error may hide that its task was cancelled
+            while True:
                 failures: list[Exception] = []
                 try:
                     await self._attempt(batch)
                 except* (OSError, RequestTooLargeError) as group:
                     failures += group.exceptions
-                if not failures:
+                if not failures or self._is_closed:  # an error may hide that the task was cancelled
                     return
-                await self._wait_for_room(batch, failures[0], pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
+                self.waiting.setdefault(batch.id, 0)
+                cause = in_words(failures[0])
+                batch.errors = _storage_full(f"{cause}; the batch is tried again")
+                fields = {"batch": batch.id, "cause": cause}
+                logger.warning("a batch waits for room", extra={"fields": fields})
+                await asyncio.sleep(_PAUSE)
         except Exception as error:  # the batch goes on at the next start
             logger.exception("the batch %s stopped", batch.id, exc_info=error)
         finally:
             self.waiting.pop(batch.id, None)
-
-    async def _wait_for_room(self, batch: StoredBatch, error: Exception, pause: float) -> None:
-        """Pause, and wait for room unless the batch has only its end to write."""
-        n_bytes, cause = self.waiting.setdefault(batch.id, 0), in_words(error)
-        batch.errors = _storage_full(f"{cause}; the batch goes on once there is room")
-        fields = {"batch": batch.id, "cause": cause}
-        logger.warning("a batch waits for room", extra={"fields": fields})
-        is_ending = batch.cancelling_at is not None or self.clock() >= batch.expires_at
-        async with nullcontext() if is_ending else self._until_end(batch):
-            await asyncio.sleep(pause)
-            while not is_ending:
-                if await self._in_thread(self.store.has_room, n_bytes, batch.owner):
-                    break
-                await asyncio.sleep(_PAUSE)
 
     @asynccontextmanager
     async def _until_end(self, batch: StoredBatch) -> AsyncIterator[asyncio.Timeout]:
@@ -190,19 +175,23 @@ class BatchWorker:
             return None, True
 
         while True:
-            found, is_over = await self._in_thread(run)
+            found, is_over = await in_thread(self._threads, run)
             if found is not None or is_over:
                 return found
 
     async def _attempt(self, batch: StoredBatch) -> None:
         """Bring a batch to its end. Raises OSError and RequestTooLargeError, also as a group."""
-        self.waiting.pop(batch.id, None)
-        batch.errors = None
         async with self._until_end(batch):
+            while (n_bytes := self.waiting.get(batch.id)) is not None:
+                if await in_thread(self._threads, self.store.has_room, n_bytes, batch.owner):
+                    del self.waiting[batch.id]
+                else:
+                    await asyncio.sleep(_PAUSE)
             if batch.in_progress_at is None:
                 await self._validate(batch)
         if batch.status in ENDED:
             return
+        batch.errors = None
         journal = Journal(self.store, batch)
         try:
             ending: Status = "cancelled" if batch.cancelling_at else "expired"
@@ -212,11 +201,10 @@ class BatchWorker:
                 ending = await self._answer_all(batch, journal)
                 if ending == "completed":
                     batch.enter("finalizing", self.clock())
-                    await self._in_thread(self.store.save, batch)
                 else:
                     await self._next(self._leave_out(batch, journal, ending))
-                await self._in_thread(journal.publish, self.clock())
-            await self._in_thread(self._end, batch, ending)
+                await in_thread(self._threads, journal.publish, self.clock())
+            await in_thread(self._threads, self._end, batch, ending)
         finally:
             journal.close()
 
@@ -230,10 +218,10 @@ class BatchWorker:
                 faults.append(fault)
         batch.request_counts.total = len(seen)
         if faults:
-            await self._in_thread(self._end, batch, "failed", Faults(data=faults))
+            await in_thread(self._threads, self._end, batch, "failed", Faults(data=faults))
         elif batch.status == "validating":
             batch.enter("in_progress", self.clock())
-            await self._in_thread(self.store.save, batch)
+            await in_thread(self._threads, self.store.save, batch)
 
     def _requests(self, batch: StoredBatch) -> RequestFile:
         path = self.store.path(batch.input_file_id)
@@ -266,7 +254,7 @@ class BatchWorker:
             raise
         self._counted("failed" if reply.status_code >= 400 else "completed")
         if journal.is_due:
-            await self._in_thread(journal.sync)
+            await in_thread(self._threads, journal.sync)
 
     def _leave_out(self, batch: StoredBatch, journal: Journal, ending: Status) -> Iterator[None]:
         """Give each line without an answer an error, as far as there is room, one in a step."""
@@ -282,8 +270,8 @@ class BatchWorker:
 
     def _end(self, batch: StoredBatch, ending: Status, faults: Faults | None = None) -> None:
         """End a batch on the disk, and only then here: until then its files are needed."""
-        errors = {} if faults is None else {"errors": faults}
-        ended = batch.model_copy(update=errors).enter(ending, self.clock())
+        update = {"errors": faults or batch.errors}
+        ended = batch.model_copy(update=update).enter(ending, self.clock())
         self.store.save(ended, reserved=True)
         fields = {"batch": batch.id, "status": ending, **batch.request_counts.model_dump()}
         logger.info("a batch has ended", extra={"fields": fields})

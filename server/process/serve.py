@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from ipaddress import ip_address
 from types import FrameType
 
@@ -158,8 +158,7 @@ def configure(app: FastAPI) -> uvicorn.Config:
         shared = SharedLimits(max_connections(), _BODIES * known.max_body_bytes, _MOST_UNREAD)
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
-        is_lifespan = scope["type"] == "lifespan"
-        with nullcontext() if is_lifespan else suppress(asyncio.CancelledError):  # at shutdown
+        with suppress(asyncio.CancelledError):  # at shutdown
             await app(scope, receive, send)
 
     return uvicorn.Config(

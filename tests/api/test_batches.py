@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from starlette.responses import FileResponse
 
 from tests.fake_runner import FakeRunner
 from tests.serving import VOCAB_SIZE, Served, serving
@@ -209,6 +210,31 @@ async def test_lists_have_pages_in_order(tmp_path: Path) -> None:
         for path, query in ("/v1/files", "limit=0"), ("/v1/batches", "limit=x"):
             assert (await served.client.get(f"{path}?{query}")).status_code == 400
         assert (await served.client.get("/v1/files?after=x")).status_code == 404
+
+
+async def test_lists_and_contents_are_whole_beside_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Delete a file once its content's answer begins, and end a batch while files are listed."""
+    async with batching(tmp_path) as served:
+        file = await upload(served, jsonl([line("0")]))
+        store, call = served.app.state.batches.store, FileResponse.__call__
+
+        async def deleting(*arguments: Any) -> None:
+            store.delete(store.files[file["id"]])
+            await call(*arguments)
+
+        monkeypatch.setattr(FileResponse, "__call__", deleting)
+        assert (await answers(served, file["id"])).keys() == {"0"}
+
+        class Growing(Mock):
+            @property
+            def owner(self) -> str:
+                store.files[f"more-{len(store.files)}"] = Mock(owner="another")
+                return "another"
+
+        store.files["first"] = Growing()
+        assert (await served.client.get("/v1/files")).json()["data"] == []
 
 
 async def test_files_and_batches_belong_to_a_named_key(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic_core import from_json
 
 from server.batches import worker as batch_worker
 from server.batches.content import Content
@@ -126,3 +127,27 @@ async def test_a_batch_is_cancelled_while_the_disk_is_full(
     assert again.batches[batch.id].status == "cancelled"
     assert again.n_bytes == 4096
     again.close()
+
+
+async def test_an_error_does_not_hide_the_end_of_the_server(tmp_path: Path) -> None:
+    """Close while the error of a line ends the others."""
+    store = BatchStore(tmp_path, max_bytes=10**6, max_batches=10)
+    closing: list[asyncio.Task[None]] = []
+    begun = asyncio.Event()
+
+    async def answer(_path: str, body: bytes, _owner: str) -> Reply | float:
+        if from_json(body)["prompt"] == 0:
+            await begun.wait()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        try:
+            begun.set()
+            return await asyncio.Future[Reply]()
+        finally:
+            closing.append(asyncio.create_task(working.close()))
+            await asyncio.sleep(0)
+
+    working = worker(store, answer)
+    batch = await working.create(store.files[upload(store)], ENDPOINT, None)
+    await working.tasks[batch.id]
+    await closing[0]
+    store.close()

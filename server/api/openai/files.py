@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from pathlib import Path as FilePath
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Path, Query, Request
 from starlette.responses import FileResponse
+from starlette.types import Receive, Scope, Send
 
 from server.api.http.responses import errors, state_of
 from server.api.http.upload import read_form
@@ -120,7 +122,8 @@ async def files(
     purpose: str | None = None,
 ) -> FileList:
     """List the files of this key."""
-    mine = [one for one in store.files.values() if one.owner == owner]
+    known = list(store.files.values())  # at once: threads add to them
+    mine = [one for one in known if one.owner == owner]
     fit = [one for one in mine if purpose in (None, one.purpose)]
     return FileList.model_construct(**page(fit if order == "asc" else fit[::-1], after, limit))
 
@@ -131,11 +134,21 @@ async def file(file_id: FileId, store: Store, owner: Owner) -> File:
     return store.file(file_id, owner)
 
 
+class ContentResponse(FileResponse):
+    """The content of a file, whole although the file may be deleted meanwhile."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the content."""
+        with FilePath(self.path).open("rb") as file:  # noqa: ASYNC230  at once, before a DELETE
+            self.path = f"/dev/fd/{file.fileno()}"
+            await super().__call__(scope, receive, send)
+
+
 @router.get("/v1/files/{file_id}/content", responses=ERRORS | _CONTENT, response_class=FileResponse)
 async def content(file_id: FileId, store: Store, owner: Owner) -> FileResponse:
     """Return the content of a file."""
     known = store.file(file_id, owner)
-    return FileResponse(store.path(known.id), media_type="application/octet-stream")
+    return ContentResponse(store.path(known.id), media_type="application/octet-stream")
 
 
 @router.delete("/v1/files/{file_id}", responses=CHANGE_ERRORS)

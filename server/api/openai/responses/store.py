@@ -49,7 +49,7 @@ class ResponseStore:
         self.streaming: WeakValueDictionary[Key, Any] = WeakValueDictionary()
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._entries: OrderedDict[Key, Stored] = OrderedDict()
-        self._counts, self._sizes = Counter[bytes](), Counter[bytes]()  # by the key's salt
+        self._n_bytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -59,15 +59,12 @@ class ResponseStore:
         if stored.n_bytes > self._max_bytes:
             return
         self._entries[key] = stored
-        self._counts[key[0]] += 1
-        self._sizes[key[0]] += stored.n_bytes
-        while True:
-            if len(self._entries) > self._max_entries:
-                used = self._counts
-            elif self._sizes.total() > self._max_bytes:
-                used = self._sizes
-            else:
-                return
+        self._n_bytes += stored.n_bytes
+        while len(self._entries) > self._max_entries or self._n_bytes > self._max_bytes:
+            is_many = len(self._entries) > self._max_entries
+            used = Counter[bytes]()
+            for (owner, _), one in self._entries.items():
+                used[owner] += 1 if is_many else one.n_bytes
             [(most, _)] = used.most_common(1)
             self.pop(next(one for one in self._entries if one[0] == most))
 
@@ -79,8 +76,7 @@ class ResponseStore:
 
     def pop(self, key: Key) -> None:
         """Remove a response. Raises NotFoundError."""
-        self._sizes[key[0]] -= self.get(key).n_bytes
-        self._counts[key[0]] -= 1
+        self._n_bytes -= self.get(key).n_bytes
         del self._entries[key]
 
     def of_item(self, owner: bytes, item_id: str) -> Key:
