@@ -47,4 +47,4 @@ class Content:
             self._file.close()
         if self._id not in self._store.files:
             self._store.path(self._id).unlink(missing_ok=True)
-            self._store.give_back(self.n_bytes, self._owner)
+            self._store.take(-self.n_bytes, self._owner)

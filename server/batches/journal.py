@@ -16,8 +16,6 @@ from server.batches.objects import BatchUsage, Counts, StoredBatch, StoredFile
 from server.batches.store import BatchStore
 
 _SYNC_SECONDS = 1.0  # whose answers are computed again after a power failure
-
-
 # They end a line for Python's splitlines, and stand in strings only, where they can be escaped.
 _LINE_ENDS = {
     character.encode(): json.dumps(character).strip('"').encode()
@@ -67,7 +65,7 @@ class Journal:
                     yield
             n_more = path.stat().st_size - end
             file.truncate(end)
-            self._store.give_back(n_more, self._batch.owner)
+            self._store.take(-n_more, self._batch.owner)
 
     def _count(self, custom_id: str, status_code: int, content: Any) -> None:
         self.answered.add(hash(custom_id))
@@ -104,7 +102,7 @@ class Journal:
                 rest = rest[file.write(rest) :]
         except OSError:
             file.truncate(end)
-            self._store.give_back(len(line), self._batch.owner)
+            self._store.take(-len(line), self._batch.owner)
             raise
 
     @property

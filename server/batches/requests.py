@@ -36,22 +36,17 @@ class RequestFile:
         """Yield what is wrong with the file, and add the custom ids of its requests to `seen`."""
         n_blank = n_faults = 0
         for number, raw in self._lines():
-            fault = None
-            if raw.isspace() and len(raw) <= self._max_line:
-                n_blank += len(raw)
-                if n_blank > MOST_BLANK:
-                    message = f"The file has more than {MOST_BLANK} bytes of blank lines."
-                    fault = Fault(code="too_many_blank_lines", message=message)
-            else:
-                fault = self._fault(raw, seen)
-                if len(seen) > MAX_REQUESTS:
-                    message = f"A batch may have at most {MAX_REQUESTS} requests."
-                    fault = Fault(code="too_many_requests", message=message)
-            if fault is not None:
-                fault.line = number
-                n_faults += 1
-            yield fault
-            is_over = n_blank > MOST_BLANK or len(seen) > MAX_REQUESTS
+            is_blank = raw.isspace() and len(raw) <= self._max_line
+            n_blank += is_blank * len(raw)
+            fault = None if is_blank else self._fault(raw, seen)
+            if is_over := len(seen) > MAX_REQUESTS:
+                message = f"A batch may have at most {MAX_REQUESTS} requests."
+                fault = Fault(code="too_many_requests", message=message)
+            elif is_over := n_blank > MOST_BLANK:
+                message = f"The file has more than {MOST_BLANK} bytes of blank lines."
+                fault = Fault(code="too_many_blank_lines", message=message)
+            yield fault and fault.model_copy(update={"line": number})
+            n_faults += fault is not None
             if is_over or n_faults == _MAX_FAULTS:
                 return
         if not seen and not n_faults:

@@ -17,6 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,12 +25,7 @@ from pydantic import ValidationError
 
 from model.files import in_words, sync
 from server.batches.objects import ENDED, StoredBatch, StoredFile
-from server.errors import (
-    ConflictError,
-    NotFoundError,
-    RequestTooLargeError,
-    StartupError,
-)
+from server.errors import ConflictError, NotFoundError, RequestTooLargeError, StartupError
 
 RECORD_BYTES = 4096  # counted for each description
 WINDOW = 24 * 3600  # seconds in which a batch is answered
@@ -42,10 +38,10 @@ Record = TypeVar("Record", StoredFile, StoredBatch)
 class BatchStore:
     """The files and batches of all API keys, by id, in the order of their creation.
 
-    max_bytes: of all files. is_shared: a key may use as many bytes as it leaves to others, so no
-    key can take the room of all. max_batches: of each key; the oldest that has ended is then
-    forgotten. What is `reserved` ends a batch: it may exceed the limit, and use the last room of
-    the disk. Raises StartupError for a folder that another server uses, or that cannot be read.
+    max_bytes: of all files. is_shared: a key may use as many bytes as it leaves to others.
+    max_batches: of each key; the oldest that has ended is then forgotten. What is `reserved` ends a
+    batch: it may exceed the limit, and use the last room of the disk. Raises StartupError for a
+    folder that another server uses, or that cannot be read.
     """
 
     def __init__(
@@ -76,8 +72,7 @@ class BatchStore:
             raise StartupError(f"batch_dir {folder} {message}") from None
         except (OSError, ValidationError) as error:
             raise StartupError(f"batch_dir {folder}: {in_words(error)}") from None
-        records: list[StoredFile | StoredBatch] = [*self.files.values(), *self.batches.values()]
-        for record in records:
+        for record in chain[StoredFile | StoredBatch](self.files.values(), self.batches.values()):
             self._used[record.owner] += RECORD_BYTES
         with suppress(OSError):  # a full disk: files can still be deleted
             self._reserve()
@@ -133,7 +128,7 @@ class BatchStore:
 
     def _remove(self, path: Path, n_bytes: int, owner: str) -> None:
         path.unlink(missing_ok=True)
-        self.give_back(n_bytes, owner)
+        self.take(-n_bytes, owner)
 
     @property
     def n_bytes(self) -> int:
@@ -141,18 +136,16 @@ class BatchStore:
         return self._used.total()
 
     def take(self, n_bytes: int, owner: str, *, reserved: bool = False) -> None:
-        """Count bytes that are about to be written. Raises RequestTooLargeError for too many."""
+        """Count bytes that are about to be written, or, if less than 0, that are there no more.
+
+        Raises RequestTooLargeError for too many.
+        """
         with self._counting:
-            left = self._left(owner)
+            left = max(0, self._left(owner))
             if not reserved and n_bytes > left:
-                limit = f"the {max(0, left)} left for you (setting batch_dir_bytes)"
+                limit = f"the {left} left for you (setting batch_dir_bytes)"
                 raise RequestTooLargeError(f"{n_bytes} bytes are more than {limit}; delete files")
             self._used[owner] += n_bytes
-
-    def give_back(self, n_bytes: int, owner: str) -> None:
-        """Count bytes that are there no more."""
-        with self._counting:
-            self._used[owner] -= n_bytes
 
     def _left(self, owner: str) -> int:
         """Return the bytes that a key may still take."""
@@ -180,12 +173,10 @@ class BatchStore:
         self, file: StoredFile, endpoint: str, metadata: Mapping[str, str] | None, now: float
     ) -> StoredBatch:
         """Return a new batch, to be saved or forgotten. Raises ConflictError for one too many."""
-        n_mine = sum(one.owner == file.owner for one in self.unfinished)
-        if n_mine >= self._max_batches:
-            message = f"{n_mine} batches have not ended, the limit (setting max_batches)"
-            raise ConflictError(f"{message}; wait for one to end")
+        if sum(one.owner == file.owner for one in self.unfinished) >= self._max_batches:
+            limit = f"{self._max_batches} batches have not ended, the limit (setting max_batches)"
+            raise ConflictError(f"{limit}; wait for one to end")
         self.take(RECORD_BYTES, file.owner)
-        answers, failures = (f"file-{secrets.token_hex(12)}" for _ in range(2))
         batch = StoredBatch(
             id=f"batch_{secrets.token_hex(12)}",
             endpoint=endpoint,
@@ -194,8 +185,8 @@ class BatchStore:
             expires_at=int(now) + WINDOW,
             metadata=None if metadata is None else dict(metadata),
             owner=file.owner,
-            answers=answers,
-            failures=failures,
+            answers=f"file-{secrets.token_hex(12)}",
+            failures=f"file-{secrets.token_hex(12)}",
         )
         self.batches[batch.id] = batch
         return batch

@@ -29,8 +29,6 @@ _ENDINGS = {
     "expired": "This request could not be executed before the completion window expired.",
     "cancelled": "This request was not executed, because the batch was cancelled.",
 }
-
-
 # Answers the body of a request to an endpoint for the API key of a name, or returns the seconds
 # after which to try again.
 Answer = Callable[[str, bytes, str], Awaitable[Reply | float]]
@@ -39,8 +37,7 @@ Answer = Callable[[str, bytes, str], Awaitable[Reply | float]]
 class BatchWorker:
     """The tasks of unfinished batches, which take turns at `n_at_once` requests.
 
-    A batch whose files cannot be written waits for room and begins again, as after a crash. Work on
-    files has threads of its own, and pauses there for others, because a file may take seconds.
+    A batch whose files cannot be written waits for room and begins again, as after a crash.
     parse: reads the JSON of a line of at most `max_line` bytes. count: told "completed" or "failed"
     for each line. clock: seconds since 1970.
     """
@@ -65,7 +62,7 @@ class BatchWorker:
         self._is_closed = False
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self._limits: dict[str, asyncio.Timeout] = {}
-        self.waiting: dict[str, int] = {}  # the bytes for which a batch waits for room, by its id
+        self.waiting: dict[str, int] = {}  # bytes of the answers for which batches have no room
 
     def start(self) -> None:
         """Go on with the batches that have not ended."""
@@ -163,7 +160,7 @@ class BatchWorker:
     async def _next(self, steps: Iterator[T | None]) -> T | None:
         """Return the next result of an iterator, or None at its end.
 
-        It runs in a thread for a slice of time at once, and a cancelled caller ends it after that.
+        It has a thread for a slice of time at once, because a file may take seconds.
         """
 
         def run() -> tuple[T | None, bool]:

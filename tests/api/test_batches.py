@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 from starlette.responses import FileResponse
@@ -52,9 +52,14 @@ async def upload(served: Served, content: bytes, key: str | None = None) -> Fiel
     return found
 
 
+def asked(file_id: str, **change: Any) -> Fields:
+    body = {"input_file_id": file_id, "endpoint": ENDPOINT, "completion_window": "24h"}
+    return body | change
+
+
 async def begin(served: Served, file_id: str, endpoint: str = ENDPOINT) -> Fields:
-    body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": "24h"}
-    response = await served.client.post("/v1/batches", json=body | {"metadata": {"a": "b"}})
+    body = asked(file_id, endpoint=endpoint, metadata={"a": "b"})
+    response = await served.client.post("/v1/batches", json=body)
     assert response.status_code == 200, response.text
     found: Fields = response.json()
     return found
@@ -91,17 +96,10 @@ async def test_a_batch_answers_each_line_as_the_route_does(
         good = [line(str(i), prompt="abc"[: 1 + i % 3], seed=i) for i in range(9)]
         wrong = [line("cold", temperature=-1), line("long", max_tokens=10**6)]
         file = await upload(served, jsonl([*good[:5], *wrong, *good[5:]]))
-        assert file | {"id": "", "created_at": 0} == {
-            "id": "",
-            "object": "file",
-            "bytes": file["bytes"],
-            "created_at": 0,
-            "expires_at": None,
-            "filename": "requests.jsonl",
-            "purpose": "batch",
-            "status": "processed",
-            "status_details": None,
-        }
+        fields = {"object": "file", "filename": "requests.jsonl", "purpose": "batch"}
+        nothing = {"expires_at": None, "status": "processed", "status_details": None}
+        assert file == file | fields | nothing
+        assert file.keys() == {"id", "bytes", "created_at", *fields, *nothing}
         begun = await begin(served, file["id"])
         assert (begun["status"], begun["metadata"]) == ("validating", {"a": "b"})
         assert "owner" not in begun
@@ -247,8 +245,8 @@ async def test_files_and_batches_belong_to_a_named_key(tmp_path: Path) -> None:
             assert (await served.client.get(f"/v1/files/{file['id']}{path}")).status_code == 404
         assert (await served.client.delete(f"/v1/files/{file['id']}")).status_code == 404
         assert (await served.client.get("/v1/files")).json()["data"] == []
-        body = {"input_file_id": file["id"], "endpoint": ENDPOINT, "completion_window": "24h"}
-        assert (await served.client.post("/v1/batches", json=body)).status_code == 404
+        begun = await served.client.post("/v1/batches", json=asked(file["id"]))
+        assert begun.status_code == 404
         served.client.headers["x-api-key"] = "nameless"
         assert (await served.client.get("/v1/files")).status_code == 400
         served.client.headers["x-api-key"] = "ann-key"
@@ -311,18 +309,10 @@ async def test_a_batch_waits_for_room_for_its_answers(
 ) -> None:
     monkeypatch.setattr("server.batches.worker._PAUSE", 0)
     async with batching(tmp_path, batch_dir_bytes=32_000) as served:
-        store, loop, waiting = (
-            served.app.state.batches.store,
-            asyncio.get_running_loop(),
-            asyncio.Event(),
-        )
-        has_room = store.has_room
-
-        def ask(*arguments: Any) -> bool:
-            loop.call_soon_threadsafe(waiting.set)
-            return bool(has_room(*arguments))
-
-        monkeypatch.setattr(store, "has_room", ask)
+        loop, waiting = asyncio.get_running_loop(), asyncio.Event()
+        store, wake = served.app.state.batches.store, loop.call_soon_threadsafe
+        room = Mock(wraps=store.has_room, side_effect=lambda *_: wake(waiting.set) and DEFAULT)
+        monkeypatch.setattr(store, "has_room", room)
         other = await upload(served, b"a" * 6000)
         file = await upload(served, jsonl([line(str(i)) for i in range(30)]))
         batch = await begin(served, file["id"])
@@ -353,10 +343,9 @@ async def test_a_full_disk_is_507_and_leaves_nothing(
         n_bytes = served.app.state.batches.store.n_bytes
         error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         monkeypatch.setattr(os, "fsync", Mock(side_effect=error))
-        body = {"input_file_id": file["id"], "endpoint": ENDPOINT, "completion_window": "24h"}
         for response in (
             await served.client.post("/v1/files", content=PURPOSE + FILE + END, headers=HEAD),
-            await served.client.post("/v1/batches", json=body),
+            await served.client.post("/v1/batches", json=asked(file["id"])),
         ):
             assert response.status_code == 507
             assert "disk is full" in response.json()["error"]["message"]
@@ -399,7 +388,6 @@ async def test_without_a_folder_the_paths_name_the_setting(method: str) -> None:
 async def test_what_a_batch_cannot_be_is_refused(tmp_path: Path, change: Fields) -> None:
     async with batching(tmp_path) as served:
         file = await upload(served, jsonl([line("0")]))
-        body = {"input_file_id": file["id"], "endpoint": ENDPOINT, "completion_window": "24h"}
-        response = await served.client.post("/v1/batches", json=body | change)
+        response = await served.client.post("/v1/batches", json=asked(file["id"], **change))
     assert response.status_code == 400
     assert response.json()["error"]["param"].startswith(next(iter(change)))

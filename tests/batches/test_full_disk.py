@@ -31,15 +31,11 @@ class Disk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, lock: Path) -> None:
         self._lock = lock
         self.n, self.first, self.last = 0, FOREVER, FOREVER
-        for owner, name in (
-            *((Path, "write_bytes"), (Path, "rename"), (io.FileIO, "write"), (Content, "write")),
-            *((os, "fsync"), (os, "posix_fallocate")),
-        ):
-            patched = self._limited(getattr(owner, name), name)
-            if owner is io.FileIO:
-                monkeypatch.setattr(io, "FileIO", type("File", (io.FileIO,), {"write": patched}))
-            else:
-                monkeypatch.setattr(owner, name, patched)
+        file = type("File", (io.FileIO,), {})  # whose attributes can be set
+        monkeypatch.setattr(io, "FileIO", file)
+        patched = (Path, "write_bytes"), (Path, "rename"), (file, "write"), (Content, "write")
+        for owner, name in (*patched, (os, "fsync"), (os, "posix_fallocate")):
+            monkeypatch.setattr(owner, name, self._limited(getattr(owner, name), name))
 
     def _limited(self, write: Callable[..., Any], name: str) -> Callable[..., Any]:
         def limited(*arguments: Any) -> Any:
