@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import DEFAULT, Mock
+from unittest.mock import Mock
 
 import pytest
 from starlette.responses import FileResponse
@@ -310,9 +310,16 @@ async def test_a_batch_waits_for_room_for_its_answers(
     monkeypatch.setattr("server.batches.worker._PAUSE", 0)
     async with batching(tmp_path, batch_dir_bytes=32_000) as served:
         loop, waiting = asyncio.get_running_loop(), asyncio.Event()
-        store, wake = served.app.state.batches.store, loop.call_soon_threadsafe
-        room = Mock(wraps=store.has_room, side_effect=lambda *_: wake(waiting.set) and DEFAULT)
-        monkeypatch.setattr(store, "has_room", room)
+        store = served.app.state.batches.store
+        has_room, errors = store.has_room, iter([OSError(errno.EIO, os.strerror(errno.EIO))])
+
+        def ask(*arguments: Any) -> bool:
+            for error in errors:
+                raise error
+            loop.call_soon_threadsafe(waiting.set)
+            return bool(has_room(*arguments))
+
+        monkeypatch.setattr(store, "has_room", ask)
         other = await upload(served, b"a" * 6000)
         file = await upload(served, jsonl([line(str(i)) for i in range(30)]))
         batch = await begin(served, file["id"])
