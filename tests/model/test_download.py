@@ -17,7 +17,7 @@ import pytest
 import requests
 from huggingface_hub import constants
 
-from model.download import transfer
+from model.download import choice, hub, s3, transfer
 from model.download.choice import choose_files
 from model.download.oci import guard
 from model.download.pull import find
@@ -216,7 +216,8 @@ def test_a_store_that_sends_hardly_anything_is_left(
         return True
 
     monkeypatch.setattr(transfer, "LONGEST_WAIT", 0.1)
-    monkeypatch.setattr(transfer, "LEAST_SPEED", len(WEIGHTS) * 100)
+    monkeypatch.setattr(hub, "LONGEST_WAIT", 0.1)
+    monkeypatch.setattr(hub, "_LEAST_SPEED", len(WEIGHTS) * 100)
     with store_of(scheme, CHECKPOINT, monkeypatch, tmp_path) as (store, reference):
         store.instead = send_a_byte
         try:
@@ -303,14 +304,17 @@ def test_a_registry_with_tls_leads_nowhere_else(url: str) -> None:
         session.get(url)
 
 
-def test_a_store_of_too_many_files_is_refused(monkeypatch: Any, tmp_path: Path) -> None:
-    monkeypatch.setattr(transfer, "MAX_FILES", 3)
-    for scheme in ("hf", "s3"):
-        with (
-            store_of(scheme, CHECKPOINT, monkeypatch, tmp_path) as (_, reference),
-            pytest.raises(DownloadError, match="more than 3 files"),
-        ):
-            pull(reference, tmp_path)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_store_of_too_many_files_is_refused(
+    scheme: str, monkeypatch: Any, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(choice, "MAX_FILES", 3)
+    monkeypatch.setattr(s3, "MAX_FILES", 3)
+    with (
+        store_of(scheme, CHECKPOINT, monkeypatch, tmp_path) as (_, reference),
+        pytest.raises(DownloadError, match="more than 3 files"),
+    ):
+        pull(reference, tmp_path)
 
 
 @pytest.mark.parametrize("scheme", ["oci", "s3"])
