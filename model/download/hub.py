@@ -82,8 +82,10 @@ class HubModel:
                     raise DownloadError(f"{reference}: {name} has more than its {size:,} bytes")
                 return bool(super().update(n))
 
-            def update_transfer(self, n: float) -> None:
+            def update_transfer(self, *_: object, **__: object) -> None:
                 """Ignore what the network brings: only what reaches the file counts."""
+
+            set_transfer_postfix_str = update_transfer
 
         ask = partial(hub.hf_hub_download, reference.name, name, revision=revision)
         longest = LONGEST_WAIT + size / _LEAST_SPEED
