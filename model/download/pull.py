@@ -12,10 +12,15 @@ from model.download.hub import HubModel, find_hub_model
 from model.download.oci import list_oci
 from model.download.reference import DownloadError, Reference
 from model.download.s3 import list_s3
-from model.download.transfer import INDEX_BYTES, in_time, read_whole, transfer
+from model.download.transfer import INDEX_BYTES, RemoteFile, in_time, read_whole, transfer
 from model.progress import Progress, interruptible
 
 _LIST_SECONDS = 120.0
+_LISTS: dict[str, Callable[[Reference], HubModel | tuple[str, dict[str, RemoteFile]]]] = {
+    "hf": find_hub_model,
+    "oci": list_oci,
+    "s3": list_s3,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +48,8 @@ def find(reference: Reference, cache: Path) -> Found:
 
     Raises DownloadError, and ModuleNotFoundError for an extra that is not installed.
     """
-    lists = {"hf": find_hub_model, "oci": list_oci, "s3": list_s3}[reference.scheme]
     try:
-        found = interruptible(lambda _: lists(reference), _LIST_SECONDS)
+        found = interruptible(lambda _: _LISTS[reference.scheme](reference), _LIST_SECONDS)
     except TimeoutError as error:
         raise DownloadError(f"{reference} cannot be listed: {error}; try again later") from None
     if isinstance(found, HubModel):

@@ -281,7 +281,7 @@ def test_a_compressed_answer_of_a_registry_is_refused(
 
 
 DIGEST, TITLE = f"sha256:{'0' * 64}", "org.opencontainers.image.title"
-LAYER = {"size": 1, "digest": DIGEST, "annotations": {TITLE: "config.json"}}
+LAYER: dict[str, Any] = {"size": 1, "digest": DIGEST, "annotations": {TITLE: "config.json"}}
 WRONG = (
     *({"size": size} for size in (None, "1", -1, 1e300)),
     *({"digest": digest} for digest in (1, "sha256:../..")),
