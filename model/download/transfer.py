@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,7 +73,8 @@ def transfer(files: Mapping[str, RemoteFile], folder: Path, progress: Progress) 
     """
     total = sum(file.size for file in files.values())
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(folder.with_name(f"{folder.name}.lock")):
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # waits for other processes
         if folder.is_dir():
             return
         part, before = folder.with_name(f"{folder.name}.part"), 0
@@ -119,11 +119,3 @@ def _fetch(name: str, file: RemoteFile, target: Path) -> Iterator[int]:
             "the file again"
         )
     incomplete.rename(target)
-
-
-@contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Wait for other processes that hold the lock."""
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

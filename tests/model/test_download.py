@@ -282,7 +282,7 @@ def test_a_compressed_answer_of_a_registry_is_refused(
 
 DIGEST, TITLE = f"sha256:{'0' * 64}", "org.opencontainers.image.title"
 LAYER: dict[str, Any] = {"size": 1, "digest": DIGEST, "annotations": {TITLE: "config.json"}}
-WRONG = (
+WRONG: tuple[dict[str, Any], ...] = (
     *({"size": size} for size in (None, "1", -1, 1e300)),
     *({"digest": digest} for digest in (1, "sha256:../..")),
     *({"annotations": notes} for notes in (1, {TITLE: 1})),
