@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from model.config import first_problem
 from model.download.reference import DownloadError, Reference
@@ -27,15 +27,13 @@ _TIMEOUT = 30  # seconds
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")  # without TLS, as with docker
 
 
-class _Layer(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class _Layer(BaseModel, strict=True):
     size: int = Field(ge=0)
     digest: str = Field(pattern=r"^\w+:[0-9a-f]+$")
     annotations: dict[str, str] | None = None
 
 
-class _Manifest(BaseModel):
+class _Manifest(BaseModel, title="it"):
     layers: list[_Layer] = []
 
 
