@@ -99,7 +99,7 @@ def examine() -> dict[str, Any]:
             "gpu": "; ".join(gpus) or "none",
         },
         "precisions": expectations(features, has_gpu=bool(gpus)),
-        "missing": _missing_extras() | _missing_tools(),
+        "missing": _missing(),
         "notes": _notes(features, runtimes, has_gpu=bool(gpus)),
         "can_serve": bool(runtimes),
     }
@@ -143,8 +143,8 @@ def _notes(features: list[str], runtimes: list[str], *, has_gpu: bool) -> list[s
     return notes
 
 
-def _missing_extras() -> dict[str, str]:
-    """Return what each extra is for that lacks packages, and how to get it."""
+def _missing() -> dict[str, str]:
+    """Return what each extra that lacks packages, and each tool, is for, and how to get it."""
     needed = defaultdict(list)
     for requirement in requires("kvasir-lm") or ():
         if match := _REQUIREMENT.match(requirement):
@@ -157,15 +157,10 @@ def _missing_extras() -> dict[str, str]:
             command = f"pip install -c constraints.txt -e '.[{extra}]'"
             purpose = _PURPOSES.get(extra, extra)
             found[extra] = f"for {purpose}: {command} (brings {', '.join(absent)})"
+    for name, (purpose, get) in _TOOLS.items():
+        if not shutil.which(name):
+            found[name] = f"for {purpose}: {get}"
     return found
-
-
-def _missing_tools() -> dict[str, str]:
-    return {
-        name: f"for {purpose}: {get}"
-        for name, (purpose, get) in _TOOLS.items()
-        if not shutil.which(name)
-    }
 
 
 def _gpus() -> list[str]:

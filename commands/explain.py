@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 from typer import Option
@@ -12,9 +11,6 @@ from typer import Option
 from commands.console.options import InputText, Json, ModelDirectory
 from commands.console.output import make_table, one_line_errors, show
 from commands.console.progress import ProgressBar
-
-if TYPE_CHECKING:
-    from server.explain.explanation import Head
 
 
 def _check_picture(out: Path | None) -> Path | None:
@@ -27,13 +23,6 @@ def _check_heads(heads: str | None) -> str | None:
     if heads is not None and not re.fullmatch(r"\d+\.\d+(,\d+\.\d+)*", heads):
         raise typer.BadParameter(f"{heads!r} is not a list of heads such as 1.0,2.3")
     return heads
-
-
-def _parse_heads(heads: str | None) -> tuple[Head, ...]:
-    """Return the heads of a list such as 1.0,2.3; None has none."""
-    from server.explain.explanation import Head
-
-    return tuple(Head(*map(int, one.split("."))) for one in heads.split(",")) if heads else ()
 
 
 def explain(
@@ -52,14 +41,16 @@ def explain(
     """Show what the exported model attends to in a text, and a decoder's likeliest next tokens."""
     from model.bundle import load_bundle
     from server.explain.explainer import Explainer
-    from server.explain.explanation import Questions, check_index
+    from server.explain.explanation import Head, Questions, check_index
 
     with one_line_errors(), ProgressBar(quiet=as_json) as progress:
         progress("loading the model", 0, 0)
         bundle = load_bundle(directory)
         if head is not None:
             check_index("head", head, bundle.config.n_head)
-        questions = Questions(top_k=top_k, without=_parse_heads(without))
+        named = without.split(",") if without else ()
+        off = tuple(Head(*map(int, one.split("."))) for one in named)
+        questions = Questions(top_k=top_k, without=off)
         explanation = Explainer(bundle).explain(text, [layer], questions, target=target)
         heads = list(range(bundle.config.n_head)) if head is None else [head]
         if out is not None:

@@ -54,7 +54,11 @@ def write_attention_graph(directory: Path) -> None:
     is_decoder = any(value.name == "logits" for value in graph.outputs)
     if is_decoder:
         graph.outputs[:] = [value for value in graph.outputs if value.name == "logits"]
-        graph.inputs[:] = [value for value in graph.inputs if _is_kept(str(value.name))]
+        graph.inputs[:] = [
+            value
+            for value in graph.inputs
+            if value.name in STEP_INPUTS or str(value.name).startswith(f"{SOURCE_OUTPUT}.")
+        ]
     for choice in [node for node in graph if node.op_type == "If"]:
         take_branch(choice, "else_branch")  # over rows of floats
     attentions = [node for node in graph if node.op_type == "GroupQueryAttention"]
@@ -78,10 +82,6 @@ def write_attention_graph(directory: Path) -> None:
         RemoveUnusedNodesPass()(model)  # what made their lengths and their lack of new keys
     remove_unused_constants(graph)
     ir.save(model, directory / ATTENTION_GRAPH_FILE)
-
-
-def _is_kept(name: str) -> bool:
-    return name in STEP_INPUTS or name.startswith(f"{SOURCE_OUTPUT}.")
 
 
 def _add_output(graph: ir.Graph, value: ir.Value, name: str, shape: list[int | str]) -> None:

@@ -46,7 +46,6 @@ _PROMPT_TOKENS = 128
 _DECODE_STEPS = 48
 _PREFILL_ROUNDS = 5
 _READ_BYTES = 2**30  # at most, at once
-_READINGS = 9
 # Bytes of a weight in the layers, of one in the head, and of a key or value. int4 has a scale for
 # each 32 weights: in float32 on the CPU, in 16 bits on CUDA, where int8 has such a scale too.
 _BYTES: dict[tuple[Device, str], tuple[float, float, int]] = {
@@ -201,7 +200,7 @@ class _EngineBench:
             while self._engine.has_work:
                 self._engine.step()
 
-        return n_tokens / median_seconds(run, _PREFILL_ROUNDS)
+        return n_tokens / median(seconds_of(run, _PREFILL_ROUNDS))
 
     def decode(self, batch: int, temperature: float) -> tuple[float, float]:
         """Return a decode step's seconds and its share outside the model."""
@@ -241,8 +240,8 @@ def n_layer_weights(config: TransformerConfig) -> int:
     return n_parameters - n_matrices * config.vocab_size * config.d_model
 
 
-def median_seconds(work: Callable[[], object], n: int = 9) -> float:
-    """Return the median time of n runs after a warm-up, each until a GPU is idle."""
+def seconds_of(work: Callable[[], object], n: int = 9) -> list[float]:
+    """Return the times of n runs after a warm-up, each until a GPU is idle."""
     seconds = []
     has_gpu = torch.cuda.is_available()
     synchronize: Callable[[], object] = torch.cuda.synchronize if has_gpu else lambda: None
@@ -252,7 +251,7 @@ def median_seconds(work: Callable[[], object], n: int = 9) -> float:
         work()
         synchronize()
         seconds.append(perf_counter() - started)
-    return median(seconds[1:])
+    return seconds[1:]
 
 
 def measure_gpu() -> tuple[float, float]:
@@ -260,8 +259,8 @@ def measure_gpu() -> tuple[float, float]:
     source = torch.ones(2**30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
-    bandwidth = 2 * source.numel() / median_seconds(lambda: target.copy_(source))
-    return bandwidth, 2 * 8192**3 / median_seconds(lambda: a @ a)
+    bandwidth = 2 * source.numel() / median(seconds_of(lambda: target.copy_(source)))
+    return bandwidth, 2 * 8192**3 / median(seconds_of(lambda: a @ a))
 
 
 def read_speed(n_bytes: float, threads: int) -> float:
@@ -274,10 +273,6 @@ def read_speed(n_bytes: float, threads: int) -> float:
         for _ in range(n_rounds):
             part.max()
 
-    seconds = []
     with ThreadPoolExecutor(threads) as pool:
-        for _ in range(_READINGS):
-            started = perf_counter()
-            list(pool.map(read, parts))
-            seconds.append(perf_counter() - started)
-    return n_rounds * size * threads / min(seconds)
+        seconds = min(seconds_of(lambda: list(pool.map(read, parts))))
+    return n_rounds * size * threads / seconds

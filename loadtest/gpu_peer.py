@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from statistics import median
 from typing import Any, cast
 
 import numpy as np
 import torch
 
-from loadtest.bench_engine import median_seconds
+from loadtest.bench_engine import seconds_of
 from loadtest.gpu_log import SkippedError
 from model.config import TransformerConfig
 
@@ -32,7 +33,7 @@ def answer_speed(
         lengths = [len(tokens) for tokens in generate(prompts)]
         assert lengths == [NEW] * batch, "an answer ended early"
 
-    return batch * NEW / median_seconds(run, _ROUNDS)
+    return batch * NEW / median(seconds_of(run, _ROUNDS))
 
 
 class Peer:

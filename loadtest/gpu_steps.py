@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch.profiler import ProfilerActivity, profile
 
 from export.tail import MAX_CANDIDATES
-from loadtest.bench_engine import median_seconds
+from loadtest.bench_engine import seconds_of
 from loadtest.gpu_log import SkippedError
 from loadtest.gpu_promises import generate
 from model.bundle import load_bundle
@@ -218,7 +218,7 @@ def measure_copy(batch: int, vocab_size: int) -> dict[str, float]:
     logits = torch.zeros(batch, vocab_size, device="cuda")
     tail = torch.zeros(batch, 3 * MAX_CANDIDATES, device="cuda")
     return {
-        f"{name}, ms": 1e3 * median_seconds(partial(torch.empty_like(of, **where).copy_, of))
+        f"{name}, ms": 1e3 * median(seconds_of(partial(torch.empty_like(of, **where).copy_, of)))
         for name, of, where in (
             ("pageable", logits, {"device": "cpu"}),
             ("pinned", logits, {"device": "cpu", "pin_memory": True}),

@@ -23,15 +23,11 @@ Rounds = list[list[tuple[float, ...]]]  # of each server, the figures of each ro
 T = TypeVar("T")
 
 
-class _Body:
+class _Body(bytearray):
     """The body of a response, as `httptools` reports it."""
 
-    def __init__(self) -> None:
-        self.content = b""
-        self.is_whole = False
-
-    def on_body(self, data: bytes) -> None:
-        self.content += data
+    is_whole = False
+    on_body = bytearray.extend
 
     def on_message_complete(self) -> None:
         self.is_whole = True
@@ -72,12 +68,11 @@ class JsonClient:
                 parser.feed_data(data)
             seconds = perf_counter() - sent
             if (status := parser.get_status_code()) != 200:
-                raise ConnectionError(f"HTTP {status}: {error_message(found.content)}")
-            return seconds, json.loads(found.content)
-        except httptools.HttpParserError as error:
-            raise ConnectionError(f"the answer of {self._host} is not HTTP: {error}") from None
-        except ValueError as error:
-            raise ConnectionError(f"the answer of {self._host} is not JSON: {error}") from None
+                raise ConnectionError(f"HTTP {status}: {error_message(bytes(found))}")
+            return seconds, json.loads(found)
+        except (httptools.HttpParserError, ValueError) as error:
+            form = "JSON" if isinstance(error, ValueError) else "HTTP"
+            raise ConnectionError(f"the answer of {self._host} is not {form}: {error}") from None
 
 
 def n_used(answer: Any, kind: str) -> int:

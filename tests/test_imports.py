@@ -47,7 +47,9 @@ RULES = {
     "model.network": ("model.config",),
     "model.training": ("model",),
     "model.importing": ("model.network", "model.tensor_files", *WITHOUT_TORCH),
-    "model.download": ("model.bundle", "model.files", "model.mistaken", "model.progress"),
+    "model.download": (
+        *("model.bundle", "model.config", "model.files", "model.mistaken", "model.progress"),
+    ),
     "model": ("model.network",),
     # Verifies a graph as it is served.
     "export.verification.paged_session": ("export.verification", "model", "server.engine"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -172,16 +172,13 @@ def _docstrings(count: int) -> list[tuple[str, str]]:
     """Return the first lines of so many docstrings, all different, and the rest of each."""
     pairs: dict[str, str] = {}
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        for text in _texts_of(file):
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                continue
+            text = ast.get_docstring(node) or ""
             query, _, document = (part.strip() for part in text.partition("\n\n"))
             if len(query) >= _LEAST_QUERY and len(document) >= _LEAST_DOCUMENT:
                 pairs.setdefault(query, document)
         if len(pairs) >= count:
             break
     return list(pairs.items())[:count]
-
-
-def _texts_of(file: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(file.read_bytes())):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-            yield ast.get_docstring(node) or ""

@@ -20,6 +20,7 @@ _TEXTS = re.compile(
 )
 # What import makes a tokenizer.json of.
 _TOKENIZERS = ({"source.spm", "vocab.json"}, {"spiece.model"}, {"sentencepiece.bpe.model"})
+MAX_FILES = 100_000  # of a model, with those that are not chosen
 _PART = re.compile(r"(.+)-\d{5}-of-\d{5}\.gguf")
 _NOT_SAFETENSORS = re.compile(r".+\.(bin|pt|pth|msgpack|h5|ckpt)")
 
@@ -31,6 +32,10 @@ def choose_files(
 
     read: returns the content of a small one. Raises DownloadError for a model without them.
     """
+    if len(names) > MAX_FILES:
+        raise DownloadError(
+            f"{reference} has more than {MAX_FILES:,} files; name a model's own place"
+        )
     try:
         if reference.file is None and {MANIFEST_FILE, GRAPH_FILE} <= set(names):
             files = parse_object(read(MANIFEST_FILE)).get("files")

@@ -9,20 +9,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from model.download.choice import choose_files
 from model.download.reference import DownloadError, Reference
-from model.download.transfer import (
-    CHUNK,
-    INDEX_BYTES,
-    check_count,
-    digest,
-    longest_seconds,
-    read_whole,
-)
+from model.download.transfer import CHUNK, INDEX_BYTES, LONGEST_WAIT, digest, read_whole
 from model.progress import Progress, interruptible
+
+_LEAST_SPEED = 2**14  # bytes a second of a whole file: the library does not show its chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +82,14 @@ class HubModel:
                     raise DownloadError(f"{reference}: {name} has more than its {size:,} bytes")
                 return bool(super().update(n))
 
-            def update_transfer(self, n: float) -> None:
+            def update_transfer(self, *_: object, **__: object) -> None:
                 """Ignore what the network brings: only what reaches the file counts."""
 
-        def download(_: object) -> str:
-            return hub.hf_hub_download(reference.name, name, revision=revision, tqdm_class=Bounded)
+            set_transfer_postfix_str = update_transfer
 
-        return Path(interruptible(download, longest_seconds(size)))
+        ask = partial(hub.hf_hub_download, reference.name, name, revision=revision)
+        longest = LONGEST_WAIT + size / _LEAST_SPEED
+        return Path(interruptible(lambda _: ask(tqdm_class=Bounded), longest))
 
 
 def find_hub_model(reference: Reference) -> HubModel:
@@ -117,7 +114,6 @@ def find_hub_model(reference: Reference) -> HubModel:
     with _in_words(reference):
         info = hub.HfApi().model_info(reference.name, revision=revision, files_metadata=True)
     files = info.siblings or ()
-    check_count(reference, len(files))
     hashes = {f.rfilename: f.lfs.sha256 if f.lfs else f.blob_id or "" for f in files}
     sizes = {f.rfilename: f.size or 0 for f in files}
     return HubModel(reference, info.sha or "", sizes, hashes)

@@ -7,23 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
 from collections.abc import Iterable
 from functools import partial
-from operator import index
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, Field, ValidationError
+
+from model.config import first_problem
 from model.download.reference import DownloadError, Reference
-from model.download.transfer import (
-    CHUNK,
-    SMALL_BYTES,
-    RemoteFile,
-    digest,
-    from_offset,
-    read_whole,
-)
-from model.files import parse_object
+from model.download.transfer import CHUNK, RemoteFile, digest, from_offset, read_whole
 
 _NAMES = ("org.opencontainers.image.title", "org.cncf.model.filepath")  # annotations
 _MANIFESTS = (
@@ -34,50 +27,60 @@ _TIMEOUT = 30  # seconds
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")  # without TLS, as with docker
 
 
+class _Layer(BaseModel, strict=True):
+    size: int = Field(ge=0)
+    digest: str = Field(pattern=r"^\w+:[0-9a-f]+$")
+    annotations: dict[str, str] | None = None
+
+
+class _Manifest(BaseModel, title="it"):
+    layers: list[_Layer] = []
+
+
 def list_oci(reference: Reference) -> tuple[str, dict[str, RemoteFile]]:
     """Return the revision of a model, and its files by name. Raises DownloadError."""
-    import requests  # noqa: PLC0415  which oras brings
-    from oras.provider import Registry  # noqa: PLC0415  of the extra oci
+    from oras.auth import get_auth_backend  # noqa: PLC0415  of the extra oci
+    from oras.provider import Registry  # noqa: PLC0415
 
     logging.getLogger("oras").setLevel(logging.CRITICAL)  # its errors are raised, too
 
     host = reference.place.partition("/")[0]
     insecure = host.rpartition(":")[0] in _LOCAL or host in _LOCAL
-    try:
-        with requests.Session() as session:
-            guard(session, is_local=insecure)
-            asked = session.get(f"http{'' if insecure else 's'}://{host}/v2/", timeout=_TIMEOUT)
-    except OSError as error:
-        raise DownloadError(f"{reference} cannot be reached: {error}") from None
-    is_basic = asked.headers.get("WWW-Authenticate", "").lower().startswith("basic")
-    registry: Any = Registry(insecure=insecure, auth_backend="basic" if is_basic else "token")
+    registry: Any = Registry(insecure=insecure)
     guard(registry.session, is_local=insecure)
     # Without its retries, which last minutes.
     registry.do_request = partial(Registry.do_request.__wrapped__, registry)
     container = registry.get_container(reference.place)
-    registry.auth.load_configs(container)
     url = f"{registry.prefix}://{container.manifest_url()}"
     try:
+        asked = registry.session.get(f"{registry.prefix}://{host}/v2/", timeout=_TIMEOUT)
+        if asked.headers.get("WWW-Authenticate", "").lower().startswith("basic"):
+            registry.auth = get_auth_backend("basic", registry.session, insecure)
+        registry.auth.load_configs(container)
         with _get(registry, reference, url, {"Accept": _MANIFESTS}) as response:
-            content = read_whole(url, response.iter_content(CHUNK), SMALL_BYTES)
+            content = read_whole(url, response.iter_content(CHUNK))
     except OSError as error:
         raise DownloadError(f"{reference} cannot be reached: {error}") from None
     revision = hashlib.sha256(content).hexdigest()
     if container.digest and container.digest != f"sha256:{revision}":
         raise DownloadError(f"{reference}: the registry's manifest has the hash {revision}")
-    files = {}
     try:
-        layers = _layers(content)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DownloadError(f"{reference}: its manifest is malformed: {error!r}") from None
-    for name, size, full in layers:
-        algorithm, _, expected = full.partition(":")
-        blob = f"{registry.prefix}://{container.get_blob_url(full)}"
-        files[name] = RemoteFile(
-            size,
-            partial(_read, registry, reference, blob),
-            partial(_matches, algorithm, expected),
-        )
+        layers = _Manifest.model_validate_json(content).layers
+    except ValidationError as error:
+        problem = first_problem(error)
+        raise DownloadError(f"{reference}: its manifest is malformed: {problem}") from None
+    files = {}
+    for layer in layers:
+        notes = layer.annotations or {}
+        name = next((notes[key] for key in _NAMES if key in notes), None)
+        algorithm, _, expected = layer.digest.partition(":")
+        if name is not None and algorithm in ("sha256", "sha512"):
+            blob = f"{registry.prefix}://{container.get_blob_url(layer.digest)}"
+            files[name] = RemoteFile(
+                layer.size,
+                partial(_read, registry, reference, blob),
+                partial(_matches, algorithm, expected),
+            )
     if not files:
         raise DownloadError(
             f"{reference} has no layer with a title, so its files have no names; push the model's "
@@ -100,27 +103,8 @@ def _read_small(response: Any, *, stream: bool = False, **_: object) -> None:
         response.close()
         raise DownloadError(f"{response.url} sends a compressed answer, which nobody asked for")
     if not stream or response.status_code not in (200, 206):
-        chunks = response.iter_content(CHUNK)
-        response._content = read_whole(response.url, chunks, SMALL_BYTES, response.close)
-
-
-def _layers(manifest: bytes) -> list[tuple[str, int, str]]:
-    """Return the names, sizes and hashes of a manifest's files.
-
-    Raises AttributeError, KeyError, TypeError or ValueError for a malformed one.
-    """
-    found = []
-    for layer in parse_object(manifest).get("layers", ()):
-        notes = layer.get("annotations") or {}
-        name = next((notes[key] for key in _NAMES if key in notes), None)
-        size, full = index(layer["size"]), layer["digest"]
-        if size < 0 or not isinstance(name, str | None):
-            raise ValueError(f"a layer has the size {size} and the name {name!r}")
-        if not re.fullmatch(r"\w+:[0-9a-f]+", full):
-            raise ValueError(f"a layer has the digest {full!r}")
-        if name is not None and full.startswith(("sha256:", "sha512:")):
-            found.append((name, size, full))
-    return found
+        with response:
+            response._content = read_whole(response.url, response.iter_content(CHUNK))
 
 
 def _matches(algorithm: str, expected: str, path: Path) -> bool:
@@ -130,8 +114,8 @@ def _matches(algorithm: str, expected: str, path: Path) -> bool:
 def _read(registry: Any, reference: Reference, url: str, start: int) -> Iterable[bytes]:
     headers = {"Range": f"bytes={start}-"} if start else {}
     with _get(registry, reference, url, headers) as response:
-        skipped = start if response.status_code == 200 else 0
-        yield from from_offset(skipped, response.iter_content(CHUNK))
+        is_part = response.status_code == 206
+        yield from from_offset(0 if is_part else start, response.iter_content(CHUNK))
 
 
 def _get(registry: Any, reference: Reference, url: str, headers: dict[str, str]) -> Any:

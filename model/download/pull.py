@@ -8,14 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.download.choice import choose_files
-from model.download.hub import find_hub_model
+from model.download.hub import HubModel, find_hub_model
 from model.download.oci import list_oci
 from model.download.reference import DownloadError, Reference
 from model.download.s3 import list_s3
-from model.download.transfer import INDEX_BYTES, in_time, read_whole, transfer
+from model.download.transfer import INDEX_BYTES, RemoteFile, in_time, read_whole, transfer
 from model.progress import Progress, interruptible
 
 _LIST_SECONDS = 120.0
+_LISTS: dict[str, Callable[[Reference], HubModel | tuple[str, dict[str, RemoteFile]]]] = {
+    "hf": find_hub_model,
+    "oci": list_oci,
+    "s3": list_s3,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +49,12 @@ def find(reference: Reference, cache: Path) -> Found:
     Raises DownloadError, and ModuleNotFoundError for an extra that is not installed.
     """
     try:
-        return interruptible(lambda _: _find(reference, cache), _LIST_SECONDS)
+        found = interruptible(lambda _: _LISTS[reference.scheme](reference), _LIST_SECONDS)
     except TimeoutError as error:
         raise DownloadError(f"{reference} cannot be listed: {error}; try again later") from None
-
-
-def _find(reference: Reference, cache: Path) -> Found:
-    if reference.scheme == "hf":
-        model = find_hub_model(reference)
-        return Found(reference, model.revision, model.pull)
-    revision, files = (list_oci if reference.scheme == "oci" else list_s3)(reference)
+    if isinstance(found, HubModel):
+        return Found(reference, found.revision, found.pull)
+    revision, files = found
     folder = cache / reference.scheme / reference.place.replace(":", "_") / revision
 
     def read(name: str) -> bytes:

@@ -10,16 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from model.download.choice import MAX_FILES
 from model.download.reference import DownloadError, Reference
-from model.download.transfer import (
-    CHUNK,
-    SMALL_BYTES,
-    RemoteFile,
-    check_count,
-    digest,
-    from_offset,
-    read_whole,
-)
+from model.download.transfer import CHUNK, RemoteFile, digest, from_offset, read_whole
 
 
 def list_s3(reference: Reference) -> tuple[str, dict[str, RemoteFile]]:
@@ -36,11 +29,9 @@ def list_s3(reference: Reference) -> tuple[str, dict[str, RemoteFile]]:
             client = session.client("s3", config=public)
             _bound(client._endpoint.http_session)
             lister = client.get_paginator("list_objects_v2")
-            pages = lister.paginate(Bucket=bucket, Prefix=f"{prefix}/")
-            listed: list[dict[str, Any]] = []
-            for page in pages:
-                listed += page.get("Contents", ())
-                check_count(reference, len(listed))
+            most = {"MaxItems": MAX_FILES + 2}  # one more than may be, and the folder itself
+            pages = lister.paginate(Bucket=bucket, Prefix=f"{prefix}/", PaginationConfig=most)
+            listed = [item for page in pages for item in page.get("Contents", ())]
     except OSError as error:
         raise DownloadError(f"{reference} cannot be listed: {error}") from None
     if not listed:
@@ -60,15 +51,15 @@ def list_s3(reference: Reference) -> tuple[str, dict[str, RemoteFile]]:
 
 
 def _bound(http: Any) -> None:
-    """Let boto3's connections read at most SMALL_BYTES of an answer that is no file."""
+    """Bound what boto3 reads of an answer that is no file."""
     send = http.send
 
     def send_bounded(request: Any) -> Any:
         is_file, request.stream_output = request.stream_output, True
         answer = send(request)
         if not is_file or answer.status_code >= 300:
-            raw = answer.raw
-            answer._content = read_whole(request.url, raw.stream(CHUNK), SMALL_BYTES, raw.close)
+            with answer.raw as raw:
+                answer._content = read_whole(request.url, raw.stream(CHUNK))
         return answer
 
     http.send = send_bounded
@@ -77,8 +68,8 @@ def _bound(http: Any) -> None:
 def _read(client: Any, place: dict[str, str], start: int) -> Iterable[bytes]:
     with _os_errors():
         answer = client.get_object(**place, Range=f"bytes={start}-")
-        skipped = start if answer["ResponseMetadata"]["HTTPStatusCode"] == 200 else 0
-        yield from from_offset(skipped, answer["Body"].iter_chunks(CHUNK))
+        is_part = answer["ResponseMetadata"]["HTTPStatusCode"] == 206
+        yield from from_offset(0 if is_part else start, answer["Body"].iter_chunks(CHUNK))
 
 
 @contextmanager

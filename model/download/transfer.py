@@ -5,20 +5,17 @@ from __future__ import annotations
 import fcntl
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.download.reference import DownloadError, Reference
+from model.download.reference import DownloadError
 from model.files import sync
 from model.progress import Progress, interruptible
 
-SMALL_BYTES = 2**22  # of an answer that is no file, as registries limit manifests
+_SMALL_BYTES = 2**22  # of an answer that is no file, as registries limit manifests
 INDEX_BYTES = 2**26  # of a file that is read before the others, and of a hub's list of files
 CHUNK = 2**16  # bytes
-MAX_FILES = 100_000
 LONGEST_WAIT = 30.0  # seconds for a chunk
-LEAST_SPEED = 2**14  # bytes a second of a whole file, where chunks are not seen
 _MB = 10**6
 _ATTEMPTS = 5  # in a row that bring less than a chunk
 
@@ -44,30 +41,14 @@ def digest(path: Path, algorithm: str, prefix: bytes = b"") -> str:
     return found.hexdigest()
 
 
-def read_whole(
-    source: str, chunks: Iterable[bytes], most: int, close: Callable[[], object] = lambda: None
-) -> bytes:
-    """Return the content in chunks. Raises DownloadError, after `close`, beyond `most` bytes."""
+def read_whole(source: str, chunks: Iterable[bytes], most: int = _SMALL_BYTES) -> bytes:
+    """Return the content in chunks. Raises DownloadError beyond `most` bytes."""
     content = bytearray()
     for chunk in chunks:
         content += chunk
         if len(content) > most:
-            close()
             raise DownloadError(f"{source} sends more than {most:,} bytes, which no model needs")
     return bytes(content)
-
-
-def longest_seconds(size: int) -> float:
-    """Return how long a file may take of which no chunks are seen."""
-    return LONGEST_WAIT + size / LEAST_SPEED
-
-
-def check_count(reference: Reference, n: int) -> None:
-    """Raise DownloadError for more files than a model has."""
-    if n > MAX_FILES:
-        raise DownloadError(
-            f"{reference} has more than {MAX_FILES:,} files; name a model's own place"
-        )
 
 
 def from_offset(start: int, chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -92,7 +73,8 @@ def transfer(files: Mapping[str, RemoteFile], folder: Path, progress: Progress) 
     """
     total = sum(file.size for file in files.values())
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(folder.with_name(f"{folder.name}.lock")):
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # waits for other processes
         if folder.is_dir():
             return
         part, before = folder.with_name(f"{folder.name}.part"), 0
@@ -118,13 +100,7 @@ def _fetch(name: str, file: RemoteFile, target: Path) -> Iterator[int]:
         while (start := out.tell()) < file.size and failed < _ATTEMPTS:
             try:
                 for chunk in in_time(file.read(start)):
-                    if out.tell() + len(chunk) > file.size:
-                        incomplete.unlink()
-                        raise DownloadError(
-                            f"{name} has more than the {file.size:,} bytes that the store "
-                            "announced; publish the model again"
-                        )
-                    out.write(chunk)
+                    out.write(chunk[: file.size - out.tell()])
                     yield out.tell()
                     if out.tell() == file.size:
                         break
@@ -143,11 +119,3 @@ def _fetch(name: str, file: RemoteFile, target: Path) -> Iterator[int]:
             "the file again"
         )
     incomplete.rename(target)
-
-
-@contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Wait for other processes that hold the lock."""
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

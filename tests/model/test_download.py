@@ -6,18 +6,20 @@ import gzip
 import json
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from threading import Event
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import requests
 from huggingface_hub import constants
+from huggingface_hub.utils._xet_progress_reporting import XetDownloadProgressReporter
 
-from model.download import transfer
+from model.download import choice, hub, s3, transfer
 from model.download.choice import choose_files
 from model.download.oci import guard
 from model.download.pull import find
@@ -63,6 +65,29 @@ def store_of(scheme: str, files: dict[str, bytes], monkeypatch: Any, folder: Pat
         host = store.url.removeprefix("http://")
         references = {"hf": "hf://org/name", "oci": f"oci://{host}/org/name:v1"}
         yield store, references.get(scheme, "s3://models/some/name")
+
+
+def answering(
+    part: str,
+    body: Callable[[], Iterable[bytes]],
+    status: int = 200,
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> Callable[[BaseHTTPRequestHandler], bool]:
+    """Return what answers a GET of a path with this part in place of a store."""
+
+    def answer(handler: BaseHTTPRequestHandler) -> bool:
+        if handler.command != "GET" or part not in handler.path:
+            return False
+        handler.send_response(status)
+        for name, value in headers.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        with suppress(OSError):
+            for chunk in body():
+                handler.wfile.write(chunk)
+        return True
+
+    return answer
 
 
 def pull(reference: str, folder: Path) -> Path:
@@ -173,24 +198,18 @@ def test_a_store_that_sends_more_than_it_announced_is_cut_off(
 ) -> None:
     n_sent = 0
 
-    def send_more(handler: BaseHTTPRequestHandler) -> bool:
+    def endless() -> Iterator[bytes]:
         nonlocal n_sent
-        if handler.command != "GET" or part not in handler.path:
-            return False
-        handler.send_response(status)
-        for name, value in headers.items():
-            handler.send_header(name, value.format(url=store.url))
-        handler.end_headers()
-        with suppress(OSError):
-            while n_sent < ENDLESS:
-                n_sent += handler.wfile.write(bytes(2**16))
-        return True
+        while n_sent < ENDLESS:
+            yield bytes(2**16)
+            n_sent += 2**16
 
     files = CHECKPOINT
     if part == "safetensors.index":
         files = SHARDS | PLAIN | {"model.safetensors.index.json": INDEX}
     with store_of(scheme, files, monkeypatch, tmp_path) as (store, reference):
-        store.instead = send_more
+        headers = {name: value.format(url=store.url) for name, value in headers.items()}
+        store.instead = answering(part, endless, status, headers)
         if part == "/token":
             store.challenge = TO_TOKEN[1]["WWW-Authenticate"]
         with pytest.raises(DownloadError):
@@ -205,20 +224,16 @@ def test_a_store_that_sends_hardly_anything_is_left(
 ) -> None:
     is_over = Event()
 
-    def send_a_byte(handler: BaseHTTPRequestHandler) -> bool:
-        if is_over.is_set() or handler.command != "GET" or FILES[scheme] not in handler.path:
-            return False
-        handler.send_response(206 if handler.headers["Range"] else 200)
-        handler.send_header("Content-Length", str(len(WEIGHTS)))
-        handler.end_headers()
-        handler.wfile.write(b"x")
+    def a_byte() -> Iterator[bytes]:
+        yield b"x"
         is_over.wait()
-        return True
 
     monkeypatch.setattr(transfer, "LONGEST_WAIT", 0.1)
-    monkeypatch.setattr(transfer, "LEAST_SPEED", len(WEIGHTS) * 100)
+    monkeypatch.setattr(hub, "LONGEST_WAIT", 0.1)
+    monkeypatch.setattr(hub, "_LEAST_SPEED", len(WEIGHTS) * 100)
     with store_of(scheme, CHECKPOINT, monkeypatch, tmp_path) as (store, reference):
-        store.instead = send_a_byte
+        whole = {"Content-Length": str(len(WEIGHTS))}
+        store.instead = answering(FILES[scheme], a_byte, headers=whole)
         try:
             with pytest.raises(DownloadError, match=r"longer than 0\.1"):
                 pull(reference, tmp_path)
@@ -229,69 +244,62 @@ def test_a_store_that_sends_hardly_anything_is_left(
                     thread.join()
 
 
+def test_a_file_in_chunks_of_the_hub_is_counted_as_it_is_written(
+    monkeypatch: Any,
+) -> None:
+    """The library reports the bytes of the network and of the file, which may be fewer, apart."""
+
+    def download(*_: object, tqdm_class: Any, **__: object) -> str:
+        bar = XetDownloadProgressReporter(
+            reconstruction_desc="", log_level=0, tqdm_class=tqdm_class
+        )
+        written = dict.fromkeys(("total_bytes_completed", "total_bytes"), n_written)
+        brought = {"total_transfer_bytes_completed": 2 * len(WEIGHTS)}
+        rates = ("total_bytes_completion_rate", "total_transfer_bytes_completion_rate")
+        bar.update_progress(SimpleNamespace(**written, **brought, **dict.fromkeys(rates, 1.0)))
+        return "file"
+
+    name, reference = "model.safetensors", Reference("hf", "org/name", "org/name")
+    model = hub.HubModel(reference, "main", {name: len(WEIGHTS)}, {})
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    n_written = len(WEIGHTS)
+    assert model._download(name, "main") == Path("file")
+    n_written += 1
+    with pytest.raises(DownloadError, match="more than its"):
+        model._download(name, "main")
+
+
 @pytest.mark.parametrize("part", ["/manifests/", "/blobs/"])
 def test_a_compressed_answer_of_a_registry_is_refused(
     part: str, monkeypatch: Any, tmp_path: Path
 ) -> None:
     body = gzip.compress(bytes(ENDLESS))
-
-    def send_compressed(handler: BaseHTTPRequestHandler) -> bool:
-        if part not in handler.path:
-            return False
-        handler.send_response(200)
-        handler.send_header("Content-Encoding", "gzip")
-        handler.end_headers()
-        with suppress(OSError):
-            handler.wfile.write(body)
-        return True
-
     with store_of("oci", CHECKPOINT, monkeypatch, tmp_path) as (store, reference):
-        store.instead = send_compressed
+        store.instead = answering(part, lambda: [body], headers={"Content-Encoding": "gzip"})
         with pytest.raises(DownloadError, match="compressed"):
             pull(reference, tmp_path)
+
+
+DIGEST, TITLE = f"sha256:{'0' * 64}", "org.opencontainers.image.title"
+LAYER: dict[str, Any] = {"size": 1, "digest": DIGEST, "annotations": {TITLE: "config.json"}}
+WRONG: tuple[dict[str, Any], ...] = (
+    *({"size": size} for size in (None, "1", -1, 1e300)),
+    *({"digest": digest} for digest in (1, "sha256:../..")),
+    *({"annotations": notes} for notes in (1, {TITLE: 1})),
+)
 
 
 @pytest.mark.parametrize(
     "manifest",
     [
-        "[]",
-        "[" * 100_000,
-        '{"layers": 1}',
-        '{"layers": [1]}',
-        '{"layers": [{"annotations": 1}]}',
-        *(
-            json.dumps({"layers": [GOOD_LAYER | wrong]})
-            for GOOD_LAYER in [
-                {
-                    "size": 1,
-                    "digest": f"sha256:{'0' * 64}",
-                    "annotations": {"org.opencontainers.image.title": "config.json"},
-                }
-            ]
-            for wrong in (
-                {"size": None},
-                {"size": "1"},
-                {"size": -1},
-                {"size": 1e300},
-                {"digest": 1},
-                {"digest": "sha256:../.."},
-                {"annotations": {"org.opencontainers.image.title": 1}},
-            )
-        ),
+        *("[]", "[" * 100_000, '{"layers": 1}', '{"layers": [1]}'),
+        *(json.dumps({"layers": [LAYER | wrong]}) for wrong in WRONG),
     ],
 )
 def test_a_malformed_manifest_is_refused(manifest: str, monkeypatch: Any, tmp_path: Path) -> None:
-    def send_manifest(handler: BaseHTTPRequestHandler) -> bool:
-        if "/manifests/" not in handler.path:
-            return False
-        handler.send_response(200)
-        handler.end_headers()
-        handler.wfile.write(manifest.encode())
-        return True
-
     with store_of("oci", CHECKPOINT, monkeypatch, tmp_path) as (store, reference):
-        store.instead = send_manifest
-        with pytest.raises(DownloadError, match="manifest"):
+        store.instead = answering("/manifests/", lambda: [manifest.encode()])
+        with pytest.raises(DownloadError, match="manifest is malformed"):
             pull(reference, tmp_path)
 
 
@@ -303,14 +311,17 @@ def test_a_registry_with_tls_leads_nowhere_else(url: str) -> None:
         session.get(url)
 
 
-def test_a_store_of_too_many_files_is_refused(monkeypatch: Any, tmp_path: Path) -> None:
-    monkeypatch.setattr(transfer, "MAX_FILES", 3)
-    for scheme in ("hf", "s3"):
-        with (
-            store_of(scheme, CHECKPOINT, monkeypatch, tmp_path) as (_, reference),
-            pytest.raises(DownloadError, match="more than 3 files"),
-        ):
-            pull(reference, tmp_path)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_store_of_too_many_files_is_refused(
+    scheme: str, monkeypatch: Any, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(choice, "MAX_FILES", 3)
+    monkeypatch.setattr(s3, "MAX_FILES", 3)
+    with (
+        store_of(scheme, CHECKPOINT, monkeypatch, tmp_path) as (_, reference),
+        pytest.raises(DownloadError, match="more than 3 files"),
+    ):
+        pull(reference, tmp_path)
 
 
 @pytest.mark.parametrize("scheme", ["oci", "s3"])

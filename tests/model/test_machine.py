@@ -12,7 +12,6 @@ import pytest
 from model.machine import available_memory, memory_limit, usable_cpus
 
 AFFINITY = len(psutil.Process().cpu_affinity() or []) or os.cpu_count() or 1
-V1_LIMIT, V1_USAGE = "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"
 
 
 def write(folder: Path, files: dict[str, str]) -> Path:
@@ -22,47 +21,42 @@ def write(folder: Path, files: dict[str, str]) -> Path:
     return folder
 
 
+def quota_v1(folder: str, quota: str) -> dict[str, str]:
+    return {f"{folder}/cpu.cfs_quota_us": quota, f"{folder}/cpu.cfs_period_us": "100000"}
+
+
+def memory(folder: str, limit: str, usage: str) -> dict[str, str]:
+    return {f"{folder}/memory.max": limit, f"{folder}/memory.current": usage}
+
+
+def memory_v1(folder: str, limit: str, usage: str) -> dict[str, str]:
+    names = (f"{folder}/memory.{kind}_in_bytes" for kind in ("limit", "usage"))
+    return dict(zip(names, (limit, usage), strict=True))
+
+
+ONE_CPU = "100000 100000"
+
+
 @pytest.mark.parametrize(
     ("files", "n_cpus"),
     [
         ({"cpu.max": "max 100000"}, AFFINITY),
-        ({"cpu.max": "100000 100000"}, 1),
+        ({"cpu.max": ONE_CPU}, 1),
         ({"cpu.max": "5000 100000"}, 1),
         ({"cpu.max": "150000 100000"}, min(2, AFFINITY)),
         ({"cpu.max": "99900000 100000"}, AFFINITY),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, AFFINITY),
-        ({"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}, 1),
+        (quota_v1("cpu", "-1"), AFFINITY),
+        (quota_v1("cpu", "50000"), 1),
         ({}, AFFINITY),
         # systemd's CPUQuota of a service, or of a slice above it.
-        ({"self": "0::/a.slice/b", "a.slice/b/cpu.max": "100000 100000"}, 1),
-        (
-            {
-                "self": "0::/a.slice/b",
-                "a.slice/cpu.max": "100000 100000",
-                "a.slice/b/cpu.max": "max 1",
-            },
-            1,
-        ),
-        ({"self": "0::/a", "a/cpu.max": "9900000 100000", "cpu.max": "100000 100000"}, 1),
-        (
-            {
-                "self": "1:cpu,cpuacct:/a\n0::/",
-                "cpu/a/cpu.cfs_quota_us": "50000",
-                "cpu/a/cpu.cfs_period_us": "100000",
-            },
-            1,
-        ),
-        ({"self": "1:cpuset:/a\n0::/b", "a/cpu.max": "100000 100000"}, AFFINITY),
+        ({"self": "0::/a.slice/b", "a.slice/b/cpu.max": ONE_CPU}, 1),
+        ({"self": "0::/a/b", "a/cpu.max": ONE_CPU, "a/b/cpu.max": "max 1"}, 1),
+        ({"self": "0::/a", "a/cpu.max": "9900000 100000", "cpu.max": ONE_CPU}, 1),
+        ({"self": "1:cpu,cpuacct:/a\n0::/"} | quota_v1("cpu/a", "50000"), 1),
+        ({"self": "1:cpuset:/a\n0::/b", "a/cpu.max": ONE_CPU}, AFFINITY),
         # A namespace's root is elsewhere, or its own path is not mounted.
-        ({"self": "0::/../a", "cpu.max": "100000 100000"}, 1),
-        (
-            {
-                "self": "4:cpu:/docker/a",
-                "cpu/cpu.cfs_quota_us": "50000",
-                "cpu/cpu.cfs_period_us": "100000",
-            },
-            1,
-        ),
+        ({"self": "0::/../a", "cpu.max": ONE_CPU}, 1),
+        ({"self": "4:cpu:/docker/a"} | quota_v1("cpu", "50000"), 1),
     ],
 )
 def test_a_cpu_quota_is_rounded_up_and_bounded_by_affinity(
@@ -71,50 +65,26 @@ def test_a_cpu_quota_is_rounded_up_and_bounded_by_affinity(
     assert usable_cpus(write(tmp_path, files), tmp_path / "self") == n_cpus
 
 
+# Reading a model fills the page cache, which must not shrink the KV cache.
+CACHED = {"memory.stat": "anon 1000\ninactive_file 2700\nactive_file 200"}
+CACHED_V1 = {"memory/memory.stat": "inactive_file 1\ntotal_inactive_file 50"}
+LEVELS = {**memory("a/b", "900", "100"), **memory("a", "700", "600"), **memory(".", "max", "700")}
+
+
 @pytest.mark.parametrize(
     ("files", "left"),
     [
-        ({"memory.max": "5000000", "memory.current": "2000000"}, 3000000),
-        ({"memory.max": "5000000", "memory.current": "6000000"}, 0),
-        # Reading a model fills the page cache, which must not shrink the KV cache.
+        (memory(".", "5000000", "2000000"), 3000000),
+        (memory(".", "5000000", "6000000"), 0),
+        (memory(".", "4000", "3900") | CACHED, 2800),
+        (memory_v1("memory", "700", "300"), 400),
+        (memory_v1("memory", "700", "300") | CACHED_V1, 450),
+        ({"self": "0::/a/b"} | memory("a/b", "500", "200"), 300),
+        ({"self": "0::/a/b"} | LEVELS, 100),
         (
-            {
-                "memory.max": "4000",
-                "memory.current": "3900",
-                "memory.stat": "anon 1000\ninactive_file 2700\nactive_file 200",
-            },
-            2800,
-        ),
-        ({V1_LIMIT: "700", V1_USAGE: "300"}, 400),
-        (
-            {
-                V1_LIMIT: "700",
-                V1_USAGE: "300",
-                "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 50",
-            },
-            450,
-        ),
-        ({"self": "0::/a/b", "a/b/memory.max": "500", "a/b/memory.current": "200"}, 300),
-        (  # the least of all levels
-            {
-                "self": "0::/a/b",
-                "a/b/memory.max": "900",
-                "a/b/memory.current": "100",
-                "a/memory.max": "700",
-                "a/memory.current": "600",
-                "memory.max": "max",
-                "memory.current": "700",
-            },
-            100,
-        ),
-        (
-            {
-                "self": "9:memory:/a:b",
-                "memory/a:b/memory.limit_in_bytes": "500",
-                "memory/a:b/memory.usage_in_bytes": "200",
-                V1_LIMIT: "9223372036854771712",
-                V1_USAGE: "1",
-            },
+            {"self": "9:memory:/a:b"}
+            | memory_v1("memory/a:b", "500", "200")
+            | memory_v1("memory", "9223372036854771712", "1"),
             300,
         ),
     ],
@@ -127,7 +97,7 @@ def test_memory_is_what_the_cgroup_leaves(tmp_path: Path, files: dict[str, str],
     assert memory_limit(tmp_path, tmp_path / "self") == min(limits)
 
 
-@pytest.mark.parametrize("files", [{}, {"memory.max": "max", "memory.current": "1"}])
+@pytest.mark.parametrize("files", [{}, memory(".", "max", "1")])
 def test_memory_without_a_limit_is_the_machines(tmp_path: Path, files: dict[str, str]) -> None:
     available = psutil.virtual_memory().available
     assert available_memory(write(tmp_path, files), tmp_path / "self") == pytest.approx(

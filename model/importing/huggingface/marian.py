@@ -41,7 +41,11 @@ def read_marian(source: Path) -> str:
     if sorted(ids.values(), key=str) != sorted(range(len(ids)), key=str) or UNKNOWN not in ids:
         raise UnsupportedError(f"{VOCABULARY_FILE} must number its tokens, {UNKNOWN} among them")
     scores = {one.piece: one.score for one in found.pieces if one.type == NORMAL}
-    special = [token for token in ids if token in (END, UNKNOWN, PADDING) or _is_code(token)]
+    special = [
+        token
+        for token in ids
+        if token in (END, UNKNOWN, PADDING) or (token.startswith(">>") and token.endswith("<<"))
+    ]
     lowest = min(scores.values(), default=0.0) - _PENALTY
     vocabulary = [
         (piece, scores.get(piece, lowest))
@@ -50,7 +54,3 @@ def read_marian(source: Path) -> str:
         for piece in sorted(ids, key=ids.__getitem__)
     ]
     return make_tokenizer(found, Layout(vocabulary, special), [_TARGET_MARK]).to_str()
-
-
-def _is_code(token: str) -> bool:
-    return token.startswith(">>") and token.endswith("<<")
