@@ -91,6 +91,8 @@ async def ask(site: Site, request: bytes, *, half_close: bool = False) -> Answer
             if half_close:
                 writer.write_eof()
             head = await reader.readuntil(b"\r\n\r\n")
+            while head.startswith(b"HTTP/1.1 1"):  # an interim response
+                head = await reader.readuntil(b"\r\n\r\n")
             answer.status = int(head.split(b" ", 2)[1])
             length = re.search(rb"(?i)\ncontent-length: *(\d+)", head)
             missing, last = int(length[1]) if length else None, b""
