@@ -159,7 +159,7 @@ class AsyncEngine:
         queue: asyncio.Queue[TokenOutput] = asyncio.Queue()
         for sequence in sequences:
             self._live[sequence.id] = _Live(sequence, sequences, queue)
-        self._inbox.put(lambda engine: [_added(engine, one) for one in sequences])
+        self._inbox.put(lambda engine: [_ended(engine.add, one) for one in sequences])
         return OutputStream(self, [sequence.id for sequence in sequences], queue)
 
     def abort(self, ids: Iterable[int], reason: FinishReason) -> None:
@@ -291,10 +291,10 @@ class AsyncEngine:
             self.forecast.ended(finished - scheduled)
 
 
-def _added(engine: AnyEngine, sequence: Sequence) -> TokenOutput | None:
+def _ended(add: Callable[[Any], None], sequence: Sequence) -> TokenOutput | None:
     """Add a sequence to an engine; if that raises, return the end of that sequence alone."""
     try:
-        engine.add(sequence)
+        add(sequence)
     except Exception:
         logger.exception("the engine cannot add the sequence %d", sequence.id)
         return TokenOutput(sequence.id, None, finish_reason=FinishReason.ERROR)

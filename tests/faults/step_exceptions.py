@@ -85,7 +85,7 @@ class Tracer:
             if line == self._line and self.hits[line] == self._nth:
                 self.has_raised = True
                 callers = (caller.f_code.co_name for caller, _ in walk_stack(frame))
-                self.ends_all = "_added" not in callers
+                self.ends_all = "_ended" not in callers
                 raise InjectedError
         return self._on_line
 

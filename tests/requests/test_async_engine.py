@@ -145,7 +145,8 @@ async def test_a_sequence_that_cannot_be_added_ends_alone(
         kind(next(engine.ids), [1, 2], SamplingParams(max_tokens=4), frozenset(), perf_counter())
         for _ in range(2)
     )
-    real = engine.engine.add
+    assert engine.engine is not None
+    real: Any = engine.engine.add
 
     def raising(sequence: Any) -> None:
         if sequence is bad:
