@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from typing import Any, cast
 
 from fastapi import FastAPI
-from starlette.datastructures import Headers
-from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import (
-    STATUS_LINE,
-    HttpToolsProtocol,
-    RequestResponseCycle,
-)
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from server.api.http.middleware import (
-    HEALTH_PATHS,
-    PROBED_PATHS,
-    UPLOAD_PATH,
-    log_request,
-    new_state,
-)
-from server.api.http.responses import error_response, path_of
+from server.api.http.middleware import HEALTH_PATHS, PROBED_PATHS, UPLOAD_PATH
+from server.api.http.responses import path_of
 from server.errors import HeadTooLargeError, InvalidRequestError, KvasirError, UnavailableError
 from server.process.shared_limits import SharedLimits
+from server.process.transport import Reader, end_by_close, refusal
 from server.settings import Settings
 
 logger = logging.getLogger("kvasir")
@@ -34,7 +23,6 @@ logger = logging.getLogger("kvasir")
 MAX_HEADERS = 128
 MIN_BODY_RATE = 500  # bytes a second, as a mean over `receive_timeout`
 MAX_PIPELINED = 16  # requests that a client may send before it has the answer to another
-_READ = 2**14  # bytes that are read at once; the kernel keeps the rest, and slows the client down
 _SLICE = 4096  # bytes: the parser holds an unfinished header of at most this length unseen
 _UNREAD = 2**14  # bytes that wait in a connection before its client counts as one that stalls
 _PROBE_INTERVAL = 0.2  # seconds between writes to a client that has ended its side
@@ -62,7 +50,6 @@ class BoundedConnection(HttpToolsProtocol):
     _n_overhead = 0  # bytes of a head, or around a body, since the parser last reported progress
     _is_refused = False
     _unparsed = b""  # what has been read since the connection's last turn
-    _unstarted: Callable[[], None] | None = None  # starts a request once answers have been read
     _receive_timer: asyncio.TimerHandle | None = None
     _send_timer: asyncio.TimerHandle | None = None
 
@@ -70,7 +57,7 @@ class BoundedConnection(HttpToolsProtocol):
         """Give the client `receive_timeout` for its first byte."""
         transport.set_write_buffer_limits(_UNREAD)
         super().connection_made(transport)
-        transport.set_protocol(_Reader(self))
+        transport.set_protocol(Reader(self, self.shared.read_buffer))
         self._close_if_idle_for(self.settings.receive_timeout)
         self.shared.add(self, len(self.connections))
 
@@ -113,33 +100,30 @@ class BoundedConnection(HttpToolsProtocol):
         n_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if n_bytes > self.settings.max_header_bytes or len(self.headers) > MAX_HEADERS:
             self._refuse_head()
-            self._stop_if_refused()
-        if len(self.pipeline) == MAX_PIPELINED:
+        elif len(self.pipeline) == MAX_PIPELINED:
             message = f"more than {MAX_PIPELINED} requests wait for the answer to an earlier one"
             self.refuse(UnavailableError(f"{message}; read it first", retry_after=1))
-            self._stop_if_refused()
+        if self._is_refused:
+            raise ValueError  # stops the parser
         super().on_headers_complete()
         if self.parser.should_upgrade():  # answered in HTTP/1.1; what follows cannot be parsed
             self.cycle.keep_alive = False
         if self.parser.get_http_version() < "1.1":
-            _end_by_close(self.cycle)
+            end_by_close(self.cycle)
         if self._unanswered is None:
             self._answering = self.cycle
             self.shared.wait(self)
         self._incoming, self._n_overhead = self.cycle, 0
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """Start a request in its turn, once its client has read the answers before."""
-        start = partial(super()._start_asgi_task, cycle, app)
-        is_probe = path_of(cast("Scope", cycle.scope)) in HEALTH_PATHS
-        self._unstarted = partial(self.shared.turns.start, start, first=is_probe)
-        if not self.flow.write_paused:
-            self._start_next()
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:
+        super()._start_asgi_task(cycle, partial(self._answer, app))  # type: ignore[arg-type]
 
-    def _start_next(self) -> None:
-        if self._unstarted is not None:
-            self._unstarted()
-            self._unstarted = None
+    async def _answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request in its turn, once its client has read the answers before."""
+        with suppress(asyncio.CancelledError):  # at shutdown
+            await self.flow.drain()
+            await self.shared.turns.wait(is_probe=path_of(scope) in HEALTH_PATHS)
+            await app(scope, receive, send)
 
     def on_body(self, body: bytes) -> None:
         """Count the bytes of a body."""
@@ -148,7 +132,8 @@ class BoundedConnection(HttpToolsProtocol):
         self._n_overhead = 0
         if not self.cycle.response_complete and self._path != UPLOAD_PATH:
             self.shared.hold(self, len(body))
-            self._stop_if_refused()
+            if self._is_refused:
+                raise ValueError  # stops the parser
 
     def on_message_complete(self) -> None:
         """Stop the clock of a request, and refuse it if too many others are being answered."""
@@ -161,11 +146,6 @@ class BoundedConnection(HttpToolsProtocol):
         elif self._path not in PROBED_PATHS and not self.shared.begin(self):
             message = "too many connections have a request; try again"
             self.refuse(UnavailableError(message, retry_after=1))
-            self._stop_if_refused()
-
-    def _stop_if_refused(self) -> None:
-        if self._is_refused:
-            raise ValueError  # stops the parser
 
     def _close_if_idle_for(self, seconds: float) -> None:
         handler = self.timeout_keep_alive_handler
@@ -225,26 +205,10 @@ class BoundedConnection(HttpToolsProtocol):
             self.transport.close()
             return
         if self._incoming is None or not self._incoming.response_complete:
-            self.transport.write(self._refusal(error))
+            self.transport.write(refusal(self.fastapi, self._path, self.headers or [], error))
         self.transport.write_eof()
         self.flow.resume_reading()
         self.loop.call_later(_LINGER, self.transport.close)
-
-    def _refusal(self, error: KvasirError) -> bytes:
-        state = new_state(Headers(raw=self.headers or []).get("x-request-id"))
-        scope: Scope = {
-            "type": "http",
-            "app": self.fastapi,
-            "method": None,
-            "path": self._path[:200],
-            "headers": self.headers or [],
-            "state": {"request": state},
-        }
-        response = error_response(scope, error)
-        log_request(scope, response.status_code, 0.0)
-        response.headers.update({"x-request-id": state.id, "connection": "close"})
-        headers = b"".join(name + b": " + value + b"\r\n" for name, value in response.raw_headers)
-        return STATUS_LINE[response.status_code] + headers + b"\r\n" + bytes(response.body)
 
     def on_response_complete(self) -> None:
         """Note which request is answered next, if any."""
@@ -259,17 +223,20 @@ class BoundedConnection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Start the clock of a client that does not read, and count what it leaves unread."""
         super().pause_writing()
-        self.shared.stall(self, self.transport.get_write_buffer_size() + self._n_unsent)
-        seconds, n_left = self.settings.send_timeout, self.transport.get_write_buffer_size()
+        cycle, n_left = self._unanswered, self.transport.get_write_buffer_size()
+        seconds = self.settings.send_timeout
         self._send_timer = self.loop.call_later(seconds, self._check_sent, n_left)
+        is_held = cycle is not None and f"{UPLOAD_PATH}/" not in cycle.scope["path"]  # no file
+        self.shared.stall(
+            self, n_left + (cycle.expected_content_length if cycle and is_held else 0)
+        )
 
     def resume_writing(self) -> None:
-        """Stop the clock of a client that reads again, and start its next request."""
+        """Stop the clock of a client that reads again."""
         super().resume_writing()
         self.shared.unread.release(self)
         if self._send_timer is not None:
             self._send_timer.cancel()
-        self._start_next()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Go on answering a client that has ended its side only; return whether there is one.
@@ -277,8 +244,10 @@ class BoundedConnection(HttpToolsProtocol):
         Writing shows whether it has closed the other side, too. A client of HTTP/1.0 takes no
         interim response, and so is taken for one that has closed.
         """
+        while self._unparsed:
+            self._parse()
         cycle = self._unanswered
-        if cycle is None or self._receive_timer is not None or self._is_refused:
+        if cycle in (None, self._incoming) or self._is_refused:
             return False
         if cycle.scope["http_version"] < "1.1" and not cycle.response_started:
             return False
@@ -288,13 +257,14 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _probe(self) -> None:
         cycle = self._unanswered
-        if cycle is not None and not cycle.response_started and not self.transport.is_closing():
-            self.transport.write(_CONTINUE)
+        if cycle is not None and not self._is_refused and not self.transport.is_closing():
+            if not cycle.response_started:
+                self.transport.write(_CONTINUE)
             self.loop.call_later(_PROBE_INTERVAL, self._probe)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the application, and stop all clocks."""
-        self._unparsed, self._unstarted = b"", None
+        self._unparsed = b""
         self.resume_writing()
         self.shared.remove(self)
         self._stop_receive_timer()
@@ -311,14 +281,6 @@ class BoundedConnection(HttpToolsProtocol):
         cycle = self._answering
         return None if cycle is None or cycle.response_complete else cycle
 
-    @property
-    def _n_unsent(self) -> int:
-        """Bytes of the answer that it holds and has not written; a file is read as it is sent."""
-        cycle = self._unanswered
-        if cycle is None or path_of(cast("Scope", cycle.scope)).startswith(f"{UPLOAD_PATH}/"):
-            return 0
-        return cycle.expected_content_length  # 0 in chunks
-
     def _disconnect_unanswered(self) -> None:
         if self._unanswered is not None:
             self._unanswered.disconnected = True
@@ -330,41 +292,8 @@ class BoundedConnection(HttpToolsProtocol):
         self.transport.abort()
 
     def _check_sent(self, n_left: int) -> None:
-        if self._unanswered is None and self.transport.get_write_buffer_size() < n_left:
+        is_complete = self._unanswered is None or not self._unanswered.response_started
+        if is_complete and self.transport.get_write_buffer_size() < n_left:
             self.pause_writing()
         else:
             self.cut_off()
-
-
-class _Reader(asyncio.BufferedProtocol):
-    """The protocol of a transport for a connection, which reads little at a time.
-
-    uvloop would read up to 8 MB at once into an `asyncio.Protocol`.
-    """
-
-    _buffer = memoryview(bytearray(_READ))  # of all connections: its content is copied at once
-
-    def __init__(self, connection: BoundedConnection) -> None:
-        self._connection = connection
-        for name in ("eof_received", "pause_writing", "resume_writing", "connection_lost"):
-            setattr(self, name, getattr(connection, name))
-
-    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002  asyncio's
-        """Return the memory to read into."""
-        return self._buffer
-
-    def buffer_updated(self, nbytes: int) -> None:
-        """Pass on what has been read."""
-        self._connection.data_received(bytes(self._buffer[:nbytes]))
-
-
-def _end_by_close(cycle: RequestResponseCycle) -> None:
-    """Send an answer as HTTP/1.0 knows it: without chunks, and ended by the connection's close."""
-    send = cycle.send
-
-    async def send_unframed(message: Any) -> None:
-        cycle.expected_content_length = len(message.get("body", b""))
-        await send(message)
-
-    cycle.send = send_unframed  # type: ignore[method-assign]
-    cycle.chunked_encoding = cycle.keep_alive = cycle.waiting_for_100_continue = False

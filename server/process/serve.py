@@ -10,13 +10,11 @@ import os
 import signal
 import socket
 from concurrent.futures import Future
-from contextlib import suppress
 from ipaddress import ip_address
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
-from starlette.types import Receive, Scope, Send
 
 from model.bundle import BundleError, ModelBundle, load_bundle
 from server.engine.gpu.errors import NoDeviceError
@@ -157,12 +155,8 @@ def configure(app: FastAPI) -> uvicorn.Config:
         settings = known
         shared = SharedLimits(max_connections(), _BODIES * known.max_body_bytes, _MOST_UNREAD)
 
-    async def run(scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(asyncio.CancelledError):  # at shutdown
-            await app(scope, receive, send)
-
     return uvicorn.Config(
-        run,
+        app,
         http=Connection,
         ws="none",
         root_path=known.root_path,

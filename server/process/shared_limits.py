@@ -8,31 +8,23 @@ import resource
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from server.engine.machine import return_freed_memory
-from server.errors import KvasirError, UnavailableError
+from server.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from server.process.connection import BoundedConnection as Connection
 
 logger = logging.getLogger("kvasir")
 
 _RESERVED_FILES = 64  # open files beside connections, and newcomers until they are turned away
 _RESERVED_CONNECTIONS = 16  # connections left to probes; with few connections a quarter of them
+_READ = 2**14  # bytes that are read at once; the kernel keeps the rest, and slows the client down
 _TURN = 0.005  # seconds of parsing, after which the event loop does other work
 _BURST = 2**23  # held bytes, after which glibc would keep much of their memory
 _BURST_END = 1.0  # seconds in which connections that held it are taken down
 _LOG_INTERVAL = 10.0  # seconds between two log lines on too many connections
-
-
-class Connection(Protocol):
-    """What the limits need of a connection."""
-
-    transport: asyncio.Transport
-
-    def refuse(self, error: KvasirError) -> None:
-        """Answer with an error and close; release what is held."""
-
-    def cut_off(self, reason: str = ...) -> None:
-        """End the connection at once."""
 
 
 def max_connections() -> int:
@@ -50,25 +42,17 @@ class HeldBytes:
     def __init__(self) -> None:
         self.total = 0
         self._is_burst = False
-        self._held: dict[Connection, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    @property
-    def first(self) -> Connection:
-        """The connection that has held bytes for longest."""
-        return next(iter(self._held))
+        self.held: dict[Connection, int] = {}
 
     def add(self, connection: Connection, n_bytes: int) -> None:
         """Count bytes that a connection holds."""
-        self._held[connection] = self._held.get(connection, 0) + n_bytes
+        self.held[connection] = self.held.get(connection, 0) + n_bytes
         self.total += n_bytes
         self._is_burst |= self.total > _BURST
 
     def release(self, connection: Connection) -> None:
         """Forget the bytes of a connection."""
-        self.total -= self._held.pop(connection, 0)
+        self.total -= self.held.pop(connection, 0)
         if self._is_burst and self.total < _BURST // 2:
             self._is_burst = False
             loop = asyncio.get_running_loop()
@@ -78,17 +62,20 @@ class HeldBytes:
 class Turns:
     """Work of all connections in turns on the event loop, between which streams can send.
 
-    A turn starts one request, because each takes about a millisecond, and parses for `_TURN`.
+    A turn starts a probe and another request, since each takes about a millisecond, and parses for
+    `_TURN`.
     """
 
     def __init__(self) -> None:
-        self._starts, self._slices = deque[Callable[[], None]](), deque[Callable[[], None]]()
+        self._probes, self._requests = deque[asyncio.Event](), deque[asyncio.Event]()
+        self._slices = deque[Callable[[], None]]()
         self._next: asyncio.Handle | None = None
 
-    def start(self, work: Callable[[], None], *, first: bool) -> None:
-        """Start a request, before or after those that wait."""
-        (self._starts.appendleft if first else self._starts.append)(work)
+    async def wait(self, *, is_probe: bool) -> None:
+        """Return when a request may start."""
+        (self._probes if is_probe else self._requests).append(event := asyncio.Event())
         self._schedule()
+        await event.wait()
 
     def parse(self, work: Callable[[], None]) -> None:
         """Parse a slice after those that wait."""
@@ -96,14 +83,15 @@ class Turns:
         self._schedule()
 
     def _schedule(self) -> None:
-        if self._next is None and (self._starts or self._slices):
+        if self._next is None and (self._probes or self._requests or self._slices):
             self._next = asyncio.get_running_loop().call_soon(self._run)
 
     def _run(self) -> None:
         self._next, end = None, monotonic() + _TURN
+        for waiting in (self._probes, self._requests):
+            if waiting:
+                waiting.popleft().set()
         try:
-            if self._starts:
-                self._starts.popleft()()
             while self._slices and monotonic() < end:
                 self._slices.popleft()()
         finally:
@@ -124,9 +112,10 @@ class SharedLimits:
         self._most_busy = most - min(_RESERVED_CONNECTIONS, most // 4)
         # Those without a complete request, except probes; the one that has waited longest first.
         self._waiting: dict[Connection, None] = {}
-        self._busy = set[Connection]()
+        self._busy: set[Connection] = set()
         self.unfinished, self.unread = HeldBytes(), HeldBytes()
         self.turns = Turns()
+        self.read_buffer = memoryview(bytearray(_READ))
         self._n_aborted = 0
         self._logged_at = -_LOG_INTERVAL
 
@@ -164,7 +153,7 @@ class SharedLimits:
         self.unfinished.add(connection, n_bytes)
         while self.unfinished.total > self._most_bytes:
             message = f"unfinished requests exceed {self._most_bytes} bytes; send this one again"
-            self.unfinished.first.refuse(UnavailableError(message, retry_after=1))
+            next(iter(self.unfinished.held)).refuse(UnavailableError(message, retry_after=1))
 
     def stall(self, connection: Connection, n_bytes: int) -> None:
         """Count bytes that a client leaves unread; beyond the limit cut off the longest stalled.
@@ -173,8 +162,8 @@ class SharedLimits:
         """
         self.unread.release(connection)
         self.unread.add(connection, n_bytes)
-        while self.unread.total > self._most_unread and len(self.unread) > 1:
-            slowest = self.unread.first
+        while self.unread.total > self._most_unread and len(self.unread.held) > 1:
+            slowest = next(iter(self.unread.held))
             self.unread.release(slowest)
             slowest.cut_off("cut off a client that does not read: too much waits to be read")
 

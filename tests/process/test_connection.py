@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import logging
+import math
 import random
 import re
 import resource
@@ -259,8 +260,8 @@ async def test_a_request_begins_once_the_answers_before_it_have_been_read() -> N
     assert connection.lengths == [0, 0]
 
 
-@pytest.mark.parametrize("path", [b"/x", b"/v1/files/f/content"])
-async def test_an_answer_is_counted_while_its_client_does_not_read(path: bytes) -> None:
+@pytest.mark.parametrize("target", [b"/x HTTP/1.1", b"/x HTTP/1.0", b"/v1/files/f/content HTTP/1.1"])
+async def test_an_answer_is_counted_while_its_client_does_not_read(target: bytes) -> None:
     """All of it if it is in memory; of a file only what has been read."""
     connection = Connection()
     may_end = asyncio.Event()
@@ -273,11 +274,11 @@ async def test_an_answer_is_counted_while_its_client_does_not_read(path: bytes) 
         await send({"type": "http.response.body", "body": b"x" * 400})
 
     connection.protocol.app = large
-    await connection.receive(GET.replace(b"/x", path))
+    await connection.receive(GET.replace(b"/x HTTP/1.1", target))
     connection.transport.n_unread = 600
     connection.protocol.pause_writing()
     shared = connection.protocol.shared
-    assert shared.unread.total == (1000 if path == b"/x" else 600)
+    assert shared.unread.total == (600 if b"files" in target else 1000)
     connection.protocol.resume_writing()
     assert shared.unread.total == 0
     may_end.set()
@@ -285,25 +286,31 @@ async def test_an_answer_is_counted_while_its_client_does_not_read(path: bytes) 
     connection.protocol.pause_writing()
     assert shared.unread.total == 600
     connection.protocol.connection_lost(None)
-    assert shared.unread.total == len(shared.unread) == 0
+    assert (shared.unread.total, shared.unread.held) == (0, {})
 
 
 async def test_work_of_many_connections_is_done_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One request, and as many slices as there is time for, in order; probes first."""
+    """A probe, another request and as many slices as there is time for, each in order."""
     times = iter(range(100))  # a turn has time for one slice
     monkeypatch.setattr("server.process.shared_limits.monotonic", lambda: next(times) * 0.004)
-    turns, done = Turns(), list[str]()
-    for name in ("a", "b"):
-        turns.start(partial(done.append, name), first=False)
-        turns.parse(partial(done.append, f"slice {name}"))
+    turns, tasks, done = Turns(), list[asyncio.Task[None]](), list[str]()
+
+    async def request(name: str) -> None:
+        await turns.wait(is_probe="probe" in name)
+        done.append(name)
+
+    for name in ("a", "b", "probe", "second probe"):
+        tasks.append(asyncio.create_task(request(name)))
+    for name in ("slice a", "slice b"):
+        turns.parse(partial(done.append, name))
     turns.parse(partial(turns.parse, partial(done.append, "slice c")))
-    turns.start(partial(done.append, "probe"), first=True)
     seen = []
-    for _ in range(5):
+    for _ in range(6):
         await asyncio.sleep(0)
         seen.append(done.copy())
         done.clear()
-    assert seen == [["probe", "slice a"], ["a", "slice b"], ["b"], ["slice c"], []]
+    turns_done = [["slice a"], ["probe", "a", "slice b"], ["second probe", "b"], ["slice c"]]
+    assert [one for one in seen if one] == turns_done
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -337,6 +344,8 @@ def test_a_client_may_end_its_side_and_still_be_answered(
         (GET.replace(b"1.1", b"1.0"), False),
         (GET, True),
         (GET + GET, True),
+        (GET + GET[:-2], True),
+        (post(9000) + b"x" * 9000 + GET, True),
     ],
 )
 async def test_only_a_whole_request_is_answered_after_the_end(came: bytes, goes_on: bool) -> None:
@@ -349,19 +358,42 @@ async def test_only_a_whole_request_is_answered_after_the_end(came: bytes, goes_
 
     connection.protocol.app = waiting
     connection.may_answer.clear()
-    await connection.receive(came)
+    connection.protocol.data_received(came)  # and is not parsed yet
     assert connection.protocol.eof_received() == goes_on
     await connection.clock.advance(0.3)
     assert set(connection.statuses) == ({100} if goes_on else set())
     connection.may_answer.set()
     await settle()
     if goes_on:
-        n_answers = came.count(GET)
+        n_answers = came.count(b"HTTP") - came.endswith(GET[:-2])
         assert (connection.statuses[-n_answers:], connection.transport.is_closed) == (
             [200] * n_answers,
             True,
         )
         assert connection.transport.written.count(b"connection: close") == 1
+
+
+async def test_a_client_that_has_ended_its_side_is_tried_until_its_last_answer() -> None:
+    """Also after an answer that has begun, which shows by itself whether the client is there."""
+    connection = Connection()
+    may_end = asyncio.Event()
+
+    async def hold_all_but_the_first(*ends: Any) -> None:
+        if connection.n_begun:
+            await may_end.wait()
+        await connection.application(*ends)
+
+    connection.protocol.app = hold_all_but_the_first
+    connection.may_answer.clear()
+    await connection.receive(GET + GET)
+    assert connection.protocol.eof_received()
+    await connection.clock.advance(0.3)
+    connection.may_answer.set()
+    await settle()
+    assert connection.statuses == [200]
+    await connection.clock.advance(0.3)
+    assert connection.statuses[1] == 100
+    may_end.set()
 
 
 async def refusing(_scope: Any, _receive: Any, send: Any) -> None:
@@ -503,11 +535,17 @@ async def test_a_body_that_ends_after_its_answer_leaves_an_idle_connection() -> 
 
 
 @pytest.mark.parametrize(
-    ("is_complete", "n_read", "is_cut"),
-    [(True, 1, False), (True, 0, True), (False, 1, True), (False, 0, True)],
+    ("is_complete", "n_read", "early", "is_cut"),
+    [
+        (True, 1, b"", False),
+        (True, 1, GET, False),
+        (True, 0, b"", True),
+        (False, 1, b"", True),
+        (False, 0, b"", True),
+    ],
 )
 async def test_only_a_complete_answer_may_be_read_slowly(
-    is_complete: bool, n_read: int, is_cut: bool
+    is_complete: bool, n_read: int, early: bytes, is_cut: bool
 ) -> None:
     connection = Connection()
     if not is_complete:
@@ -515,6 +553,7 @@ async def test_only_a_complete_answer_may_be_read_slowly(
     await connection.receive(GET)
     connection.transport.n_unread = 100_000
     connection.protocol.pause_writing()
+    await connection.receive(early)
     connection.transport.n_unread -= n_read
     await connection.clock.advance(59.0)
     assert not connection.transport.is_aborted
@@ -746,7 +785,7 @@ async def test_a_body_is_counted_until_it_is_complete_or_unwanted(end: str) -> N
         await connection.receive(post(9))
     await connection.receive(b"12345" if end == "early answer" else post(9) + b"12345")
     assert (
-        sum(shared.unfinished._held.values())
+        sum(shared.unfinished.held.values())
         == shared.unfinished.total
         == 5 * (end != "early answer")
     )
@@ -762,7 +801,7 @@ async def test_a_body_is_counted_until_it_is_complete_or_unwanted(end: str) -> N
         assert connection.statuses == [503]
     elif end == "shutdown":
         connection.protocol.refuse_unfinished()
-    assert shared.unfinished.total == len(shared.unfinished) == 0
+    assert (shared.unfinished.total, shared.unfinished.held) == (0, {})
 
 
 @pytest.mark.parametrize("begun", [post(9), post(9) + b"12345", GET[:-2], GET + post(9)])
@@ -802,9 +841,9 @@ def test_there_are_fewer_connections_than_open_files(monkeypatch: pytest.MonkeyP
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Return whether the server still answers on a connection."""
+    """Return whether the server still answers on a connection, with a head: one piece."""
     try:
-        connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(b"HEAD /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
         return connection.recv(2**16) != b""
     except ConnectionError:
         return False
@@ -815,6 +854,7 @@ def test_idle_and_slow_connections_shut_nobody_out(
 ) -> None:
     """Those whose request is being answered stay; if all are, only probes get another answer."""
     monkeypatch.setattr("server.process.serve.max_connections", lambda: 4)
+    monkeypatch.setattr("server.process.shared_limits._LOG_INTERVAL", math.inf)
     with live(FakeRunner(VOCAB_SIZE)) as served, caplog.at_level(logging.WARNING), ExitStack() as s:
 
         def connect() -> socket.socket:
