@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import logging
 import math
@@ -19,21 +18,10 @@ from typing import Any
 
 import pytest
 import uvicorn
-from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import (
-    STATUS_LINE,
-    HttpToolsProtocol,
-    RequestResponseCycle,
-)
 from uvicorn.server import ServerState
 
-from server.process.connection import (
-    MAX_HEADERS,
-    MAX_PIPELINED,
-    MIN_BODY_RATE,
-    BoundedConnection,
-)
-from server.process.serve import DrainingServer, configure
+from server.process.connection import MAX_HEADERS, MAX_PIPELINED, MIN_BODY_RATE
+from server.process.serve import configure
 from server.process.shared_limits import SharedLimits, Turns, max_connections
 from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.live import KEY, Live, live, wait
@@ -248,19 +236,9 @@ async def test_few_requests_wait_for_the_answer_to_another(n_early: int) -> None
         assert connection.n_begun == connection.n_disconnects == 1
 
 
-async def test_a_request_begins_once_the_answers_before_it_have_been_read() -> None:
-    connection = Connection()
-    await connection.receive(GET)
-    connection.transport.n_unread = 100_000
-    connection.protocol.pause_writing()
-    await connection.receive(GET)
-    assert connection.n_begun == 1
-    connection.protocol.resume_writing()
-    await settle()
-    assert connection.lengths == [0, 0]
-
-
-@pytest.mark.parametrize("target", [b"/x HTTP/1.1", b"/x HTTP/1.0", b"/v1/files/f/content HTTP/1.1"])
+@pytest.mark.parametrize(
+    "target", [b"/x HTTP/1.1", b"/x HTTP/1.0", b"/v1/files/f/content HTTP/1.1"]
+)
 async def test_an_answer_is_counted_while_its_client_does_not_read(target: bytes) -> None:
     """All of it if it is in memory; of a file only what has been read."""
     connection = Connection()
@@ -404,39 +382,35 @@ async def refusing(_scope: Any, _receive: Any, send: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("came", "statuses"),
+    ("came", "is_held", "statuses"),
     [
-        (b"", []),
-        (GET[:5], [503]),
-        (post(9), [503]),
-        (post(9) + b"123", [503]),
-        (GET + post(9), [200, 503]),
-        (GET, [200]),
-        (post(3) + b"123", [200]),
+        (b"", False, []),
+        (GET[:5], False, [503]),
+        (post(9), False, [503]),
+        (post(9) + b"123", False, [503]),
+        (GET + post(9), False, [200, 503]),
+        (GET, False, [200]),
+        (post(3) + b"123", False, [200]),
+        (GET, True, [200]),
+        (GET + GET[:5], True, [200]),
+        (GET + post(9), True, [200]),
     ],
 )
 async def test_an_unfinished_request_is_answered_at_shutdown(
-    came: bytes, statuses: list[int]
+    came: bytes, is_held: bool, statuses: list[int]
 ) -> None:
+    """But an answer in progress is not lost."""
     connection = Connection()
+    if is_held:
+        connection.may_answer.clear()
     await connection.receive(came)
     connection.protocol.refuse_unfinished()
     connection.protocol.refuse_unfinished()
+    connection.may_answer.set()
     await settle()
     assert connection.statuses == statuses
     await connection.clock.advance(2.0)
     assert connection.transport.is_closed == (503 in statuses)
-
-
-@pytest.mark.parametrize("early", [b"", GET[:5], post(9)])
-async def test_an_answer_in_progress_at_shutdown_is_not_lost(early: bytes) -> None:
-    connection = Connection()
-    connection.may_answer.clear()
-    await connection.receive(GET + early)
-    connection.protocol.refuse_unfinished()
-    connection.may_answer.set()
-    await settle()
-    assert connection.statuses == [200]
 
 
 async def test_a_body_that_was_refused_for_its_length_is_not_read_for_ever() -> None:
@@ -547,6 +521,7 @@ async def test_a_body_that_ends_after_its_answer_leaves_an_idle_connection() -> 
 async def test_only_a_complete_answer_may_be_read_slowly(
     is_complete: bool, n_read: int, early: bytes, is_cut: bool
 ) -> None:
+    """The next request begins once it has been read."""
     connection = Connection()
     if not is_complete:
         connection.may_answer.clear()
@@ -559,6 +534,11 @@ async def test_only_a_complete_answer_may_be_read_slowly(
     assert not connection.transport.is_aborted
     await connection.clock.advance(1.0)
     assert connection.transport.is_aborted == is_cut
+    assert connection.n_begun == 1
+    if early:
+        connection.protocol.resume_writing()
+        await settle()
+        assert connection.lengths == [0, 0]
     connection.protocol.connection_lost(None)
     await settle()
     assert connection.clock.timers == []
@@ -621,43 +601,37 @@ async def test_the_same_bytes_are_answered_the_same_however_they_are_cut(seed: i
         ("/v1/completions", b"x: " + b"x" * 10_000_000),
         ("/v1/completions", b"x: y\r\n" * (MAX_HEADERS + 1) + b"\r\n"),
         ("/generate", b"x: y\r\n" * 100_000),
+        ("", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200)),
     ],
-    ids=["one", "unfinished", "many", "endless"],
+    ids=["one", "unfinished", "many", "endless", "no HTTP"],
 )
-def test_a_large_head_is_refused_in_the_words_of_its_api(
+def test_what_cannot_be_parsed_is_refused_in_the_words_of_its_api(
     served: Live, path: str, rest: bytes
 ) -> None:
     """A client that reads only when it has sent everything gets the answer too."""
+    begun = f"POST {path} HTTP/1.1\r\nX-Request-Id: mine\r\n" if path else ""
     with socket.create_connection(("127.0.0.1", served.port), TIMEOUT) as client:
-        client.sendall(f"POST {path} HTTP/1.1\r\nX-Request-Id: mine\r\n".encode() + rest)
+        client.sendall(begun.encode() + rest)
         with client.makefile("rb") as file:
             answer = file.read()
     top, _, body = answer.partition(b"\r\n\r\n")
     lines = top.decode().lower().split("\r\n")
-    assert lines[0] == "http/1.1 431 request header fields too large"
+    status = "431 request header fields too large" if path else "400 bad request"
+    assert lines[0] == f"http/1.1 {status}"
     assert {"connection: close", "content-type: application/json"} <= set(lines)
     assert any(line.startswith("x-request-id: ") for line in lines)
     shown = json.loads(body)
     if path == "/generate":
         assert shown.keys() == {"error", "error_type"}
     else:
+        code = "request_head_too_large" if path else None
         assert shown["error"].keys() == {"message", "type", "param", "code"}
-        assert shown["error"]["code"] == "request_head_too_large"
-        assert "more than 32768 bytes" in shown["error"]["message"]
-    assert served.value("requests_rejected_total", reason="request_head_too_large") >= 1
+        assert shown["error"]["code"] == code
+        assert ("more than 32768 bytes" in shown["error"]["message"]) == bool(path)
+    reason = "request_head_too_large" if path else "invalid_request_error"
+    assert served.value("requests_rejected_total", reason=reason) >= 1
     with served.http() as http:
         assert http.get("/health").status_code == 200
-
-
-def test_bytes_that_are_not_http_are_refused_in_the_same_words(served: Live) -> None:
-    with socket.create_connection(("127.0.0.1", served.port), TIMEOUT) as client:
-        client.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200))
-        with client.makefile("rb") as file:
-            answer = file.read()
-    top, _, body = answer.partition(b"\r\n\r\n")
-    assert top.startswith(b"HTTP/1.1 400 Bad Request\r\n")
-    assert b"\r\nx-request-id: " in top
-    assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
 async def test_a_request_to_upgrade_is_answered_in_http_1_1() -> None:
@@ -886,42 +860,3 @@ def test_idle_and_slow_connections_shut_nobody_out(
             assert connection.recv(2**16).startswith(b"HTTP/1.1 200 ")
     messages = [record.getMessage() for record in caplog.records]
     assert sum("more connections than open files allow" in one for one in messages) == 1
-
-
-ATTRIBUTES = {
-    HttpToolsProtocol: "headers cycle pipeline parser loop transport flow connections "
-    "timeout_keep_alive timeout_keep_alive_task timeout_keep_alive_handler",
-    RequestResponseCycle: "disconnected message_event keep_alive response_started "
-    "response_complete send chunked_encoding expected_content_length waiting_for_100_continue",
-    FlowControl: "read_paused write_paused resume_reading",
-    uvicorn.Server: "server_state started should_exit",
-}
-
-
-async def test_uvicorn_is_as_our_connections_need_it() -> None:
-    """The first failure to read when a new uvicorn breaks connections."""
-    subclasses: list[tuple[type, type, set[str]]] = [
-        (BoundedConnection, HttpToolsProtocol, {"refuse", "refuse_unfinished", "cut_off"}),
-        (DrainingServer, uvicorn.Server, set()),
-    ]
-    for ours, theirs, added in subclasses:
-        for name, method in vars(ours).items():
-            if inspect.isfunction(method) and not name.startswith("_") and name not in added:
-                overridden = getattr(theirs, name, None)
-                assert overridden, f"uvicorn's {theirs.__name__} has no {name}"
-                assert parameters(overridden) == parameters(method), f"{theirs.__name__}.{name}"
-    connection = Connection()
-    connection.may_answer.clear()
-    await connection.receive(GET + GET)
-    protocol = connection.protocol
-    server = uvicorn.Server(uvicorn.Config(connection.application))
-    for part in (protocol, protocol.cycle, protocol.flow, server):
-        names = next(ATTRIBUTES[kind] for kind in type(part).__mro__ if kind in ATTRIBUTES)
-        missing = [name for name in names.split() if not hasattr(part, name)]
-        assert not missing, f"uvicorn's {type(part).__name__} has no {missing}"
-    assert protocol.pipeline[-1][0] is protocol.cycle
-    assert STATUS_LINE[431] == b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
-
-
-def parameters(function: Callable[..., Any]) -> list[str]:
-    return list(inspect.signature(function).parameters)
