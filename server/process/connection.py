@@ -6,6 +6,7 @@ import asyncio
 import logging
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -115,8 +116,8 @@ class BoundedConnection(HttpToolsProtocol):
             self.shared.wait(self)
         self._incoming, self._n_overhead = self.cycle, 0
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:
-        super()._start_asgi_task(cycle, partial(self._answer, app))  # type: ignore[arg-type]
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        super()._start_asgi_task(cycle, partial(self._answer, app))
 
     async def _answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request in its turn, once its client has read the answers before."""
@@ -153,8 +154,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _start_receive_timer(self) -> None:
         if self._receive_timer is None:
-            self._n_body = 0
-            seconds = self.settings.receive_timeout
+            self._n_body, seconds = 0, self.settings.receive_timeout
             self._receive_timer = self.loop.call_later(seconds, self._check_received)
 
     def _stop_receive_timer(self) -> None:

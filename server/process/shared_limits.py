@@ -8,13 +8,10 @@ import resource
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from server.engine.machine import return_freed_memory
-from server.errors import UnavailableError
-
-if TYPE_CHECKING:
-    from server.process.connection import BoundedConnection as Connection
+from server.errors import KvasirError, UnavailableError
 
 logger = logging.getLogger("kvasir")
 
@@ -25,6 +22,18 @@ _TURN = 0.005  # seconds of parsing, after which the event loop does other work
 _BURST = 2**23  # held bytes, after which glibc would keep much of their memory
 _BURST_END = 1.0  # seconds in which connections that held it are taken down
 _LOG_INTERVAL = 10.0  # seconds between two log lines on too many connections
+
+
+class Connection(Protocol):
+    """What the limits need of a connection."""
+
+    transport: asyncio.Transport
+
+    def refuse(self, error: KvasirError) -> None:
+        """Answer with an error and close; release what is held."""
+
+    def cut_off(self, reason: str = ...) -> None:
+        """End the connection at once."""
 
 
 def max_connections() -> int:
@@ -112,7 +121,7 @@ class SharedLimits:
         self._most_busy = most - min(_RESERVED_CONNECTIONS, most // 4)
         # Those without a complete request, except probes; the one that has waited longest first.
         self._waiting: dict[Connection, None] = {}
-        self._busy: set[Connection] = set()
+        self._busy = set[Connection]()
         self.unfinished, self.unread = HeldBytes(), HeldBytes()
         self.turns = Turns()
         self.read_buffer = memoryview(bytearray(_READ))
