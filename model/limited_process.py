@@ -78,6 +78,15 @@ def limit_memory(n_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
+def peak_kib() -> int:
+    """Return the most memory that this process has had, in KiB.
+
+    getrusage(2) would count what the process that started this one has, too.
+    """
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(status.partition("VmHWM:")[2].split(maxsplit=1)[0])
+
+
 def limit_time(seconds: float) -> None:
     """End this process after so much more CPU time, by a signal; 0 is no limit."""
     signal.setitimer(signal.ITIMER_PROF, seconds)

@@ -8,10 +8,16 @@ from __future__ import annotations
 import json
 import os
 from functools import lru_cache
-from resource import RUSAGE_SELF, getrusage
 from typing import TYPE_CHECKING, Any
 
-from model.limited_process import LimitedProcess, answer, limit_memory, limit_time, messages
+from model.limited_process import (
+    LimitedProcess,
+    answer,
+    limit_memory,
+    limit_time,
+    messages,
+    peak_kib,
+)
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -77,7 +83,7 @@ def _main() -> None:
             error = "it nests too deeply"
         except Exception as failure:  # a template is a program: it can fail in any way
             text, error = "", str(failure)[:_MOST_ERROR] or type(failure).__name__
-        answer((text, error, getrusage(RUSAGE_SELF).ru_maxrss))
+        answer((text, error, peak_kib()))
         limit_time(0)
 
 

@@ -101,3 +101,14 @@ def test_a_process_that_was_ended_or_has_grown_is_replaced() -> None:
             waiting.process.wait()
     assert all(waiting.process.poll() is not None for waiting in template_process._idle)
     assert template.render(CHAT) == "1"
+
+
+def test_a_process_is_used_again_whatever_this_one_takes() -> None:
+    """getrusage(2) in a process counts the memory of its parent as well."""
+    held = b"x" * 2**26
+    template = ChatTemplate("{{ messages | length }}")
+    assert template.render(CHAT) == "1"
+    waiting = template_process._idle[-1]
+    assert template.render(CHAT) == "1"
+    assert template_process._idle[-1] is waiting
+    assert held
