@@ -252,7 +252,7 @@ class BoundedConnection(HttpToolsProtocol):
         if cycle.scope["http_version"] < "1.1" and not cycle.response_started:
             return False
         self.cycle.keep_alive = False
-        self.loop.call_later(_PROBE_INTERVAL, self._probe)
+        self._probe()
         return True
 
     def _probe(self) -> None:

@@ -152,10 +152,12 @@ def _occupied(client: openai.OpenAI, longest: dict[str, Any]) -> Iterator[None]:
 
 
 async def _at_once(client: openai.AsyncOpenAI, server: Server) -> None:
+    patient = client.with_options(max_retries=9)  # streams that were closed may still hold slots
+
     async def text(i: int) -> str:
         body: dict[str, Any] = {"model": server.model, "prompt": "def read"[: 1 + i]}
         body |= {"max_tokens": 8, "seed": i}
-        stream = await client.completions.create(**body, stream=True)
+        stream = await patient.completions.create(**body, stream=True)
         return "".join([chunk.choices[0].text async for chunk in stream])
 
     async with client:

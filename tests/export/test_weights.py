@@ -119,7 +119,8 @@ def compare(
 
 
 @pytest.mark.parametrize(
-    ("changes", "dtype"), zip(CHANGES.values(), (torch.float32, torch.bfloat16), strict=True)
+    ("changes", "dtype"),
+    list(zip(CHANGES.values(), (torch.float32, torch.bfloat16), strict=True)),
 )
 def test_initializers_are_bit_for_bit_what_plain_formulas_make(
     changes: dict[str, Any], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

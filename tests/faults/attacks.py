@@ -79,7 +79,7 @@ ATTACKS = {
     "malformed_http": Attack(malformed_http, 2000, 60),
     "foreign_pages": Attack(foreign_pages, 2000, 100, OF_PAGES),
     "neighbours": Attack(neighbours, 600, 40),
-    "newline_files": Attack(batch_files.newline_files, 199, 20),
+    "newline_files": Attack(batch_files.newline_files, 199, 18),
     "full_disk": Attack(batch_files.full_disk, 12, 3, n_disk=8 * 2**20),
     "hostile_templates": Attack(
         hostile_models.hostile_templates, 24, 0, models=hostile_models.write_templates

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 
-from tests.faults.client import Answer, Site, ask, post
+from tests.faults.client import LIMIT, Answer, Site, ask, post
 from tests.faults.report import Report
 from tests.faults.victim import KEY, OTHER_KEY
 
@@ -30,7 +30,7 @@ def _upload(content: bytes, key: str = KEY) -> bytes:
 
 
 def _line(i: int) -> bytes:
-    body = {"prompt": "def read", "max_tokens": 200, "logprobs": 5, "ignore_eos": True}
+    body = {"prompt": "def read", "max_tokens": 50, "logprobs": 5, "ignore_eos": True}
     line = {"custom_id": str(i), "method": "POST", "url": _PATH, "body": body}
     return json.dumps(line).encode() + b"\n"
 
@@ -109,7 +109,7 @@ async def full_disk(site: Site, n: int, report: Report) -> None:
             state = await _end(site, name, 5.0)  # it may also wait for room
             filler.unlink(missing_ok=True)
             if state not in _ENDED:
-                state = await _end(site, name, 30.0)
+                state = await _end(site, name, LIMIT)
             report.check(state in _ENDED, f"with room again the batch stays {state}")
         filler.unlink(missing_ok=True)
         gone = await ask(site, _delete(uploaded))

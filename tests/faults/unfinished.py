@@ -51,6 +51,7 @@ async def unfinished_bodies(site: Site, n: int, report: Report) -> None:
     await asyncio.gather(*sending, return_exceptions=True)
     for status in statuses:
         report.answered(status, "half of a body", 503)
+    report.tried += n - len(statuses)
     report.check(len(statuses) == max(0, n - _KEPT), f"{len(statuses)} of {n} halves got an answer")
 
 

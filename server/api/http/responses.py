@@ -145,7 +145,7 @@ def is_anthropic(scope: Scope) -> bool:
 def error_body(scope: Scope, error: Exception) -> tuple[KvasirError, dict[str, Any]]:
     """Return an error of our tree, and its body in the dialect of the path."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        logger.error("request %s: %s", state_of(scope).id, in_words(error))
+        logger.warning("request %s: %s", state_of(scope).id, in_words(error))
         error = InsufficientStorageError(
             "the server's disk is full; delete files, or try again when there is room"
         )
