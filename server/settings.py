@@ -107,7 +107,7 @@ class Settings(BaseSettings):
     max_header_bytes: ByteSize = Field(ByteSize(32 * 2**10), ge=1024)
     """Maximum size of a request's head: its URL and headers."""
     max_body_bytes: ByteSize = Field(ByteSize(4 * 2**20), gt=0)
-    """Maximum size of a request's body; unfinished bodies together may have 16 times as much."""
+    """Maximum size of a request's body; unfinished bodies together may have 8 times as much."""
     max_answer_bytes: ByteSize = Field(ByteSize(64 * 2**20), gt=0)
     """Maximum size of what a request may make an answer hold beside its new text."""
     default_timeout_ms: int | None = Field(None, ge=1, le=86_400_000)

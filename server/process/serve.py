@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from concurrent.futures import Future
 from ipaddress import ip_address
 from types import FrameType
@@ -31,7 +32,8 @@ logger = logging.getLogger("kvasir")
 
 # Seconds; longer than proxies' and clients', or they may reuse a connection that is being closed.
 _KEEP_ALIVE = 75
-_BODIES = 16  # bodies of `max_body_bytes` that the unfinished ones may add up to
+_BODIES = 8  # bodies of `max_body_bytes` that the unfinished ones may add up to
+_SWITCH_INTERVAL = 0.0005  # seconds
 _MOST_UNREAD = 2**25  # bytes of answers that may wait for clients to read
 _LAST_READ = 3  # seconds for clients to read what is written, once every request has ended
 _LAST_TASKS = 1  # seconds for the handlers of connections that were cut off to end
@@ -136,6 +138,8 @@ def serve(settings: Settings) -> None:
     listener = bind(settings.host, settings.port)
     # Else each full collection walks all modules, for which every stream waits some 60 ms.
     gc.freeze()
+    # An engine's step takes the interpreter's lock a dozen times; each would wait 5 ms for it.
+    sys.setswitchinterval(_SWITCH_INTERVAL)
     server.run(sockets=[listener])
     log.flush()
     if server.failure is not None:

@@ -30,6 +30,7 @@ logger = logging.getLogger("kvasir")
 STALL_SECONDS = 120.0  # a step that takes longer means that the engine hangs
 _JOIN_SECONDS = 5.0
 _IDLE_SECONDS = 10.0
+_MOST_AT_ONCE = 64  # outputs, of which events are made in some 5 ms, with 20 logprobs each
 _IN_SLOT = {SequenceStatus.PREFILLING, SequenceStatus.RUNNING}
 
 AnyEngine = Engine | EncoderEngine
@@ -56,9 +57,11 @@ class OutputStream:
     _queue: asyncio.Queue[TokenOutput]
 
     async def receive(self) -> list[TokenOutput]:
-        """Wait for output; return all that has come since the last call."""
+        """Wait for output; return what has come since the last call, but not too much at once."""
+        if not self._queue.empty():  # the client reads slowly: others have their turn
+            await asyncio.sleep(0)
         outputs = [await self._queue.get()]
-        while not self._queue.empty():
+        while not self._queue.empty() and len(outputs) < _MOST_AT_ONCE:
             outputs.append(self._queue.get_nowait())
         return outputs
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import threading
+import weakref
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
 
 from server.api.http.keys import ApiKeys
+from server.api.http.responses import unless_disconnected
 from server.engine.sampling import SamplingParams
-from server.errors import OverloadedError
+from server.errors import InvalidRequestError, OverloadedError
 from server.requests.admission.callers import Caller
 from server.requests.admission.queue import Phase
 from server.requests.builder import RequestOptions
@@ -285,6 +290,27 @@ async def test_a_body_of_doubtful_length_is_refused(header: tuple[str, str]) -> 
         answer = await served.client.post("/v1/completions", headers=[header])
     assert answer.status_code == 400
     assert header[0] in answer.json()["error"]["message"]
+
+
+async def test_a_request_is_freed_when_it_is_refused() -> None:
+    """A cycle of references would keep its body until garbage is collected."""
+
+    async def answer(request: Request) -> None:
+        raise InvalidRequestError(f"{request.url} is wrong")
+
+    async def refused() -> weakref.ref[Request]:
+        request = Request({"type": "http", "path": "/", "headers": []}, asyncio.Event().wait)  # type: ignore[arg-type]
+        with suppress(InvalidRequestError):
+            await unless_disconnected(request.receive, answer(request))
+        return weakref.ref(request)
+
+    gc.disable()
+    try:
+        held = await refused()
+        await asyncio.sleep(0)  # callbacks that are due
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 async def test_one_log_line_for_each_request_without_its_content(

@@ -24,8 +24,7 @@ class Attack:
 
     n, few: times for `make attack`, and for tests/test_faults.py, where 0 is never.
     models: writes others to a folder, for the server to serve too. n_files: `ulimit -n`.
-    n_disk: bytes of a disk for batches. held: bytes that the server may hold during the attack,
-    by the limits that are set, beside MOST_GROWTH.
+    n_disk: bytes of a disk for batches.
     """
 
     run: Callable[[Site, int, Report], Awaitable[None]]
@@ -35,7 +34,6 @@ class Attack:
     models: Callable[[Path], list[str]] | None = None
     n_files: int | None = None
     n_disk: int | None = None
-    held: int = 0
 
     @property
     def is_usual(self) -> bool:
@@ -72,7 +70,7 @@ ATTACKS = {
     "hostile_grammars": Attack(texts.hostile_grammars, 60, 2),
     "overload": Attack(texts.overload, 3000, 200),
     "invalid_requests": Attack(texts.invalid_requests, 2000, 40),
-    "unfinished_bodies": Attack(unfinished.unfinished_bodies, 100, 40, held=2**26),
+    "unfinished_bodies": Attack(unfinished.unfinished_bodies, 100, 40),
     "slow_senders": Attack(unfinished.slow_senders, 100, 40, n_files=unfinished.FILES),
     "waiting_bodies": Attack(unfinished.waiting_bodies, 60, 12),
     "malformed_bodies": Attack(malformed_bodies, 4000, 400),

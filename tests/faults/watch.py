@@ -20,7 +20,8 @@ _TICK = 0.005
 _LIMIT = 120.0  # seconds for a probe and a stream
 _FIRST = -6  # of priorities: a stream waits behind nobody
 _FIELDS = {
-    "prompt": "a", "max_tokens": 1000, "ignore_eos": True, "stream": True, "priority": _FIRST,
+    "model": "fake-model", "prompt": "a",
+    "max_tokens": 1000, "ignore_eos": True, "stream": True, "priority": _FIRST,
     "temperature": 0, "logit_bias": {"66": 100},  # text in every event
 }  # fmt: skip
 

@@ -174,6 +174,27 @@ async def test_a_sequence_that_the_engine_refuses_leaves_it_idle() -> None:
         assert await ends(submit(engine, [1]), 1) == [FinishReason.LENGTH]
 
 
+async def test_a_slow_listener_gets_a_little_at_a_time_and_others_have_their_turn() -> None:
+    n_tokens, n_turns, portions = 500, 0, list[int]()
+
+    async def other() -> None:
+        nonlocal n_turns
+        while True:
+            n_turns += 1
+            await asyncio.sleep(0)
+
+    async with running(FakeRunner(VOCAB_SIZE, max_model_len=600)) as engine:
+        stream = submit(engine, [1, 2], max_tokens=n_tokens)
+        while engine.sequences:  # noqa: ASYNC110  its end is not announced
+            await asyncio.sleep(0)
+        beside = asyncio.create_task(other())
+        while sum(portions) < n_tokens:
+            portions.append(len(await stream.receive()))
+        beside.cancel()
+    assert max(portions) <= 64
+    assert n_turns >= len(portions) > 1
+
+
 async def test_a_stop_string_ends_a_sequence_and_wastes_nothing() -> None:
     async with held(max_num_seqs=8) as (runner, engine):
         added = sequences(engine, [1], [2], max_tokens=6)

@@ -219,6 +219,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
         working.cancel()
         disconnecting.cancel()
         await asyncio.gather(working, disconnecting, return_exceptions=True)
+        del working, disconnecting  # else an error holds the request until garbage is collected
 
 
 async def _disconnect(receive: Receive) -> None:
