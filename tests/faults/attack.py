@@ -25,7 +25,7 @@ import typer
 
 from tests.faults.attacks import ATTACKS, MOST_GROWTH
 from tests.faults.child import Child
-from tests.faults.client import Site
+from tests.faults.client import Site, ask, post
 from tests.faults.victim import DRAIN, STREAM_KEY, Victim, attacked
 
 ROOT = Path(__file__).parents[2]
@@ -103,6 +103,7 @@ def measure(names: list[str], checkout: Path, seed: int) -> Row:
     with serving(names, checkout) as server, watched(server) as watch, attacking() as attackers:
         row.notes += [] if server.limited else ["no limit on memory is allowed here"]
         row.notes.append(f"started in {server.start_seconds:.0f} s")
+        asyncio.run(_fill_caches(Site(server.port, server.folder)))
         started = perf_counter()
         stand(row, (server, watch, attackers), job(names, server, seed), alone=_ALONE)
         seconds = perf_counter() - started - _ALONE
@@ -114,6 +115,15 @@ def measure(names: list[str], checkout: Path, seed: int) -> Row:
                 row.ended = server.end()
         row.lost += server.errors[:3]
     return row
+
+
+async def _fill_caches(site: Site) -> None:
+    """Let a crowd ask for long prompts' scores, for which a server keeps memory."""
+    body = {"model": "fake-model", "logprobs": 20, "max_tokens": 20, "ignore_eos": True}
+    texts = ("".join(site.chance.choices("abc ", k=1000)) for _ in range(32))
+    await asyncio.gather(
+        *(ask(site, post("/v1/completions", body | {"prompt": one})) for one in texts)
+    )
 
 
 def job(names: list[str], server: Victim, seed: int, *, few: bool = False) -> dict[str, Any]:
