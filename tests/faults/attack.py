@@ -118,12 +118,15 @@ def measure(names: list[str], checkout: Path, seed: int) -> Row:
 
 
 async def _fill_caches(site: Site) -> None:
-    """Let a crowd ask for long prompts' scores, for which a server keeps memory."""
-    body = {"model": "fake-model", "logprobs": 20, "max_tokens": 20, "ignore_eos": True}
-    texts = ("".join(site.chance.choices("abc ", k=1000)) for _ in range(32))
-    await asyncio.gather(
-        *(ask(site, post("/v1/completions", body | {"prompt": one})) for one in texts)
-    )
+    """Let a crowd ask for what a server keeps memory for: scores of long prompts, and chats."""
+    common = {"model": "fake-model", "max_tokens": 20, "ignore_eos": True}
+    requests: list[bytes] = []
+    for _ in range(32):
+        text = "".join(site.chance.choices("abc ", k=1000))
+        scored, messages = {"prompt": text, "logprobs": 20}, [{"role": "user", "content": text}]
+        requests.append(post("/v1/completions", common | scored))
+        requests.append(post("/v1/chat/completions", common | {"messages": messages * 30}))
+    await asyncio.gather(*(ask(site, one) for one in requests))
 
 
 def job(names: list[str], server: Victim, seed: int, *, few: bool = False) -> dict[str, Any]:
