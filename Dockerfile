@@ -8,20 +8,21 @@ FROM ${BASE} AS packages
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 RUN python3 -m venv /opt/kvasir
 WORKDIR /src
-COPY pyproject.toml constraints.txt LICENSE README.md kvasir.py ./
+COPY pyproject.toml constraints.txt LICENSE README.md ./
+COPY kvasir/__init__.py ./kvasir/
 
 # The dependencies come first, because they change less often than the source.
 FROM packages AS packages-cpu
-RUN mkdir commands model export server loadtest && /opt/kvasir/bin/pip install --constraint constraints.txt '.[cpu,otel,hub,oci,s3]' \
-    && rm /opt/kvasir/lib/python3*/site-packages/kvasir.py && /opt/kvasir/bin/pip uninstall --yes pip setuptools
+RUN /opt/kvasir/bin/pip install --constraint constraints.txt '.[cpu,otel,hub,oci,s3]' \
+    && rm -r /opt/kvasir/lib/python3*/site-packages/kvasir && /opt/kvasir/bin/pip uninstall --yes pip setuptools
 
 FROM packages AS packages-cuda
-RUN mkdir commands model export server loadtest && /opt/kvasir/bin/pip install --constraint constraints.txt '.[cuda,otel,hub,oci,s3]' \
-    && rm /opt/kvasir/lib/python3*/site-packages/kvasir.py && /opt/kvasir/bin/pip uninstall --yes pip setuptools
+RUN /opt/kvasir/bin/pip install --constraint constraints.txt '.[cuda,otel,hub,oci,s3]' \
+    && rm -r /opt/kvasir/lib/python3*/site-packages/kvasir && /opt/kvasir/bin/pip uninstall --yes pip setuptools
 
 FROM packages AS packages-load
-RUN mkdir commands model export server loadtest && /opt/kvasir/bin/pip install --constraint constraints.txt '.[loadtest]' \
-    && rm /opt/kvasir/lib/python3*/site-packages/kvasir.py && /opt/kvasir/bin/pip uninstall --yes pip setuptools
+RUN /opt/kvasir/bin/pip install --constraint constraints.txt '.[loadtest]' \
+    && rm -r /opt/kvasir/lib/python3*/site-packages/kvasir && /opt/kvasir/bin/pip uninstall --yes pip setuptools
 
 # Some base images contain pip, which no final stage needs.
 FROM ${BASE} AS bare
@@ -33,9 +34,10 @@ FROM bare AS load
 ENV PATH=/opt/kvasir/bin:$PATH PYTHONPATH=/opt/kvasir/app PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 MPLCONFIGDIR=/tmp
 WORKDIR /opt/kvasir/app
 COPY --from=packages-load /opt/kvasir /opt/kvasir
-COPY loadtest ./loadtest
+COPY kvasir/__init__.py ./kvasir/
+COPY loadtest ./kvasir/loadtest
 USER 10001:10001
-ENTRYPOINT ["locust", "-f", "loadtest/locust/locustfile.py"]
+ENTRYPOINT ["locust", "-f", "kvasir/loadtest/locust/locustfile.py"]
 LABEL org.opencontainers.image.title=kvasir-load \
     org.opencontainers.image.description="Load-test an OpenAI-compatible server with Locust" \
     org.opencontainers.image.licenses=Apache-2.0
@@ -45,10 +47,10 @@ ENV PATH=/opt/kvasir/bin:$PATH PYTHONPATH=/opt/kvasir/app PYTHONDONTWRITEBYTECOD
     KVASIR_HOST=:: KVASIR_MODEL=/models/example ORT_DISABLE_TELEMETRY=1
 WORKDIR /opt/kvasir/app
 COPY examples/stdlib /models/example
-COPY kvasir.py ./
-COPY commands ./commands
-COPY model ./model
-COPY server ./server
+COPY kvasir/__init__.py kvasir/__main__.py kvasir/py.typed ./kvasir/
+COPY commands ./kvasir/commands
+COPY model ./kvasir/model
+COPY server ./kvasir/server
 RUN python3 -m compileall -q .
 EXPOSE 8000
 STOPSIGNAL SIGTERM

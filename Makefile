@@ -43,12 +43,12 @@ bench: $(VENV)/.train  ## Measure engine and server, random weights; PRESET=tiny
 	$(BIN)/kvasir bench serve $(ARGS) "$$($(BIN)/kvasir bench model --preset $(PRESET) --precision int8)"
 
 loadtest: $(VENV)/.serve build/loadtest/.ready  ## Load MODEL=DIR for a minute, by Locust; LOAD="-u 32"
-	$(BIN)/python -m loadtest.locust.run build/loadtest/bin/locust $(MODEL) build/loadtest-report \
+	$(BIN)/python -m kvasir.loadtest.locust.run build/loadtest/bin/locust $(MODEL) build/loadtest-report \
 		-u 16 -r 100 -t 1m --pace step --slo "ttft:p99:2500 itl:p99:200 errors:1" $(LOAD)
 
 validate: build/validate/.ready  ## Check the deployment files; ARGS=--strict: skip no check
 	KVASIR_BATCH_DIR=build/validate/batches PATH=$(CURDIR)/build/validate/bin:$$PATH \
-		build/validate/bin/python -m server.process.local_server $(EXAMPLE) \
+		build/validate/bin/python -m kvasir.server.process.local_server $(EXAMPLE) \
 		build/validate/bin/python -m tests.deploy.validate $(ARGS)
 
 browser-test: $(VENV)/.dev build/browser/.ready  ## Test the page in Chromium; pictures in build/browser
@@ -59,10 +59,13 @@ demo: $(VENV)/.dev build/browser/.ready  ## Record docs/demo.gif, the page in fi
 
 dashboard-smoke: $(VENV)/.dev  ## Run each query of the dashboards on a Prometheus
 	KVASIR_SPECULATE=true KVASIR_BATCH_DIR=build/dashboard-batches \
-		$(BIN)/python -m server.process.local_server $(MODEL) $(BIN)/python -m tests.deploy.dashboard_smoke $(SECONDS)
+		$(BIN)/python -m kvasir.server.process.local_server $(MODEL) $(BIN)/python -m tests.deploy.dashboard_smoke $(SECONDS)
 
 rolling-restart: $(VENV)/.serve  ## Restart two servers behind nginx; nothing may fail
 	$(BIN)/python -m tests.deploy.rolling_restart $(MODEL)
+
+package-check: $(VENV)/.serve  ## Build wheel and sdist, and use them as a stranger does
+	$(BIN)/python -m tests.deploy.package_check
 
 image-check: $(VENV)/.serve  ## Build the images with buildah, as root, and test them
 	$(BIN)/python -m tests.deploy.image_check $(ARGS)
@@ -97,14 +100,14 @@ gpu-check:  ## Check and measure on an NVIDIA GPU, offline, with PYTHON's torch;
 	@ls "$(WHEELS)"/*.whl > /dev/null 2>&1 || { echo "make gpu-check WHEELS=folder: a folder that make gpu-wheels wrote"; exit 1; }
 	@$(PYTHON) -c 'import torch' || { echo "make gpu-check needs a Python with torch: make gpu-check PYTHON=..."; exit 1; }
 	rm -rf build/gpu && $(PYTHON) -m pip install --quiet --no-index --no-deps --target build/gpu $(WHEELS)/*.whl
-	PYTHONPATH=$(CURDIR):$(CURDIR)/build/gpu $(PYTHON) -m loadtest.gpu_check artifacts/gpu build/gpu-check.json
+	PYTHONPATH=$(CURDIR):$(CURDIR)/build/gpu $(PYTHON) -m kvasir.loadtest.gpu_check artifacts/gpu build/gpu-check.json
 
 gpu-wheels: $(VENV)/.serve  ## Pack the wheels of gpu-check in pieces into OUT=DIR; FOR=3.12
-	$(BIN)/python -m loadtest.gpu_wheels $(if $(filter command line,$(origin OUT)),$(OUT),build/gpu-wheels) $(or $(FOR),3.12)
+	$(BIN)/python -m kvasir.loadtest.gpu_wheels $(if $(filter command line,$(origin OUT)),$(OUT),build/gpu-wheels) $(or $(FOR),3.12)
 
 webgpu-check: build/webgpu/.ready  ## Check WebGPU as root on a software adapter; ADAPTER=1: on this machine's
 	$(if $(ADAPTER),,sh loadtest/webgpu_root.sh build/webgpu/root) build/webgpu/bin/python \
-		-m loadtest.webgpu_check build/webgpu/models
+		-m kvasir.loadtest.webgpu_check build/webgpu/models
 
 example: $(VENV)/.train  ## Train and replace the example model (takes an hour)
 	if test -d runs/stdlib; then $(BIN)/kvasir train --resume --out runs/stdlib; else \
@@ -118,7 +121,7 @@ example-seq2seq: $(VENV)/.train  ## Train and replace the example encoder-decode
 	rm -rf runs/numbers && $(BIN)/kvasir train runs/numbers.tsv --out runs/numbers --preset tiny-seq2seq \
 		--set vocab_size=448 --set max_model_len=128 --context 32 --batch-size 64 --steps 2600 --warmup 150 --evaluate-every 200
 	rm -rf examples/numbers && $(BIN)/kvasir export runs/numbers --out examples/numbers
-	$(BIN)/python -m server.process.local_server examples/numbers \
+	$(BIN)/python -m kvasir.server.process.local_server examples/numbers \
 		$(BIN)/python examples/exact_match.py runs/numbers/step-*/held_out.jsonl
 
 $(BIN)/pip:

@@ -11,10 +11,10 @@ from typing import Any
 
 from typer import Argument, Option
 
-from commands.console.options import Device, Json, Precision, Preset, complete_precision
-from commands.console.output import fail, make_table, one_line_errors, show
-from commands.console.progress import ProgressBar, loading
-from model.bundle import PRECISIONS
+from kvasir.commands.console.options import Device, Json, Precision, Preset, complete_precision
+from kvasir.commands.console.output import fail, make_table, one_line_errors, show
+from kvasir.commands.console.progress import ProgressBar, loading
+from kvasir.model.bundle import PRECISIONS
 
 _RANDOM_MODELS = Path("artifacts/bench")
 _WORKLOAD = (
@@ -31,7 +31,7 @@ def bench_model(
 ) -> None:
     """Write a model directory with random weights; kept until the exporter changes."""
     with loading(quiet=as_json):
-        from loadtest.random_model import folder_name, make_random_model
+        from kvasir.loadtest.random_model import folder_name, make_random_model
 
     with one_line_errors(), ProgressBar(quiet=as_json, takes_minutes=True) as progress:
         folder = out or _RANDOM_MODELS / folder_name(preset, precision, "cpu")
@@ -49,8 +49,8 @@ def bench_engine(
 ) -> None:
     """Measure the engine in this process, with random weights and without HTTP."""
     with loading(quiet=as_json):
-        from loadtest.bench_engine import bench_engine as measure
-        from loadtest.random_model import folder_name
+        from kvasir.loadtest.bench_engine import bench_engine as measure
+        from kvasir.loadtest.random_model import folder_name
 
     precision = precision or PRECISIONS[device][0]
     with one_line_errors(), ProgressBar(quiet=as_json) as progress:
@@ -81,9 +81,9 @@ def bench_serve(
 
     The default is a suite of six workloads.
     """
-    from loadtest import bench_serve as bench
-    from loadtest.load import SUITE, Workload
-    from loadtest.serve_figures import parse_limits
+    from kvasir.loadtest import bench_serve as bench
+    from kvasir.loadtest.load import SUITE, Workload
+    from kvasir.loadtest.serve_figures import parse_limits
 
     named = {} if model is None else {"model": model}
     with one_line_errors():
@@ -121,7 +121,7 @@ def bench_embed(
     as_json: Json = False,
 ) -> None:
     """Measure embeddings over HTTP, of several servers in turn."""
-    from loadtest import bench_embed as bench
+    from kvasir.loadtest import bench_embed as bench
 
     drawn = secrets.randbits(32) if seed is None else seed
     with one_line_errors(), ProgressBar(quiet=as_json) as progress:
@@ -144,7 +144,7 @@ def bench_seq2seq(
     as_json: Json = False,
 ) -> None:
     """Measure encoder-decoders over HTTP, of several servers in turn."""
-    from loadtest import bench_seq2seq as bench
+    from kvasir.loadtest import bench_seq2seq as bench
 
     drawn = secrets.randbits(32) if seed is None else seed
     with one_line_errors(), ProgressBar(quiet=as_json) as progress:

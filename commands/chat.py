@@ -11,15 +11,15 @@ import typer
 from rich.console import Console
 from typer import Argument, Option
 
-from commands.console.chat_client import ChatClient, ChatError, Delta
-from commands.console.conversation import Conversation
-from commands.console.options import CacheDir, Temperature, TopP
-from commands.console.output import console, fail, one_line_errors, show
-from commands.console.progress import ProgressBar
-from commands.pull import served_directory
-from model.harmless import harmless
-from server.process.local_server import serve_locally
-from server.settings import user_cache
+from kvasir.commands.console.chat_client import ChatClient, ChatError, Delta
+from kvasir.commands.console.conversation import Conversation
+from kvasir.commands.console.options import CacheDir, Temperature, TopP
+from kvasir.commands.console.output import console, fail, one_line_errors, show
+from kvasir.commands.console.progress import ProgressBar
+from kvasir.commands.pull import served_directory
+from kvasir.model.harmless import harmless
+from kvasir.server.process.local_server import serve_locally
+from kvasir.server.settings import user_cache
 
 _HISTORY_LINES = 1000
 

@@ -17,8 +17,9 @@ import psutil
 from pydantic import ByteSize
 from typer import Exit
 
-from commands.console.options import Json
-from commands.console.output import make_table, show
+from kvasir.commands.console.options import Json
+from kvasir.commands.console.output import make_table, show
+from kvasir.model.suggestions import install_command
 
 # The kernel's names of CPU features, and the usual ones.
 _FEATURES = {
@@ -79,7 +80,7 @@ def doctor(as_json: Json = False) -> None:
 
 def examine() -> dict[str, Any]:
     """Return what the command shows."""
-    from model.machine import available_memory, usable_cpus
+    from kvasir.model.machine import available_memory, usable_cpus
 
     described = Path("/proc/cpuinfo")  # on Linux
     cpuinfo = described.read_text(encoding="utf-8") if described.is_file() else ""
@@ -154,9 +155,8 @@ def _missing() -> dict[str, str]:
     found = {}
     for extra, names in needed.items():
         if absent := [name for name in names if not _version(name)]:
-            command = f"pip install -c constraints.txt -e '.[{extra}]'"
             purpose = _PURPOSES.get(extra, extra)
-            found[extra] = f"for {purpose}: {command} (brings {', '.join(absent)})"
+            found[extra] = f"for {purpose}: {install_command(extra)} (brings {', '.join(absent)})"
     for name, (purpose, get) in _TOOLS.items():
         if not shutil.which(name):
             found[name] = f"for {purpose}: {get}"

@@ -8,9 +8,9 @@ from pathlib import Path
 import typer
 from typer import Option
 
-from commands.console.options import InputText, Json, ModelDirectory
-from commands.console.output import make_table, one_line_errors, show
-from commands.console.progress import ProgressBar
+from kvasir.commands.console.options import InputText, Json, ModelDirectory
+from kvasir.commands.console.output import make_table, one_line_errors, show
+from kvasir.commands.console.progress import ProgressBar
 
 
 def _check_picture(out: Path | None) -> Path | None:
@@ -39,9 +39,9 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Show what the exported model attends to in a text, and a decoder's likeliest next tokens."""
-    from model.bundle import load_bundle
-    from server.explain.explainer import Explainer
-    from server.explain.explanation import Head, Questions, check_index
+    from kvasir.model.bundle import load_bundle
+    from kvasir.server.explain.explainer import Explainer
+    from kvasir.server.explain.explanation import Head, Questions, check_index
 
     with one_line_errors(), ProgressBar(quiet=as_json) as progress:
         progress("loading the model", 0, 0)
@@ -54,7 +54,7 @@ def explain(
         explanation = Explainer(bundle).explain(text, [layer], questions, target=target)
         heads = list(range(bundle.config.n_head)) if head is None else [head]
         if out is not None:
-            from commands.console.heatmap import draw_attention
+            from kvasir.commands.console.heatmap import draw_attention
 
             progress(f"drawing {out.name}", 0, 0)
             draw_attention(explanation, bundle, layer, heads, out)

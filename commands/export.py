@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument, Option
 
-from commands.console.options import (
+from kvasir.commands.console.options import (
     CacheDir,
     Device,
     Json,
@@ -21,10 +21,10 @@ from commands.console.options import (
     TopK,
     TopP,
 )
-from commands.console.output import cost_since, make_table, one_line_errors, show
-from commands.console.progress import ProgressBar, loading
-from commands.pull import on_this_machine
-from model.bundle import GenerationDefaults, Verification
+from kvasir.commands.console.output import cost_since, make_table, one_line_errors, show
+from kvasir.commands.console.progress import ProgressBar, loading
+from kvasir.commands.pull import on_this_machine
+from kvasir.model.bundle import GenerationDefaults, Verification
 
 _TEXT = Option(None, help="Text for perplexity. Default: held-out text, or English.")
 _SOURCE = "A training run, a checkpoint, a Hugging Face folder, a .gguf file, or hf://org/name."
@@ -70,7 +70,7 @@ def export(
     Sampling options become the defaults of served requests.
     """
     with loading(quiet=as_json):
-        from export.directory import export_checkpoint
+        from kvasir.export.directory import export_checkpoint
 
     started = time.monotonic()
     with one_line_errors(), ProgressBar(quiet=as_json, takes_minutes=True) as progress:
@@ -109,7 +109,7 @@ def verify(
     Rounded weights need --checkpoint: the directory does not hold the decoder's own.
     """
     with loading(quiet=as_json):
-        from export.directory import verify_directory
+        from kvasir.export.directory import verify_directory
 
     with one_line_errors(), ProgressBar(quiet=as_json, takes_minutes=True) as progress:
         manifest, measured = verify_directory(directory, checkpoint, text, progress)

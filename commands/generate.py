@@ -9,19 +9,17 @@ from typing import Any
 import typer
 from typer import Option
 
-from commands.console.options import InputText, Json, ModelDirectory, Temperature, TopK, TopP
-from commands.console.output import console, one_line_errors, show
-from commands.console.progress import ProgressBar
-from model.harmless import harmless
-
-_NEW_TOKENS = 128  # by default, if as many fit
+from kvasir.commands.console.options import InputText, Json, ModelDirectory, Temperature, TopK, TopP
+from kvasir.commands.console.output import console, one_line_errors, show
+from kvasir.commands.console.progress import ProgressBar
+from kvasir.model.harmless import harmless
 
 
 def generate(
     directory: ModelDirectory,
     prompt: InputText,
     max_tokens: int | None = Option(
-        None, min=1, help=f"New tokens. Default: {_NEW_TOKENS}, or as many as fit."
+        None, min=1, help="New tokens. Default: 128, or as many as fit."
     ),
     temperature: Temperature = None,
     top_k: TopK = None,
@@ -33,30 +31,22 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Continue a prompt in this process. Sampling defaults to what the model recommends."""
-    from commands.console.terminal import complete, legend, shaded
-    from model.bundle import GenerationDefaults, load_bundle
-    from server.engine.sampling import SamplingParams
-    from server.process.engine_builder import build_engine
-    from server.requests.admission.queue import check_length
-    from server.settings import load_settings
+    from kvasir.commands.console.terminal import legend, shaded
+    from kvasir.model.bundle import GenerationDefaults
+    from kvasir.server.process.library import Model
 
     seed = secrets.randbits(64) if seed is None else seed
     with one_line_errors(), ProgressBar(quiet=as_json) as progress:
         progress("loading the model", 0, 0)
-        bundle = load_bundle(directory)
-        given = GenerationDefaults(temperature=temperature, top_k=top_k, top_p=top_p).given()
-        fields: dict[str, Any] = bundle.default_sampling.given() | given
-        engine = build_engine(load_settings(model=directory, max_num_seqs=1), bundle)
-        prompt_ids = bundle.tokenizer.encode(prompt).ids
-        n_prompt, n_given = len(prompt_ids), len(bundle.config.target_prefix)
-        if max_tokens is None:
-            max_tokens = max(1, min(_NEW_TOKENS, engine.limits.after(n_prompt) - n_given))
-        check_length(n_prompt, max_tokens, engine, n_given)
+        model = Model(directory)
+        given = GenerationDefaults(temperature=temperature, top_k=top_k, top_p=top_p)
         logprobs = 0 if show_probabilities else None
-        params = SamplingParams(max_tokens=max_tokens, seed=seed, logprobs=logprobs, **fields)
+        prompt_ids, params = model.plan(
+            prompt, given, max_tokens=max_tokens, seed=seed, logprobs=logprobs
+        )
     pieces = []
     is_terminal = sys.stdout.isatty()
-    for piece in complete(engine, bundle, prompt_ids, params):
+    for piece in model.pieces(prompt_ids, params):
         pieces.append(piece)
         if as_json:
             continue

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from typer import Argument, Option
 
-from commands.console.options import CacheDir, Json
-from commands.console.output import cost_since, make_table, one_line_errors, show
-from commands.console.progress import ProgressBar, loading
-from commands.pull import on_this_machine
+from kvasir.commands.console.options import CacheDir, Json
+from kvasir.commands.console.output import cost_since, make_table, one_line_errors, show
+from kvasir.commands.console.progress import ProgressBar, loading
+from kvasir.commands.pull import on_this_machine
 
 _SOURCE = "A folder with config.json, *.safetensors and tokenizer.json, a .gguf file, or hf://…"
 
@@ -27,7 +27,7 @@ def import_(
     `kvasir export` reads either without this step.
     """
     with loading(quiet=as_json):
-        from model.importing.published import import_checkpoint
+        from kvasir.model.importing.published import import_checkpoint
 
     started = time.monotonic()
     with one_line_errors(), ProgressBar(quiet=as_json, takes_minutes=True) as progress:

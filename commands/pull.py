@@ -8,14 +8,14 @@ from pathlib import Path
 
 from typer import Argument, Exit
 
-from commands.console.options import CacheDir, Json
-from commands.console.output import one_line_errors, show
-from commands.console.progress import ProgressBar
-from model.bundle import FORMAT_VERSION, MANIFEST_FILE
-from model.download.pull import find
-from model.download.reference import Reference
-from model.progress import Progress
-from server.settings import user_cache
+from kvasir.commands.console.options import CacheDir, Json
+from kvasir.commands.console.output import one_line_errors, show
+from kvasir.commands.console.progress import ProgressBar
+from kvasir.model.bundle import FORMAT_VERSION, MANIFEST_FILE
+from kvasir.model.download.pull import find
+from kvasir.model.download.reference import Reference
+from kvasir.model.progress import Progress
+from kvasir.server.settings import user_cache
 
 _REFERENCE = (
     "hf://org/name, with @revision or /file.gguf; oci://registry/name:tag; s3://bucket/prefix."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,19 +11,24 @@ import typer
 from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
-from commands.console.output import fail
-from commands.pull import served_directory
-from server.errors import StartupError
-from server.settings import PREFIX, Settings, load_settings
+from kvasir.commands.console.output import fail
+from kvasir.commands.pull import served_directory
+from kvasir.server.errors import StartupError
+from kvasir.server.settings import PREFIX, Settings, load_settings
 
+_EXAMPLE = Path(__file__).parents[1] / "stdlib"
 _METAVARS = {int: "<int>", float: "<float>", ByteSize: "<size>"}
 
 
 def serve(**options: list[Path] | Path | str | bool | None) -> None:
     """Serve a model directory over HTTP, or several; or a model of a store, exported once.
 
+    Without one it serves an example, which continues Python.
+
     Every option is an environment variable, too: --max-num-seqs is KVASIR_MAX_NUM_SEQS.
     """
+    if not options["model"] and f"{PREFIX}MODEL" not in os.environ:
+        options["model"] = [_EXAMPLE]
     try:
         settings = load_settings(**options | {"model": options["model"] or None})
         directories = [
@@ -33,7 +39,7 @@ def serve(**options: list[Path] | Path | str | bool | None) -> None:
             settings = load_settings(**options | {"model": directories})
     except StartupError as error:
         fail(error, exit_code=2)
-    from server.process.serve import serve as serve_model
+    from kvasir.server.process.serve import serve as serve_model
 
     try:
         serve_model(settings)

@@ -12,12 +12,12 @@ import typer
 from rich.console import Console
 from typer import Argument, Option
 
-from commands.console.options import Preset
-from commands.console.output import console, one_line_errors, show
-from commands.console.progress import ProgressBar, loading
-from model.files import writing
-from model.progress import Progress
-from model.training.settings import Schedule
+from kvasir.commands.console.options import Preset
+from kvasir.commands.console.output import console, one_line_errors, show
+from kvasir.commands.console.progress import ProgressBar, loading
+from kvasir.model.files import writing
+from kvasir.model.progress import Progress
+from kvasir.model.training.settings import Schedule
 
 # Options that --resume allows: where the run is, and how the processes share it.
 _WITH_RESUME = {"out", "resume", "shard"}
@@ -100,7 +100,7 @@ def train(
     of {"query": …, "document": …}, or of "anchor" and "positive", and may have a "negative". An
     encoder-decoder's is {"source": …, "target": …} or, in *.tsv, a source, a tab and its target.
 
-    In several processes: torchrun --nproc-per-node N -m commands.train …
+    In several processes: torchrun --nproc-per-node N -m kvasir.commands.train …
     """
     _train(locals(), _given_options(invocation))
 
@@ -109,9 +109,9 @@ def _train(options: dict[str, Any], given: dict[str, str]) -> None:
     """Begin or continue a run. given: the options of the command line, by name."""
     out, shard, resume = options["out"], options["shard"], options["resume"]
     with loading():
-        from model.training import run
-        from model.training.distributed import PeerError, ShardError, join
-        from model.training.trainer import DivergedError
+        from kvasir.model.training import run
+        from kvasir.model.training.distributed import PeerError, ShardError, join
+        from kvasir.model.training.trainer import DivergedError
 
     if options["tensorboard"]:
         import_module("tensorboard")  # fails here, before the corpus is prepared
@@ -153,11 +153,11 @@ def _prepare_run(
     options: dict[str, Any], given: dict[str, str], lines: Console, progress: Progress
 ) -> None:
     """Write the run that the options of `train` describe. They are named as fields of settings."""
-    from model.checkpoint import load_checkpoint
-    from model.config import TransformerConfig
-    from model.presets import preset
-    from model.training.run import CorpusSettings, prepare_run
-    from model.training.settings import TrainSettings
+    from kvasir.model.checkpoint import load_checkpoint
+    from kvasir.model.config import TransformerConfig
+    from kvasir.model.presets import preset
+    from kvasir.model.training.run import CorpusSettings, prepare_run
+    from kvasir.model.training.settings import TrainSettings
 
     changes, checkpoint = _parse_changes(options["changes"] or []), None
     if options["init"] is None:

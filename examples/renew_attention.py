@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from export.attention_graph import write_attention_graph
-from model.bundle import ATTENTION_GRAPH_FILE, MANIFEST_FILE, load_bundle, sha256
+from kvasir.export.attention_graph import write_attention_graph
+from kvasir.model.bundle import ATTENTION_GRAPH_FILE, MANIFEST_FILE, load_bundle, sha256
 
 
 def renew(directory: Path) -> None:

@@ -15,8 +15,8 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnx_ir.tape import Tape
 
-from export.graph import STEP_INPUTS
-from export.rewrite import (
+from kvasir.export.graph import STEP_INPUTS
+from kvasir.export.rewrite import (
     MICROSOFT,
     constant,
     copy_node,
@@ -24,8 +24,14 @@ from export.rewrite import (
     replace_node,
     take_branch,
 )
-from model.bundle import ATTENTION_GRAPH_FILE, GRAPH_FILE, HEAD_MASK_INPUT, LENS_OUTPUT, ROWS_OUTPUT
-from model.packing import SOURCE_OUTPUT
+from kvasir.model.bundle import (
+    ATTENTION_GRAPH_FILE,
+    GRAPH_FILE,
+    HEAD_MASK_INPUT,
+    LENS_OUTPUT,
+    ROWS_OUTPUT,
+)
+from kvasir.model.packing import SOURCE_OUTPUT
 
 _AFTER_SOFTMAX = 2  # of the operator's attribute qk_output
 _PAST = (3, 4)  # the operator's inputs for keys and values

@@ -9,18 +9,18 @@ from pathlib import Path
 import onnx_ir
 from pydantic import ValidationError
 
-from export.attention_graph import write_attention_graph
-from export.encoder_graph import export_encoder_graph
-from export.graph import export_graph, load_weights
-from export.kv_cache import KVScales
-from export.paged_graph import KV_DTYPES, check_pageable, export_paged_graph, speed_notes
-from export.source_graph import export_source_graph, load_both_weights
-from export.verification.paged_session import PagedSession, require_device
-from export.verification.samples import make_sample
-from export.verification.segments import SegmentedGraph
-from export.verification.vectors import verify_vectors
-from export.verification.verify import Verifier, check
-from model.bundle import (
+from kvasir.export.attention_graph import write_attention_graph
+from kvasir.export.encoder_graph import export_encoder_graph
+from kvasir.export.graph import export_graph, load_weights
+from kvasir.export.kv_cache import KVScales
+from kvasir.export.paged_graph import KV_DTYPES, check_pageable, export_paged_graph, speed_notes
+from kvasir.export.source_graph import export_source_graph, load_both_weights
+from kvasir.export.verification.paged_session import PagedSession, require_device
+from kvasir.export.verification.samples import make_sample
+from kvasir.export.verification.segments import SegmentedGraph
+from kvasir.export.verification.vectors import verify_vectors
+from kvasir.export.verification.verify import Verifier, check
+from kvasir.model.bundle import (
     CONFIG_FILE,
     ENCODER_GRAPH_FILE,
     FORMAT_VERSION,
@@ -36,13 +36,13 @@ from model.bundle import (
     hash_files,
     load_bundle,
 )
-from model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
-from model.config import TransformerConfig, first_problem
-from model.files import new_directory
-from model.network.skeleton import count_parameters
-from model.onnx.runtime import onnxruntime
-from model.progress import Progress, unheard
-from model.tensor_files import hash_weights
+from kvasir.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
+from kvasir.model.config import TransformerConfig, first_problem
+from kvasir.model.files import new_directory
+from kvasir.model.network.skeleton import count_parameters
+from kvasir.model.onnx.runtime import onnxruntime
+from kvasir.model.progress import Progress, unheard
+from kvasir.model.tensor_files import hash_weights
 
 # The manifest's names for what a checkpoint notes of its training.
 _NOTES = {"step": "training_step", "seconds": "training_seconds"}

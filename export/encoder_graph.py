@@ -17,17 +17,17 @@ from onnx_ir.tape import Tape
 from torch import Tensor, nn
 from torch.nn import functional
 
-from export.graph import record_parameters
-from export.quantize import products, quantize, quantize_pairs
-from export.rewrite import lazy_constant, remove_unused_constants, replace_node, save
-from export.trace import TRANSPOSED, TensorSpec, trace_module
-from export.weights import Weights
-from model.config import TransformerConfig
-from model.network.attention import LayerCache, PackedInputs
-from model.network.skeleton import make_skeleton
-from model.network.transformer import Block, Transformer
-from model.packing import HIDDEN_OUTPUT, TYPES_INPUT, VECTORS_OUTPUT
-from model.progress import Progress, unheard
+from kvasir.export.graph import record_parameters
+from kvasir.export.quantize import products, quantize, quantize_pairs
+from kvasir.export.rewrite import lazy_constant, remove_unused_constants, replace_node, save
+from kvasir.export.trace import TRANSPOSED, TensorSpec, trace_module
+from kvasir.export.weights import Weights
+from kvasir.model.config import TransformerConfig
+from kvasir.model.network.attention import LayerCache, PackedInputs
+from kvasir.model.network.skeleton import make_skeleton
+from kvasir.model.network.transformer import Block, Transformer
+from kvasir.model.packing import HIDDEN_OUTPUT, TYPES_INPUT, VECTORS_OUTPUT
+from kvasir.model.progress import Progress, unheard
 
 PACKED_INPUTS: dict[str, TensorSpec] = {
     "input_ids": (torch.int64, ["tokens"]),

@@ -18,9 +18,9 @@ import torch
 from onnx_ir.tape import Tape
 from torch import Tensor
 
-from export.quantize import BLOCK, quantize_blocks, rounded_weight
-from export.rewrite import MICROSOFT, remove_unused_constants, replace_node
-from export.weights import Weights
+from kvasir.export.quantize import BLOCK, quantize_blocks, rounded_weight
+from kvasir.export.rewrite import MICROSOFT, remove_unused_constants, replace_node
+from kvasir.export.weights import Weights
 
 _BITS = {"int8": 8, "int4": 4}
 

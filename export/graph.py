@@ -28,18 +28,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from export.experts import place_experts
-from export.kv_cache import quantize_kv_cache, scale_kv_channels
-from export.quantize import quantize
-from export.rewrite import contents, save
-from export.trace import SOURCE_INPUTS, TRANSPOSED, TensorSpec, trace
-from export.weights import Weights
-from model.config import TransformerConfig
-from model.network.attention import StepInputs
-from model.network.skeleton import make_target_skeleton
-from model.network.transformer import Transformer
-from model.progress import Progress, unheard
-from model.tensor_files import LazyWeights
+from kvasir.export.experts import place_experts
+from kvasir.export.kv_cache import quantize_kv_cache, scale_kv_channels
+from kvasir.export.quantize import quantize
+from kvasir.export.rewrite import contents, save
+from kvasir.export.trace import SOURCE_INPUTS, TRANSPOSED, TensorSpec, trace
+from kvasir.export.weights import Weights
+from kvasir.model.config import TransformerConfig
+from kvasir.model.network.attention import StepInputs
+from kvasir.model.network.skeleton import make_target_skeleton
+from kvasir.model.network.transformer import Transformer
+from kvasir.model.progress import Progress, unheard
+from kvasir.model.tensor_files import LazyWeights
 
 STEP_INPUTS: dict[str, TensorSpec] = {
     "input_ids": (torch.int64, ["batch", "sequence"]),

@@ -22,12 +22,12 @@ import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 
-from export.quantize import products
-from export.rewrite import PROMPT, constant, copy_node
-from export.weights import Weights
-from model.bundle import DECODE_INPUT
-from model.config import TransformerConfig
-from model.network.attention import LayerCache
+from kvasir.export.quantize import products
+from kvasir.export.rewrite import PROMPT, constant, copy_node
+from kvasir.export.weights import Weights
+from kvasir.model.bundle import DECODE_INPUT
+from kvasir.model.config import TransformerConfig
+from kvasir.model.network.attention import LayerCache
 
 _SMALLEST_SCALE = 1e-8  # for a channel of zeros
 _N_INPUTS = 14  # of GroupQueryAttention; the last two are the scales of keys and values

@@ -17,17 +17,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from export.kv_cache import scale_kv_channels
-from export.quantize import quantize_in_blocks
-from export.rewrite import save
-from export.tail import add_candidates
-from export.trace import TensorSpec, trace
-from export.weights import Weights
-from model.bundle import KV_BLOCK_SIZE, Device
-from model.config import ConfigError, TransformerConfig
-from model.network.attention import Attention, PagedInputs
-from model.network.skeleton import make_skeleton
-from model.progress import Progress, unheard
+from kvasir.export.kv_cache import scale_kv_channels
+from kvasir.export.quantize import quantize_in_blocks
+from kvasir.export.rewrite import save
+from kvasir.export.tail import add_candidates
+from kvasir.export.trace import TensorSpec, trace
+from kvasir.export.weights import Weights
+from kvasir.model.bundle import KV_BLOCK_SIZE, Device
+from kvasir.model.config import ConfigError, TransformerConfig
+from kvasir.model.network.attention import Attention, PagedInputs
+from kvasir.model.network.skeleton import make_skeleton
+from kvasir.model.progress import Progress, unheard
 
 # By precision: the type of activations, keys and values. int8 and int4 round weights as well.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

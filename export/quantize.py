@@ -35,7 +35,7 @@ from onnx_ir.tape import Tape
 from torch import Tensor
 from torch.nn import functional
 
-from export.rewrite import (
+from kvasir.export.rewrite import (
     MICROSOFT,
     PROMPT,
     branches,
@@ -46,8 +46,8 @@ from export.rewrite import (
     remove_unused_constants,
     replace_node,
 )
-from export.trace import TRANSPOSED
-from export.weights import Weights
+from kvasir.export.trace import TRANSPOSED
+from kvasir.export.weights import Weights
 
 BLOCK = 32
 _EMBEDDING = "embedding.weight"  # the decoder's name, which the graph keeps

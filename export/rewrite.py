@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from onnx_ir.tensor_adapters import TorchTensor, from_torch_dtype
 from torch import Tensor
 
-from model.progress import Progress
+from kvasir.model.progress import Progress
 
 PROMPT = "prompt."  # begins the names of the branches that compute prompts
 MICROSOFT = "com.microsoft"  # the domain of ONNX Runtime's own operators

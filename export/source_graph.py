@@ -13,17 +13,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from export.encoder_graph import PACKED_INPUTS, run_packed, save_packed
-from export.graph import load_weights
-from export.trace import trace_module
-from export.weights import Weights
-from model.bundle import ENCODER_GRAPH_FILE
-from model.config import TransformerConfig
-from model.network.skeleton import make_skeleton
-from model.network.transformer import Transformer
-from model.packing import SOURCE_OUTPUT
-from model.progress import Progress, unheard
-from model.tensor_files import LazyWeights
+from kvasir.export.encoder_graph import PACKED_INPUTS, run_packed, save_packed
+from kvasir.export.graph import load_weights
+from kvasir.export.trace import trace_module
+from kvasir.export.weights import Weights
+from kvasir.model.bundle import ENCODER_GRAPH_FILE
+from kvasir.model.config import TransformerConfig
+from kvasir.model.network.skeleton import make_skeleton
+from kvasir.model.network.transformer import Transformer
+from kvasir.model.packing import SOURCE_OUTPUT
+from kvasir.model.progress import Progress, unheard
+from kvasir.model.tensor_files import LazyWeights
 
 _MADE = "source_key_values"  # the module that makes keys and values of all layers
 _OF_LAYER = "blocks.{}.cross_attention.key_value.{}"  # its part, as the decoder has it

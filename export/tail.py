@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from export.rewrite import constant
-from model.bundle import CANDIDATES_OUTPUT, INVERSE_TEMPERATURES_INPUT
+from kvasir.export.rewrite import constant
+from kvasir.model.bundle import CANDIDATES_OUTPUT, INVERSE_TEMPERATURES_INPUT
 
 MAX_CANDIDATES = 128
 # One TopK takes a block of a GPU's threads for a row, so that of a large vocabulary has two stages.

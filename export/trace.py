@@ -19,12 +19,12 @@ import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from torch import Tensor, nn
 
-from export.rewrite import copy_node, lazy_constant, remove_unused_constants
-from export.weights import Weights
-from model.bundle import cache_names
-from model.network.attention import CachedInputs, LayerCache
-from model.network.cross_attention import SourceRows
-from model.network.transformer import LAYER_MARK, Transformer
+from kvasir.export.rewrite import copy_node, lazy_constant, remove_unused_constants
+from kvasir.export.weights import Weights
+from kvasir.model.bundle import cache_names
+from kvasir.model.network.attention import CachedInputs, LayerCache
+from kvasir.model.network.cross_attention import SourceRows
+from kvasir.model.network.transformer import LAYER_MARK, Transformer
 
 OPSET = 23  # the first with RMSNormalization
 TRANSPOSED = ".T"  # ends the name of a weight that the graph has transposed

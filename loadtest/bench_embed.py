@@ -18,8 +18,8 @@ from time import perf_counter
 
 import numpy as np
 
-from loadtest.json_client import JsonClient, Rounds, medians, n_used
-from model.progress import Progress, followed, unheard
+from kvasir.loadtest.json_client import JsonClient, Rounds, medians, n_used
+from kvasir.model.progress import Progress, followed, unheard
 
 _WORDS_PER_TOKEN = 0.75
 _SHORT = 16  # tokens of the lone text

@@ -23,21 +23,21 @@ import numpy.typing as npt
 import torch
 from rich.table import Column, Table
 
-from loadtest.random_model import folder_name, make_random_model
-from model.bundle import GRAPH_FILE, Device
-from model.config import TransformerConfig
-from model.machine import usable_cpus
-from model.network.transformer import Transformer
-from model.onnx.runtime import onnxruntime
-from model.presets import preset
-from model.progress import Progress, followed, unheard
-from server.engine.engine import Engine, warm_up
-from server.engine.gpu.runner import PagedRunner
-from server.engine.gpu.session import open_gpu_runner
-from server.engine.kv.rows import KVShape
-from server.engine.runner import OnnxRunner
-from server.engine.sampling import SamplingParams
-from server.engine.sequence import Sequence
+from kvasir.loadtest.random_model import folder_name, make_random_model
+from kvasir.model.bundle import GRAPH_FILE, Device
+from kvasir.model.config import TransformerConfig
+from kvasir.model.machine import usable_cpus
+from kvasir.model.network.transformer import Transformer
+from kvasir.model.onnx.runtime import onnxruntime
+from kvasir.model.presets import preset
+from kvasir.model.progress import Progress, followed, unheard
+from kvasir.server.engine.engine import Engine, warm_up
+from kvasir.server.engine.gpu.runner import PagedRunner
+from kvasir.server.engine.gpu.session import open_gpu_runner
+from kvasir.server.engine.kv.rows import KVShape
+from kvasir.server.engine.runner import OnnxRunner
+from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sequence import Sequence
 
 DECODE_BATCHES: dict[Device, tuple[int, ...]] = {"cpu": (1, 4, 16), "cuda": (1, 8, 32, 128)}
 PREFILL_TOKENS: dict[Device, tuple[int, ...]] = {"cpu": (128, 512), "cuda": (512, 2048)}

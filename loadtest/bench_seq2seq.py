@@ -14,8 +14,8 @@ from time import perf_counter
 
 import numpy as np
 
-from loadtest.json_client import Answer, JsonClient, Rounds, medians, n_used
-from model.progress import Progress, followed, unheard
+from kvasir.loadtest.json_client import Answer, JsonClient, Rounds, medians, n_used
+from kvasir.model.progress import Progress, followed, unheard
 
 _FIRST_TOKEN = 4  # those before it are often special
 

@@ -11,11 +11,11 @@ from typing import Any
 import uvloop
 from numpy.random import Generator
 
-from loadtest.load import Prompts, Workload, closed_loop, open_loop
-from loadtest.serve_figures import Limits, Measured, Round, ServeFigures, good
-from loadtest.sse_client import StreamedCompletion, Target, complete
-from model.progress import Progress, followed, unheard
-from server.process.local_server import serve_locally
+from kvasir.loadtest.load import Prompts, Workload, closed_loop, open_loop
+from kvasir.loadtest.serve_figures import Limits, Measured, Round, ServeFigures, good
+from kvasir.loadtest.sse_client import StreamedCompletion, Target, complete
+from kvasir.model.progress import Progress, followed, unheard
+from kvasir.server.process.local_server import serve_locally
 
 
 @dataclass(frozen=True, slots=True)

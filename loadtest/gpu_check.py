@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from export.paged_graph import KV_DTYPES
-from loadtest.bench_engine import DECODE_BATCHES, bench_engine
-from loadtest.gpu_log import FigureLog
-from loadtest.gpu_peer import NEW, PROMPT, Peer, answer_speed
-from loadtest.gpu_promises import check_figures, check_promises, generate
-from loadtest.gpu_steps import (
+from kvasir.export.paged_graph import KV_DTYPES
+from kvasir.loadtest.bench_engine import DECODE_BATCHES, bench_engine
+from kvasir.loadtest.gpu_log import FigureLog
+from kvasir.loadtest.gpu_peer import NEW, PROMPT, Peer, answer_speed
+from kvasir.loadtest.gpu_promises import check_figures, check_promises, generate
+from kvasir.loadtest.gpu_steps import (
     check_memory,
     check_replays,
     measure_copy,
@@ -33,12 +33,12 @@ from loadtest.gpu_steps import (
     measure_step,
     open_runner,
 )
-from loadtest.random_model import make_random_model
-from model.bundle import PRECISIONS, load_bundle
-from model.presets import preset
-from server.engine.engine import Engine
-from server.engine.gpu.cuda import require_cuda
-from server.engine.gpu.session import open_gpu_runner
+from kvasir.loadtest.random_model import make_random_model
+from kvasir.model.bundle import PRECISIONS, load_bundle
+from kvasir.model.presets import preset
+from kvasir.server.engine.engine import Engine
+from kvasir.server.engine.gpu.cuda import require_cuda
+from kvasir.server.engine.gpu.session import open_gpu_runner
 
 PRESETS = ("smollm2-135m", "llama3.2-1b")
 _CONTEXTS = (512, 8192)

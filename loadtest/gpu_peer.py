@@ -14,9 +14,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from loadtest.bench_engine import seconds_of
-from loadtest.gpu_log import SkippedError
-from model.config import TransformerConfig
+from kvasir.loadtest.bench_engine import seconds_of
+from kvasir.loadtest.gpu_log import SkippedError
+from kvasir.model.config import TransformerConfig
 
 PROMPT, NEW = 128, 64  # tokens of a sequence
 _ROUNDS = 3

@@ -7,11 +7,11 @@ from time import perf_counter
 
 import numpy as np
 
-from model.bundle import Verification
-from server.engine.engine import Engine
-from server.engine.gpu.runner import PagedRunner
-from server.engine.sampling import SamplingParams
-from server.engine.sequence import Sequence
+from kvasir.model.bundle import Verification
+from kvasir.server.engine.engine import Engine
+from kvasir.server.engine.gpu.runner import PagedRunner
+from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sequence import Sequence
 
 # Largest difference of logits from PyTorch's in float32, in standard deviations, and smallest share
 # of greedy tokens that are equal or near ties. Perplexity cannot test random weights: no attention

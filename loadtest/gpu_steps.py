@@ -1,6 +1,6 @@
 """The parts of a decode step on a GPU: the model, its kernels, the host, the copy of logits.
 
-python -m loadtest.gpu_steps FOLDER runs one prefill and two decodes, for compute-sanitizer.
+python -m kvasir.loadtest.gpu_steps FOLDER runs one prefill and two decodes, for compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import torch
 from numpy.typing import NDArray
 from torch.profiler import ProfilerActivity, profile
 
-from export.tail import MAX_CANDIDATES
-from loadtest.bench_engine import seconds_of
-from loadtest.gpu_log import SkippedError
-from loadtest.gpu_promises import generate
-from model.bundle import load_bundle
-from server.engine.batch import Chunk, StepBatch
-from server.engine.engine import Engine
-from server.engine.gpu.runner import PagedRunner
-from server.engine.gpu.session import DeviceModel, open_gpu_runner
-from server.engine.sampling import SamplingParams
-from server.engine.sequence import Sequence, SequenceStatus
+from kvasir.export.tail import MAX_CANDIDATES
+from kvasir.loadtest.bench_engine import seconds_of
+from kvasir.loadtest.gpu_log import SkippedError
+from kvasir.loadtest.gpu_promises import generate
+from kvasir.model.bundle import load_bundle
+from kvasir.server.engine.batch import Chunk, StepBatch
+from kvasir.server.engine.engine import Engine
+from kvasir.server.engine.gpu.runner import PagedRunner
+from kvasir.server.engine.gpu.session import DeviceModel, open_gpu_runner
+from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sequence import Sequence, SequenceStatus
 
 _CHUNK = 2048
 _BESIDE = 512  # tokens of a prompt beside decodes

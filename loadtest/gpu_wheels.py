@@ -1,7 +1,7 @@
 """Wheels for a machine with a card and no network, in pieces that travel.
 
-python -m loadtest.gpu_wheels FOLDER PYTHON_VERSION downloads what the extras cuda and train need,
-without PyTorch and NVIDIA's libraries, which PyTorch brings.
+python -m kvasir.loadtest.gpu_wheels FOLDER PYTHON_VERSION downloads what the extras cuda and train
+need, without PyTorch and NVIDIA's libraries, which PyTorch brings.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 import httptools
 import uvloop
 
-from loadtest.sse_client import error_message
-from server.process.local_server import serve_locally
+from kvasir.loadtest.sse_client import error_message
+from kvasir.server.process.local_server import serve_locally
 
 Answer = tuple[float, Any]  # seconds, and the body
 Rounds = list[list[tuple[float, ...]]]  # of each server, the figures of each round

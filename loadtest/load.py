@@ -12,7 +12,7 @@ from typing import Any, Self, cast
 
 import numpy as np
 
-from loadtest.sse_client import StreamedCompletion
+from kvasir.loadtest.sse_client import StreamedCompletion
 
 Ask = Callable[[bytes], Awaitable[StreamedCompletion]]
 

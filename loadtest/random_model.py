@@ -14,16 +14,16 @@ from tempfile import TemporaryDirectory
 import torch
 from tokenizers import Tokenizer, models
 
-import export
-import model.network
-from export.directory import check_precision, export_checkpoint
-from model.bundle import MANIFEST_FILE, Device
-from model.checkpoint import save_checkpoint
-from model.config import TransformerConfig
-from model.network.transformer import Transformer
-from model.presets import preset
-from model.progress import Progress, unheard
-from model.tokenizer import train_tokenizer
+import kvasir.export
+import kvasir.model.network
+from kvasir.export.directory import check_precision, export_checkpoint
+from kvasir.model.bundle import MANIFEST_FILE, Device
+from kvasir.model.checkpoint import save_checkpoint
+from kvasir.model.config import TransformerConfig
+from kvasir.model.network.transformer import Transformer
+from kvasir.model.presets import preset
+from kvasir.model.progress import Progress, unheard
+from kvasir.model.tokenizer import train_tokenizer
 
 _PREFIX = "random"
 
@@ -85,7 +85,7 @@ def dummy_tokenizer(vocab_size: int) -> Tokenizer:
 def _fingerprint(config: TransformerConfig) -> str:
     """Hash the shape and every source file that decides the graph."""
     digest = hashlib.sha256(json.dumps(asdict(config)).encode())
-    for package in (model.network, export):
+    for package in (kvasir.model.network, kvasir.export):
         for file in sorted(Path(package.__path__[0]).rglob("*.py")):
             digest.update(file.read_bytes())
     return digest.hexdigest()[:12]

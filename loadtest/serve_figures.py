@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from rich.table import Column, Table
 
-from loadtest.load import Workload
-from loadtest.sse_client import StreamedCompletion
+from kvasir.loadtest.load import Workload
+from kvasir.loadtest.sse_client import StreamedCompletion
 
 PERCENTILES = (50, 90, 99)
 LATENCIES: dict[str, Callable[[StreamedCompletion], list[float]]] = {

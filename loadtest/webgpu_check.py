@@ -1,6 +1,6 @@
 """Checks of a WebGPU adapter: parity with PyTorch, the engine's promises, a stream over HTTP.
 
-python -m loadtest.webgpu_check FOLDER checks with a small random model in each precision. A
+python -m kvasir.loadtest.webgpu_check FOLDER checks with a small random model in each precision. A
 software adapter is no measure of speed, so speeds are given of hardware alone.
 """
 
@@ -18,18 +18,18 @@ from time import perf_counter
 
 import torch
 
-from export.directory import export_checkpoint
-from loadtest.gpu_promises import check_figures, check_promises, generate
-from loadtest.random_model import dummy_tokenizer
-from loadtest.sse_client import Target, complete
-from model.bundle import PRECISIONS, load_bundle
-from model.checkpoint import save_checkpoint
-from model.network.transformer import Transformer
-from model.presets import preset
-from server.engine.engine import Engine
-from server.engine.gpu.session import block_bytes, open_gpu_runner
-from server.engine.gpu.webgpu import open_webgpu_session
-from server.process.local_server import serve_locally
+from kvasir.export.directory import export_checkpoint
+from kvasir.loadtest.gpu_promises import check_figures, check_promises, generate
+from kvasir.loadtest.random_model import dummy_tokenizer
+from kvasir.loadtest.sse_client import Target, complete
+from kvasir.model.bundle import PRECISIONS, load_bundle
+from kvasir.model.checkpoint import save_checkpoint
+from kvasir.model.network.transformer import Transformer
+from kvasir.model.presets import preset
+from kvasir.server.engine.engine import Engine
+from kvasir.server.engine.gpu.session import block_bytes, open_gpu_runner
+from kvasir.server.engine.gpu.webgpu import open_webgpu_session
+from kvasir.server.process.local_server import serve_locally
 
 _SOFTWARE = "ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER"
 _N_BLOCKS = 12  # for four sequences of up to three blocks, while nine want some

@@ -11,11 +11,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 from tokenizers import Tokenizer
 
-from model.config import TransformerConfig, first_problem
-from model.files import parse_object, read_limited
-from model.mistaken import find_mistake
-from model.onnx.external_data import external_files
-from model.tokenizer import load_tokenizer
+from kvasir.model.config import TransformerConfig, first_problem
+from kvasir.model.files import parse_object, read_limited
+from kvasir.model.mistaken import find_mistake
+from kvasir.model.onnx.external_data import external_files
+from kvasir.model.tokenizer import load_tokenizer
 
 FORMAT_VERSION = 1
 

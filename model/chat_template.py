@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from model.bundle import parse_template
-from model.template_process import LIMITS, run_template
+from kvasir.model.bundle import parse_template
+from kvasir.model.template_process import LIMITS, run_template
 
 MAX_SOURCE = 2**18  # characters of a template; published ones have up to 2**15
 

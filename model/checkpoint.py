@@ -22,22 +22,27 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from model.bundle import CONFIG_FILE, TOKENIZER_FILE, load_config_and_tokenizer, read_extra_files
-from model.config import ConfigError, TransformerConfig
-from model.files import in_words, new_directory, read_object
-from model.importing.errors import UnsupportedError
-from model.importing.published import is_published, read_published
-from model.mistaken import find_mistake
-from model.network.skeleton import build_decoder, parameter_shapes
-from model.network.transformer import Transformer
-from model.tensor_files import (
+from kvasir.model.bundle import (
+    CONFIG_FILE,
+    TOKENIZER_FILE,
+    load_config_and_tokenizer,
+    read_extra_files,
+)
+from kvasir.model.config import ConfigError, TransformerConfig
+from kvasir.model.files import in_words, new_directory, read_object
+from kvasir.model.importing.errors import UnsupportedError
+from kvasir.model.importing.published import is_published, read_published
+from kvasir.model.mistaken import find_mistake
+from kvasir.model.network.skeleton import build_decoder, parameter_shapes
+from kvasir.model.network.transformer import Transformer
+from kvasir.model.tensor_files import (
     WEIGHTS_FILE,
     LazyWeights,
     TensorFileError,
     list_tensors,
     weight_files,
 )
-from model.tokenizer import TokenizerError, parse_tokenizer
+from kvasir.model.tokenizer import TokenizerError, parse_tokenizer
 
 STATE_FILE = "training.safetensors"
 STATE_FOLDER = "training"  # in place of the file

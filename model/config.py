@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, ValidationError
 from pydantic.dataclasses import dataclass
 
-from model.files import read_object
-from model.suggestions import nearest
+from kvasir.model.files import read_object
+from kvasir.model.suggestions import nearest
 
 Position = Literal[
     "rotary", "learned", "sinusoidal", "alibi", "relative", "learned_relative", "none"

@@ -16,7 +16,7 @@ from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 from weakref import finalize
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 
 
 class LimitedProcess:

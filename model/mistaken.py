@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
-from model.files import parse_object
-from model.suggestions import nearest
+from kvasir.model.files import parse_object
+from kvasir.model.suggestions import nearest
 
 ADAPTER_FILE = "adapter_config.json"
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 from typing import Any
 
-from model.config import ConfigError, Pooling, RopeScaling, TransformerConfig
-from model.suggestions import did_you_mean
+from kvasir.model.config import ConfigError, Pooling, RopeScaling, TransformerConfig
+from kvasir.model.suggestions import did_you_mean
 
 
 def _shape(*sizes: int) -> dict[str, Any]:

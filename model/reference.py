@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from model.network.cross_attention import Source
-from model.network.transformer import Transformer
+from kvasir.model.network.cross_attention import Source
+from kvasir.model.network.transformer import Transformer
 
 
 class Hypothesis(NamedTuple):

@@ -10,7 +10,7 @@ import os
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from model.limited_process import (
+from kvasir.model.limited_process import (
     LimitedProcess,
     answer,
     limit_memory,
@@ -58,7 +58,7 @@ def run_template(source: str, variables: dict[str, Any] | None) -> tuple[str, st
 
 def _main() -> None:
     """Answer each template and its variables."""
-    from model.template_environment import environment  # noqa: PLC0415  Jinja, only here
+    from kvasir.model.template_environment import environment  # noqa: PLC0415  Jinja, only here
 
     @lru_cache(_COMPILED)
     def compiled(source: str) -> Template:

@@ -15,9 +15,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from model.bundle import sha256
-from model.files import parse_object
-from model.progress import Progress, followed, unheard
+from kvasir.model.bundle import sha256
+from kvasir.model.files import parse_object
+from kvasir.model.progress import Progress, followed, unheard
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"  # of a checkpoint in several files

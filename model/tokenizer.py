@@ -12,9 +12,9 @@ from typing import Literal
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from model.files import read_limited
-from model.progress import Progress, interruptible, unheard
-from model.tokenizer_limits import MAX_FILE, MOST_GROWTH, check_costs, steps
+from kvasir.model.files import read_limited
+from kvasir.model.progress import Progress, interruptible, unheard
+from kvasir.model.tokenizer_limits import MAX_FILE, MOST_GROWTH, check_costs, steps
 
 END_OF_TEXT = "<|endoftext|>"
 MASKS = ("[MASK]", "<mask>")  # BERT's name, and RoBERTa's

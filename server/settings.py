@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ByteSize, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from server.engine.machine import SPIN_MICROSECONDS
-from server.errors import StartupError
+from kvasir.server.engine.machine import SPIN_MICROSECONDS
+from kvasir.server.errors import StartupError
 
 PREFIX = "KVASIR_"
 _FAULTS = {  # by the type of pydantic's error; others keep pydantic's words

@@ -10,28 +10,28 @@ from typing import Any, get_type_hints
 
 from fastapi.routing import APIRoute
 
-from model.bundle import load_bundle
-from server.api import schemas, target, tokenize
-from server.api.anthropic import schemas as anthropic_schemas
-from server.api.anthropic.answers import MessageEvent
-from server.api.embeddings import cohere, scores, tei, vllm
-from server.api.embeddings import openai as embeddings_openai
-from server.api.embeddings import requests as embeddings
-from server.api.explain import routes as explain
-from server.api.http.responses import STATUSES
-from server.api.openai import batches, chat_schemas
-from server.api.openai import schemas as openai_schemas
-from server.api.openai.answers import ChatEvent, CompletionEvent
-from server.api.openai.responses import schemas as responses
-from server.api.openai.responses.answers import ResponseEvent
-from server.api.other_servers import IGNORED, NO_OPS
-from server.api.routes import ROUTES
-from server.api.structured import StructuredFields
-from server.api.tgi import schemas as tgi
-from server.api.tgi.answers import GenerateEvent
-from server.errors import KvasirError
-from server.requests.service import Service
-from server.settings import Settings, load_settings
+from kvasir.model.bundle import load_bundle
+from kvasir.server.api import schemas, target, tokenize
+from kvasir.server.api.anthropic import schemas as anthropic_schemas
+from kvasir.server.api.anthropic.answers import MessageEvent
+from kvasir.server.api.embeddings import cohere, scores, tei, vllm
+from kvasir.server.api.embeddings import openai as embeddings_openai
+from kvasir.server.api.embeddings import requests as embeddings
+from kvasir.server.api.explain import routes as explain
+from kvasir.server.api.http.responses import STATUSES
+from kvasir.server.api.openai import batches, chat_schemas
+from kvasir.server.api.openai import schemas as openai_schemas
+from kvasir.server.api.openai.answers import ChatEvent, CompletionEvent
+from kvasir.server.api.openai.responses import schemas as responses
+from kvasir.server.api.openai.responses.answers import ResponseEvent
+from kvasir.server.api.other_servers import IGNORED, NO_OPS
+from kvasir.server.api.routes import ROUTES
+from kvasir.server.api.structured import StructuredFields
+from kvasir.server.api.tgi import schemas as tgi
+from kvasir.server.api.tgi.answers import GenerateEvent
+from kvasir.server.errors import KvasirError
+from kvasir.server.requests.service import Service
+from kvasir.server.settings import Settings, load_settings
 
 EXAMPLE = Path(__file__).parent.parent / "examples/stdlib"
 PAGE = Path(__file__).parent.parent / "docs/api.md"

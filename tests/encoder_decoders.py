@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from export.graph import export_graph
-from export.source_graph import export_source_graph
-from model.bundle import ENCODER_GRAPH_FILE, GRAPH_FILE, cache_names
-from model.config import TransformerConfig
-from model.onnx.runtime import open_cpu_session
-from model.packing import SOURCE_OUTPUT, pack
+from kvasir.export.graph import export_graph
+from kvasir.export.source_graph import export_source_graph
+from kvasir.model.bundle import ENCODER_GRAPH_FILE, GRAPH_FILE, cache_names
+from kvasir.model.config import TransformerConfig
+from kvasir.model.onnx.runtime import open_cpu_session
+from kvasir.model.packing import SOURCE_OUTPUT, pack
 
 Floats = NDArray[np.float32]
 

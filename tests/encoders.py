@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from export.encoder_graph import export_encoder_graph
-from model.bundle import GRAPH_FILE
-from model.config import Pooling, Projection
-from server.engine.encoder.runner import EncoderRunner
-from server.engine.encoder.sequence import EncoderSequence
-from server.engine.sampling import Floats, SamplingParams
+from kvasir.export.encoder_graph import export_encoder_graph
+from kvasir.model.bundle import GRAPH_FILE
+from kvasir.model.config import Pooling, Projection
+from kvasir.server.engine.encoder.runner import EncoderRunner
+from kvasir.server.engine.encoder.sequence import EncoderSequence
+from kvasir.server.engine.sampling import Floats, SamplingParams
 from tests.random_models import RandomModel, make_config, make_decoder
 
 BERT: dict[str, Any] = {

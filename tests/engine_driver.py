@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from server.engine.engine import Engine, TokenOutput
-from server.engine.sampling import SamplingParams, TokenLogprobs
-from server.engine.sequence import FinishReason, Sequence
+from kvasir.server.engine.engine import Engine, TokenOutput
+from kvasir.server.engine.sampling import SamplingParams, TokenLogprobs
+from kvasir.server.engine.sequence import FinishReason, Sequence
 
 
 def make_sequence(

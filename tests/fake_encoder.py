@@ -14,13 +14,13 @@ from fastapi import FastAPI
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from model.bundle import EmbeddingDefaults, ModelBundle
-from model.config import Pooling, Projection
-from server.engine.encoder.engine import EncoderEngine
-from server.engine.encoder.sequence import EncoderSequence, Encoding
-from server.engine.sampling import Floats
-from server.process.app import create_app
-from server.settings import load_settings
+from kvasir.model.bundle import EmbeddingDefaults, ModelBundle
+from kvasir.model.config import Pooling, Projection
+from kvasir.server.engine.encoder.engine import EncoderEngine
+from kvasir.server.engine.encoder.sequence import EncoderSequence, Encoding
+from kvasir.server.engine.sampling import Floats
+from kvasir.server.process.app import create_app
+from kvasir.server.settings import load_settings
 from tests.fake_runner import TIMEOUT
 from tests.serving import EOS, fake_bundle, small_tokenizer
 

@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from server.engine.batch import Chunk, StepBatch
-from server.engine.kv.rows import KVRows, KVShape
-from server.engine.logits import Logits
-from server.engine.sampling import Floats
-from server.engine.sequence import SequenceStatus
+from kvasir.server.engine.batch import Chunk, StepBatch
+from kvasir.server.engine.kv.rows import KVRows, KVShape
+from kvasir.server.engine.logits import Logits
+from kvasir.server.engine.sampling import Floats
+from kvasir.server.engine.sequence import SequenceStatus
 
 TIMEOUT = 120.0  # seconds until a test that waits in vain fails, on a busy machine
 _FORCED = 50.0  # a logit that wins

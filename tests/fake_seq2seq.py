@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from model.config import TransformerConfig
-from model.network.cross_attention import Source
-from model.network.transformer import Transformer
-from model.reference import next_logits
-from server.engine.batch import StepBatch
-from server.engine.kv.rows import KVShape
-from server.engine.kv.source_rows import SourceRows
-from server.engine.logits import Logits
-from server.engine.sampling import Floats
+from kvasir.model.config import TransformerConfig
+from kvasir.model.network.cross_attention import Source
+from kvasir.model.network.transformer import Transformer
+from kvasir.model.reference import next_logits
+from kvasir.server.engine.batch import StepBatch
+from kvasir.server.engine.kv.rows import KVShape
+from kvasir.server.engine.kv.source_rows import SourceRows
+from kvasir.server.engine.logits import Logits
+from kvasir.server.engine.sampling import Floats
 
 EOS = 2
 

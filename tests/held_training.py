@@ -1,4 +1,4 @@
-"""commands.train whose first process waits after each evaluation for a line on standard input."""
+"""`kvasir train` whose first process waits after each evaluation for a line on standard input."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import typer
 
-from commands.train import train
-from model.training.metrics import StepMetrics
-from model.training.trainer import Report, Trainer
+from kvasir.commands.train import train
+from kvasir.model.training.metrics import StepMetrics
+from kvasir.model.training.trainer import Report, Trainer
 
 train_loop = Trainer.train
 

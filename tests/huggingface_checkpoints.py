@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, processors
 from torch import nn
 
-from model.tokenizer import train_tokenizer
+from kvasir.model.tokenizer import train_tokenizer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -16,10 +16,10 @@ import openai
 import uvicorn
 from fastapi import FastAPI
 
-from server.engine.sequence import Sequence
-from server.process.serve import bind, configure
-from server.requests.async_engine import AsyncEngine, OutputStream
-from server.requests.service import Service
+from kvasir.server.engine.sequence import Sequence
+from kvasir.server.process.serve import bind, configure
+from kvasir.server.requests.async_engine import AsyncEngine, OutputStream
+from kvasir.server.requests.service import Service
 from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.serving import VOCAB_SIZE, fake_app, sample
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from loadtest.locust.request_log import Request
+from kvasir.loadtest.locust.request_log import Request
 
 TICK = 1 / 64  # seconds
 

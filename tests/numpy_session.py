@@ -13,8 +13,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper
 
-from server.engine.gpu.cuda import bind_cuda_blocks
-from server.engine.gpu.session import Backend
+from kvasir.server.engine.gpu.cuda import bind_cuda_blocks
+from kvasir.server.engine.gpu.session import Backend
 from tests import paged_reference
 
 Array = NDArray[Any]

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from export.graph import export_graph
-from export.kv_cache import KVScales
-from export.verification.layers import LayeredDecoder
-from export.verification.plan import SampleText
-from export.verification.segments import SegmentedGraph
-from export.verification.verify import Verifier
-from model.bundle import GRAPH_FILE, Verification
-from model.config import TransformerConfig
-from model.network.transformer import Transformer
-from server.engine.runner import OnnxRunner
+from kvasir.export.graph import export_graph
+from kvasir.export.kv_cache import KVScales
+from kvasir.export.verification.layers import LayeredDecoder
+from kvasir.export.verification.plan import SampleText
+from kvasir.export.verification.segments import SegmentedGraph
+from kvasir.export.verification.verify import Verifier
+from kvasir.model.bundle import GRAPH_FILE, Verification
+from kvasir.model.config import TransformerConfig
+from kvasir.model.network.transformer import Transformer
+from kvasir.server.engine.runner import OnnxRunner
 
 
 @dataclass(frozen=True, slots=True)

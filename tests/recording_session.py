@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from server.engine.gpu.session import Backend
+from kvasir.server.engine.gpu.session import Backend
 from tests.numpy_session import (
     Array,
     HostBuffer,

@@ -13,12 +13,12 @@ import sys
 import threading
 from unittest.mock import patch
 
-from server.engine.engine import Engine
-from server.engine.sequence import Sequence
-from server.errors import StartupError
-from server.process.serve import serve
-from server.requests.async_engine import AsyncEngine, OutputStream
-from server.settings import load_settings
+from kvasir.server.engine.engine import Engine
+from kvasir.server.engine.sequence import Sequence
+from kvasir.server.errors import StartupError
+from kvasir.server.process.serve import serve
+from kvasir.server.requests.async_engine import AsyncEngine, OutputStream
+from kvasir.server.settings import load_settings
 from tests.fake_runner import FakeRunner
 from tests.serving import VOCAB_SIZE
 
@@ -44,7 +44,7 @@ def fake_the_model(loading: str) -> None:
         return Engine(runner, chunk_size=8)
 
     patch.object(AsyncEngine, "submit", announcing).start()
-    patch("server.process.app.build_engine", build).start()
+    patch("kvasir.server.process.app.build_engine", build).start()
     threading.Thread(target=obey, args=(runner,), daemon=True).start()
 
 

@@ -16,17 +16,17 @@ from fastapi import FastAPI
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from model.bundle import Manifest, ModelBundle, Verification
-from model.config import TransformerConfig
-from model.tokenizer import train_tokenizer
-from server.engine.engine import Engine
-from server.engine.kv.prefix_cache import PrefixCache
-from server.engine.sequence import Sequence
-from server.process.app import create_app
-from server.requests.async_engine import AsyncEngine, OutputStream
-from server.requests.service import Service
-from server.settings import load_settings
-from server.telemetry.metrics import Metrics
+from kvasir.model.bundle import Manifest, ModelBundle, Verification
+from kvasir.model.config import TransformerConfig
+from kvasir.model.tokenizer import train_tokenizer
+from kvasir.server.engine.engine import Engine
+from kvasir.server.engine.kv.prefix_cache import PrefixCache
+from kvasir.server.engine.sequence import Sequence
+from kvasir.server.process.app import create_app
+from kvasir.server.requests.async_engine import AsyncEngine, OutputStream
+from kvasir.server.requests.service import Service
+from kvasir.server.settings import load_settings
+from kvasir.server.telemetry.metrics import Metrics
 from tests.fake_runner import FakeRunner
 
 VOCAB_SIZE = 300

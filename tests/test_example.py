@@ -15,7 +15,7 @@ import numpy as np
 import openai
 import pytest
 
-from model.bundle import load_bundle
+from kvasir.model.bundle import load_bundle
 
 SOURCE = Path(__file__).read_text(encoding="utf-8")
 EXAMPLE = Path(__file__).parent.parent / "examples/stdlib"

@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 
 from examples.number_pairs import draw
-from model.bundle import load_bundle
-from server.process.local_server import serve_locally
+from kvasir.model.bundle import load_bundle
+from kvasir.server.process.local_server import serve_locally
 
 EXAMPLE = Path(__file__).parent.parent / "examples/numbers"
 

@@ -13,8 +13,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-import kvasir
-from commands.console import output
+from kvasir import __main__ as command_line
+from kvasir.commands.console import output
 from tests.deploy.dockerfile import read_stages
 
 ROOT = Path(__file__).parent.parent
@@ -90,7 +90,7 @@ def module_name(path: Path) -> str:
 
 
 def imports(path: Path) -> set[str]:
-    """Full names of the modules that a file imports, at any depth."""
+    """Names of the modules that a file imports, at any depth; ours are without `kvasir.`."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -99,14 +99,14 @@ def imports(path: Path) -> set[str]:
             assert node.level == 0, f"{path}: a relative import"
             assert node.module is not None
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    return {name.removeprefix("kvasir.") for name in found}
 
 
 def covers(prefix: str, name: str) -> bool:
     return name == prefix or name.startswith(prefix + ".")
 
 
-FILES = [ROOT / "kvasir.py"]
+FILES = [ROOT / "kvasir/__main__.py"]
 FILES += [
     path
     for room in ROOMS
@@ -154,14 +154,14 @@ def test_one_file_imports(package: str, owners: tuple[str, ...]) -> None:
     [
         "server.process.serve",
         "server.engine.runner",
-        "kvasir",
+        "__main__",
         "loadtest.bench_serve",
         *WITHOUT_TORCH,
     ],
 )
 def test_serving_needs_no_torch(module: str) -> None:
     absent = {"torch", "onnx", "onnxscript", "gevent"}
-    code = f"import sys, {module}; print({absent} & set(sys.modules))"
+    code = f"import sys, kvasir.{module}; print({absent} & set(sys.modules))"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )
@@ -174,7 +174,7 @@ def test_serving_needs_no_torch(module: str) -> None:
 def test_a_missing_package_is_named_with_its_extra(package: str, arguments: list[str]) -> None:
     """As after installing only what serving needs."""
     code = f"import sys; sys.modules[{package!r}] = None; sys.argv[1:] = {arguments!r}"
-    code += "; import kvasir; kvasir.main()"
+    code += "; from kvasir.__main__ import main; main()"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
     )
@@ -189,8 +189,8 @@ OF_A_CHECKOUT |= {"bench serve"}
 COMMANDS = {
     example.split(" ", 3)[1] if panel != "bench" else " ".join(example.split()[1:3]): function
     for panel, function, example in (
-        *kvasir._COMMANDS,
-        *(("bench", function, example) for function, example in kvasir._BENCHES),
+        *command_line._COMMANDS,
+        *(("bench", function, example) for function, example in command_line._BENCHES),
     )
 }
 
@@ -222,7 +222,7 @@ def test_commands_of_the_image_import_only_what_it_has() -> None:
     known = in_the_image() | set(output._EXTRAS) | {"onnxruntime_ep_webgpu"}
     lacking = {}
     for command, function in COMMANDS.items():
-        found, waiting = set[str](), [function.__module__]
+        found, waiting = set[str](), [function.__module__.removeprefix("kvasir.")]
         while waiting:
             name = waiting.pop()
             for one in of_file.get(name, ()):

@@ -9,10 +9,10 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from export.verification.segments import Case, Floats, Ids, Step
-from model.bundle import CACHE_OUTPUTS, DECODE_INPUT, cache_names
-from model.config import TransformerConfig
-from model.onnx.runtime import open_cpu_session
+from kvasir.export.verification.segments import Case, Floats, Ids, Step
+from kvasir.model.bundle import CACHE_OUTPUTS, DECODE_INPUT, cache_names
+from kvasir.model.config import TransformerConfig
+from kvasir.model.onnx.runtime import open_cpu_session
 
 
 class GraphSession:

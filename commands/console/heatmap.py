@@ -11,8 +11,8 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from model.bundle import ModelBundle
-from server.explain.explanation import Explanation
+from kvasir.model.bundle import ModelBundle
+from kvasir.server.explain.explanation import Explanation
 
 _MAX_LABELS = 64  # tokens that can be read on an axis
 # Lightness, chroma and hue at weights 0, 0.5 and 1: the page's in light (static/common/colours.js).

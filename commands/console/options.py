@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from model import bundle
-from model.presets import PRESETS
+from kvasir.model import bundle
+from kvasir.model.presets import PRESETS
 
 
 def _check_text(text: str) -> str:

@@ -20,10 +20,10 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
-from model.files import in_words
-from server.settings import describe_fault
+from kvasir.model.files import in_words
+from kvasir.model.suggestions import install_command
+from kvasir.server.settings import describe_fault
 
-_OURS = frozenset({"commands", "export", "loadtest", "model", "server"})
 _NOT_IN_IMAGES = frozenset({"export", "loadtest"})  # the server's images leave them out
 _LONGEST_LINE = 1000
 _BOX_WIDTH = 120  # columns: those of names, types and descriptions side by side
@@ -91,10 +91,10 @@ def _missing(error: ModuleNotFoundError) -> str:
     name = error.name or ""
     package = name.partition(".")[0]
     if package in _EXTRAS:
-        command = f"pip install -c constraints.txt -e '.[{_EXTRAS[package]}]'"
-        return f"this needs {name}; install it with: {command}"
-    if package in _NOT_IN_IMAGES:
-        return f"this needs {package}/, which is not installed here; run it in a checkout of Kvasir"
+        return f"this needs {name}; install it with: {install_command(_EXTRAS[package])}"
+    room = name.removeprefix("kvasir.").partition(".")[0]
+    if room in _NOT_IN_IMAGES:
+        return f"this needs {room}/, which is not installed here; run it in a checkout of Kvasir"
     raise error
 
 
@@ -114,7 +114,7 @@ def one_line_errors() -> Iterator[None]:
         yield
     except Exception as error:
         package = type(error).__module__.partition(".")[0]
-        if package in _OURS or isinstance(error, ValueError | OSError):
+        if package == "kvasir" or isinstance(error, ValueError | OSError):
             fail(error)
         raise
 

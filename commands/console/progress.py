@@ -55,7 +55,7 @@ class ProgressBar:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
         from rich.table import Column
 
-        from commands.console.output import console
+        from kvasir.commands.console.output import console
 
         self.lines = console(quiet=quiet)
         shares_terminal = sys.stdout.isatty() and sys.stderr.isatty()

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from model.config import TransformerConfig
-from model.network.attention import LayerCache, StepInputs
-from model.network.cross_attention import Source
-from model.network.skeleton import make_block, make_target_skeleton
-from model.network.transformer import Block
-from model.progress import Progress, followed, unheard
+from kvasir.model.config import TransformerConfig
+from kvasir.model.network.attention import LayerCache, StepInputs
+from kvasir.model.network.cross_attention import Source
+from kvasir.model.network.skeleton import make_block, make_target_skeleton
+from kvasir.model.network.transformer import Block
+from kvasir.model.progress import Progress, followed, unheard
 
 _TOKENS = 256  # computed together: of short rows, or of a chunk of a long one
 _WEIGHTS = 2**24  # of the head in float32 at a time

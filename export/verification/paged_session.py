@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from export.verification.segments import Case
-from export.verification.verify import VerificationError
-from model.bundle import INVERSE_TEMPERATURES_INPUT, KV_BLOCK_SIZE, Device
-from model.config import TransformerConfig
-from model.progress import Progress, followed, unheard
-from server.engine.gpu.runner import PagedModel
-from server.engine.gpu.session import BACKENDS, DeviceModel
-from server.engine.logits import Candidates
+from kvasir.export.verification.segments import Case
+from kvasir.export.verification.verify import VerificationError
+from kvasir.model.bundle import INVERSE_TEMPERATURES_INPUT, KV_BLOCK_SIZE, Device
+from kvasir.model.config import TransformerConfig
+from kvasir.model.progress import Progress, followed, unheard
+from kvasir.server.engine.gpu.runner import PagedModel
+from kvasir.server.engine.gpu.session import BACKENDS, DeviceModel
+from kvasir.server.engine.logits import Candidates
 
 __all__ = ["PagedSession", "require_device"]
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from export.verification.plan import Test, affordable_tokens
-from export.verification.segments import Case, Ids, Step
-from model.config import TransformerConfig
-from model.network.skeleton import count_parameters
+from kvasir.export.verification.plan import Test, affordable_tokens
+from kvasir.export.verification.segments import Case, Ids, Step
+from kvasir.model.config import TransformerConfig
+from kvasir.model.network.skeleton import count_parameters
 
 _FEWEST, _MOST, _MOST_OF_TEXT = 768, 16384, 3072  # tokens of targets
 _OF_LONG_ROW = 512, 2048  # tokens

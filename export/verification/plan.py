@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from export.verification.segments import Case, Ids, Step
-from model.config import TransformerConfig
-from model.network.skeleton import count_parameters
+from kvasir.export.verification.segments import Case, Ids, Step
+from kvasir.model.config import TransformerConfig
+from kvasir.model.network.skeleton import count_parameters
 
 FEWEST_TOKENS = 256  # of a text; the second half makes long rows
 _BUDGET = 2e11  # tokens · parameters

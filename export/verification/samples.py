@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from export.verification.pair_plan import SamplePairs
-from export.verification.plan import FEWEST_TOKENS, SampleText
-from export.verification.verify import MAX_PERPLEXITY_LOSS, VerificationError
-from model.checkpoint import Checkpoint
-from model.tokenizer import leading_ids
-from model.training.data import DATA_FOLDER, encode, open_tokens
-from model.training.translations import HELD_OUT_FILE, SUFFIXES, read_translations
+from kvasir.export.verification.pair_plan import SamplePairs
+from kvasir.export.verification.plan import FEWEST_TOKENS, SampleText
+from kvasir.export.verification.verify import MAX_PERPLEXITY_LOSS, VerificationError
+from kvasir.model.checkpoint import Checkpoint
+from kvasir.model.tokenizer import leading_ids
+from kvasir.model.training.data import DATA_FOLDER, encode, open_tokens
+from kvasir.model.training.translations import HELD_OUT_FILE, SUFFIXES, read_translations
 
 _PYDOC = f"Python {sys.version_info[0]}.{sys.version_info[1]}'s pydoc topics"
 _MOST_PAIRS, _WORDS = 2000, 20  # pairs that are tokenised, and words of an excerpt

@@ -18,11 +18,11 @@ import onnx
 from numpy.typing import NDArray
 from onnx.helper import make_tensor_value_info, np_dtype_to_tensor_dtype
 
-from model.bundle import CACHE_OUTPUTS, DECODE_INPUT, ENCODER_GRAPH_FILE, cache_names
-from model.config import TransformerConfig
-from model.onnx.runtime import onnxruntime, open_cpu_session
-from model.packing import SOURCE_OUTPUT, pack
-from model.progress import Progress, followed, unheard
+from kvasir.model.bundle import CACHE_OUTPUTS, DECODE_INPUT, ENCODER_GRAPH_FILE, cache_names
+from kvasir.model.config import TransformerConfig
+from kvasir.model.onnx.runtime import onnxruntime, open_cpu_session
+from kvasir.model.packing import SOURCE_OUTPUT, pack
+from kvasir.model.progress import Progress, followed, unheard
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]

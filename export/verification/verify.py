@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from export.source_graph import encoder_weights
-from export.verification.layers import LayeredDecoder, Observer
-from export.verification.pair_plan import PairPlan, SamplePairs
-from export.verification.plan import Plan, SampleText
-from export.verification.segments import Case, Floats
-from model.bundle import Device, Verification
-from model.config import TransformerConfig
-from model.network.attention import LayerCache
-from model.progress import Progress, unheard
+from kvasir.export.source_graph import encoder_weights
+from kvasir.export.verification.layers import LayeredDecoder, Observer
+from kvasir.export.verification.pair_plan import PairPlan, SamplePairs
+from kvasir.export.verification.plan import Plan, SampleText
+from kvasir.export.verification.segments import Case, Floats
+from kvasir.model.bundle import Device, Verification
+from kvasir.model.config import TransformerConfig
+from kvasir.model.network.attention import LayerCache
+from kvasir.model.progress import Progress, unheard
 
 MAX_LOGIT_ERROR = 1e-3  # fp32, relative to the standard deviation of the logits
 _MOST_DOUBT = 0.05  # of a perplexity loss that was measured on few tokens

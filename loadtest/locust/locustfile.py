@@ -33,10 +33,10 @@ from locust.exception import CatchResponseError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from loadtest.locust.served import NotServedError, query_model
-from loadtest.locust.slo import LATENCIES, missed, parse_slo
-from loadtest.locust.traffic import PACES, draw_length, draw_words
-from loadtest.sse_client import StreamedCompletion, error_message
+from kvasir.loadtest.locust.served import NotServedError, query_model
+from kvasir.loadtest.locust.slo import LATENCIES, missed, parse_slo
+from kvasir.loadtest.locust.traffic import PACES, draw_length, draw_words
+from kvasir.loadtest.sse_client import StreamedCompletion, error_message
 
 COLUMNS = ("scenario", "sent", "ended", "ttft", "e2e", "tokens", "gaps", "error")
 KEY = os.environ.get("KVASIR_API_KEY")

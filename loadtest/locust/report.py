@@ -1,4 +1,4 @@
-"""Draw a load test: python -m loadtest.locust.report REQUESTS.csv REPORT.png [LIMITS].
+"""Draw a load test: python -m kvasir.loadtest.locust.report REQUESTS.csv REPORT.png [LIMITS].
 
 Reads the lines that locustfile.py wrote, one a request. Draws latencies over time with their limits
 (written as for --slo), requests and tokens over time, and throughput by open requests.
@@ -20,9 +20,9 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from loadtest.locust import request_log
-from loadtest.locust.request_log import Floats, Request
-from loadtest.locust.slo import Limit, parse_slo
+from kvasir.loadtest.locust import request_log
+from kvasir.loadtest.locust.request_log import Floats, Request
+from kvasir.loadtest.locust.slo import Limit, parse_slo
 
 PERCENTILES = {50: "#1b4965", 90: "#4f93b8", 99: "#a9cfe3"}  # and their colours
 ANSWERED, FAILED, OPEN, LATENCY = "#2a9d8f", "#d1495b", "#e9ecef", "#e09f3e"

@@ -1,4 +1,4 @@
-"""Load-test a model directory: python -m loadtest.locust.run LOCUST DIRECTORY FOLDER [OPTIONS].
+"""Load-test a model: python -m kvasir.loadtest.locust.run LOCUST DIRECTORY FOLDER [OPTIONS].
 
 LOCUST is the command, in an environment of its own. FOLDER gets report.html, Locust's CSV files,
 requests.csv and report.png. OPTIONS go to Locust. The exit code is Locust's, or 2 for invalid
@@ -12,8 +12,8 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 
-from loadtest.locust.slo import parse_slo
-from server.process.local_server import serve_locally
+from kvasir.loadtest.locust.slo import parse_slo
+from kvasir.server.process.local_server import serve_locally
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 
@@ -53,7 +53,7 @@ def _run_locust(ours: Namespace, options: list[str]) -> int:
     if not requests.exists():
         print(f"no load test: Locust ended with {code} before it", file=sys.stderr)  # noqa: T201
         return code or 1
-    report = [ours.locust.with_name("python"), "-m", "loadtest.locust.report"]
+    report = [ours.locust.with_name("python"), "-m", "kvasir.loadtest.locust.report"]
     subprocess.run([*report, requests, picture, ours.slo], check=False)  # noqa: S603
     verdict = "every limit was kept" if ours.slo else "no limits were set"
     if code:

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from loadtest.sse_client import error_message
+from kvasir.loadtest.sse_client import error_message
 
 _TIMEOUT = 60.0  # seconds for an answer; the server may be busy with other clients
 

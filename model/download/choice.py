@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Collection
 from pathlib import PurePosixPath
 
-from model.bundle import CONFIG_FILE, GRAPH_FILE, MANIFEST_FILE, TOKENIZER_FILE
-from model.download.reference import DownloadError, Reference
-from model.files import parse_object
-from model.mistaken import ADAPTER_FILE, of_adapter
+from kvasir.model.bundle import CONFIG_FILE, GRAPH_FILE, MANIFEST_FILE, TOKENIZER_FILE
+from kvasir.model.download.reference import DownloadError, Reference
+from kvasir.model.files import parse_object
+from kvasir.model.mistaken import ADAPTER_FILE, of_adapter
 
 _INDEX = "model.safetensors.index.json"
 # Weights are chosen apart. A number begins the folder of a sentence-transformers module.

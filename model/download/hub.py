@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from model.download.choice import choose_files
-from model.download.reference import DownloadError, Reference
-from model.download.transfer import CHUNK, INDEX_BYTES, LONGEST_WAIT, digest, read_whole
-from model.progress import Progress, interruptible
+from kvasir.model.download.choice import choose_files
+from kvasir.model.download.reference import DownloadError, Reference
+from kvasir.model.download.transfer import CHUNK, INDEX_BYTES, LONGEST_WAIT, digest, read_whole
+from kvasir.model.progress import Progress, interruptible
 
 _LEAST_SPEED = 2**14  # bytes a second of a whole file: the library does not show its chunks
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.download.choice import choose_files
-from model.download.hub import HubModel, find_hub_model
-from model.download.oci import list_oci
-from model.download.reference import DownloadError, Reference
-from model.download.s3 import list_s3
-from model.download.transfer import INDEX_BYTES, RemoteFile, in_time, read_whole, transfer
-from model.progress import Progress, interruptible
+from kvasir.model.download.choice import choose_files
+from kvasir.model.download.hub import HubModel, find_hub_model
+from kvasir.model.download.oci import list_oci
+from kvasir.model.download.reference import DownloadError, Reference
+from kvasir.model.download.s3 import list_s3
+from kvasir.model.download.transfer import INDEX_BYTES, RemoteFile, in_time, read_whole, transfer
+from kvasir.model.progress import Progress, interruptible
 
 _LIST_SECONDS = 120.0
 _LISTS: dict[str, Callable[[Reference], HubModel | tuple[str, dict[str, RemoteFile]]]] = {

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from model.download.choice import MAX_FILES
-from model.download.reference import DownloadError, Reference
-from model.download.transfer import CHUNK, RemoteFile, digest, from_offset, read_whole
+from kvasir.model.download.choice import MAX_FILES
+from kvasir.model.download.reference import DownloadError, Reference
+from kvasir.model.download.transfer import CHUNK, RemoteFile, digest, from_offset, read_whole
 
 
 def list_s3(reference: Reference) -> tuple[str, dict[str, RemoteFile]]:

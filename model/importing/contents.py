@@ -10,10 +10,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from model.bundle import GENERATION_FILE, GenerationDefaults
-from model.config import TransformerConfig
-from model.importing.families.family import Family
-from model.tensor_files import StoredTensor
+from kvasir.model.bundle import GENERATION_FILE, GenerationDefaults
+from kvasir.model.config import TransformerConfig
+from kvasir.model.importing.families.family import Family
+from kvasir.model.tensor_files import StoredTensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from model.config import TransformerConfig
-from model.importing.errors import UnsupportedError
-from model.importing.families.family import Family
-from model.importing.tensors import reorder_rotary_pairs
-from model.network.skeleton import parameter_shapes
-from model.tensor_files import PlannedTensor, Shape, StoredTensor
+from kvasir.model.config import TransformerConfig
+from kvasir.model.importing.errors import UnsupportedError
+from kvasir.model.importing.families.family import Family
+from kvasir.model.importing.tensors import reorder_rotary_pairs
+from kvasir.model.network.skeleton import parameter_shapes
+from kvasir.model.tensor_files import PlannedTensor, Shape, StoredTensor
 
 _LAYER = re.compile(r"(?<=\bblocks\.)\d+")
 _ENCODER = "encoder."

@@ -13,17 +13,22 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from model.bundle import CHAT_TEMPLATE_FILE, CONFIG_FILE
-from model.config import ConfigError, TransformerConfig
-from model.files import new_directory, parse_object, read_limited
-from model.importing.errors import UnsupportedError
-from model.importing.gguf.model import read_gguf_model
-from model.importing.huggingface.folder import read_folder
-from model.importing.plan import plan_parameters
-from model.mistaken import find_mistake
-from model.progress import Progress, unheard
-from model.tensor_files import WEIGHTS_FILE, PlannedTensor, TensorFileError, write_safetensors
-from model.tokenizer import TokenizerError
+from kvasir.model.bundle import CHAT_TEMPLATE_FILE, CONFIG_FILE
+from kvasir.model.config import ConfigError, TransformerConfig
+from kvasir.model.files import new_directory, parse_object, read_limited
+from kvasir.model.importing.errors import UnsupportedError
+from kvasir.model.importing.gguf.model import read_gguf_model
+from kvasir.model.importing.huggingface.folder import read_folder
+from kvasir.model.importing.plan import plan_parameters
+from kvasir.model.mistaken import find_mistake
+from kvasir.model.progress import Progress, unheard
+from kvasir.model.tensor_files import (
+    WEIGHTS_FILE,
+    PlannedTensor,
+    TensorFileError,
+    write_safetensors,
+)
+from kvasir.model.tokenizer import TokenizerError
 
 _FAULTS = (ConfigError, SafetensorError, TensorFileError, TokenizerError, UnsupportedError)
 

@@ -28,9 +28,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from torch import Tensor
 from torch.nn import functional
 
-from model.config import first_problem
-from model.importing.errors import UnsupportedError
-from model.tensor_files import FLOATS, Shape, StoredTensor, dtype_name
+from kvasir.model.config import first_problem
+from kvasir.model.importing.errors import UnsupportedError
+from kvasir.model.tensor_files import FLOATS, Shape, StoredTensor, dtype_name
 
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")  # the second is the older name
 _BLOCK = 32  # of an int4 export

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from model.config import TransformerConfig
-from model.tensor_files import Shape
+from kvasir.model.config import TransformerConfig
+from kvasir.model.tensor_files import Shape
 
 
 @dataclass(frozen=True, slots=True)

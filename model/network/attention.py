@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.config import TransformerConfig
-from model.network.norm import HeadNorm
-from model.network.positions import Positions, distances, rotate
+from kvasir.model.config import TransformerConfig
+from kvasir.model.network.norm import HeadNorm
+from kvasir.model.network.positions import Positions, distances, rotate
 
 
 class LayerCache(NamedTuple):

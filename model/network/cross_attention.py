@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.config import TransformerConfig
-from model.network.attention import LayerCache, merge_heads
+from kvasir.model.config import TransformerConfig
+from kvasir.model.network.attention import LayerCache, merge_heads
 
 
 class Source(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.config import TransformerConfig
+from kvasir.model.config import TransformerConfig
 
 _ALPHA, _LIMIT = 1.702, 7.0  # of swiglu_clamped
 _gelu_tanh = partial(functional.gelu, approximate="tanh")

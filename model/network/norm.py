@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.config import TransformerConfig
+from kvasir.model.config import TransformerConfig
 
 
 class HeadNorm(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.config import Pooling, Projection, TransformerConfig
+from kvasir.model.config import Pooling, Projection, TransformerConfig
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model.config import RopeScaling, TransformerConfig
+from kvasir.model.config import RopeScaling, TransformerConfig
 
 
 class RotaryTable(NamedTuple):

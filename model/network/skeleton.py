@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from model.config import TransformerConfig
-from model.network.transformer import Block, Transformer
+from kvasir.model.config import TransformerConfig
+from kvasir.model.network.transformer import Block, Transformer
 
 
 class _Uninitialised(TorchFunctionMode):

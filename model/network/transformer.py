@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.config import TransformerConfig
-from model.network.attention import Attention, CachedInputs, LayerCache, RunInputs
-from model.network.cross_attention import CrossAttention, Source, SourceRows
-from model.network.feed_forward import ExpertLinear, FeedForward, Mixture
-from model.network.norm import make_norm
-from model.network.pooling import Pooler
-from model.network.positions import (
+from kvasir.model.config import TransformerConfig
+from kvasir.model.network.attention import Attention, CachedInputs, LayerCache, RunInputs
+from kvasir.model.network.cross_attention import CrossAttention, Source, SourceRows
+from kvasir.model.network.feed_forward import ExpertLinear, FeedForward, Mixture
+from kvasir.model.network.norm import make_norm
+from kvasir.model.network.pooling import Pooler
+from kvasir.model.network.positions import (
     Positions,
     RotaryTable,
     alibi_table,

@@ -21,11 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
-from model.chat_template import REASONING, ChatTemplate, ChatTemplateError
-from model.progress import Progress, unheard
-from model.suggestions import did_you_mean
-from model.tokenizer import special_ids
-from model.training.data import CorpusError, encode, read_lines
+from kvasir.model.chat_template import REASONING, ChatTemplate, ChatTemplateError
+from kvasir.model.progress import Progress, unheard
+from kvasir.model.suggestions import did_you_mean
+from kvasir.model.tokenizer import special_ids
+from kvasir.model.training.data import CorpusError, encode, read_lines
 
 _WEIGHT = "weight"  # OpenAI's fine-tuning format: 1 if an assistant's message is learned, else 0
 # Fields that a template may leave out, or that are not for the template.

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
-from model.progress import Progress, interruptible, unheard
-from model.tokenizer import (
+from kvasir.model.progress import Progress, interruptible, unheard
+from kvasir.model.tokenizer import (
     END_OF_TEXT,
     TokenizerError,
     cut_at_lines,
@@ -25,7 +25,7 @@ from model.tokenizer import (
     reads_lines_alone,
     vocabulary_size,
 )
-from model.training.masking import IGNORED, Masking
+from kvasir.model.training.masking import IGNORED, Masking
 
 DATA_FOLDER = "data"  # token shards in the folder of a run
 SHARD_TOKENS = 2**26

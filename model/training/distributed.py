@@ -28,8 +28,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from model.checkpoint import CheckpointError
-from model.network.transformer import Transformer
+from kvasir.model.checkpoint import CheckpointError
+from kvasir.model.network.transformer import Transformer
 
 
 class PeerError(Exception):
@@ -57,7 +57,7 @@ class Processes:
     def check_shard(self, shard: bool) -> None:
         """Raise ValueError when sharding is wanted and there is only one process."""
         if shard and self.control is None:
-            command = "torchrun --nproc-per-node N -m commands.train …"
+            command = "torchrun --nproc-per-node N -m kvasir.commands.train …"
             raise ValueError(f"--shard spreads a decoder over processes; start with: {command}")
 
     def rows_per_process(self, batch_size: int) -> int:

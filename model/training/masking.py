@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from model.tokenizer import MASKS, TokenizerError, leading_ids, special_ids, trailing_ids
+from kvasir.model.tokenizer import MASKS, TokenizerError, leading_ids, special_ids, trailing_ids
 
 IGNORED = -100  # target that is not learned; PyTorch's default for cross-entropy
 _PREDICTED, _MASKED, _REPLACED = 0.15, 0.8, 0.1

@@ -16,16 +16,16 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.network.transformer import Transformer
-from model.reference import generate
-from model.training.data import Batch, TokenData
-from model.training.distributed import Processes
-from model.training.flops import flops_per_token, flops_per_translation
-from model.training.masking import IGNORED
-from model.training.metrics import Evaluation
-from model.training.pairs import PairBatch, PairData, rank_documents
-from model.training.settings import TrainSettings
-from model.training.translations import TranslationBatch, TranslationData
+from kvasir.model.network.transformer import Transformer
+from kvasir.model.reference import generate
+from kvasir.model.training.data import Batch, TokenData
+from kvasir.model.training.distributed import Processes
+from kvasir.model.training.flops import flops_per_token, flops_per_translation
+from kvasir.model.training.masking import IGNORED
+from kvasir.model.training.metrics import Evaluation
+from kvasir.model.training.pairs import PairBatch, PairData, rank_documents
+from kvasir.model.training.settings import TrainSettings
+from kvasir.model.training.translations import TranslationBatch, TranslationData
 
 Data = TokenData | PairData | TranslationData
 _SAMPLE_TOKENS = 64

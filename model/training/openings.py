@@ -7,11 +7,11 @@ import json
 import numpy as np
 from tokenizers import Tokenizer
 
-from model.bundle import EXAMPLES_FILE
-from model.tokenizer import END_OF_TEXT
-from model.training.data import TokenData
-from model.training.objectives import Data
-from model.training.translations import TranslationData
+from kvasir.model.bundle import EXAMPLES_FILE
+from kvasir.model.tokenizer import END_OF_TEXT
+from kvasir.model.training.data import TokenData
+from kvasir.model.training.objectives import Data
+from kvasir.model.training.translations import TranslationData
 
 _N_OPENINGS, _MOST_TOKENS = 3, 24
 

@@ -19,9 +19,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
-from model.progress import Progress, unheard
-from model.suggestions import did_you_mean
-from model.training.data import CorpusError, encode, read_lines
+from kvasir.model.progress import Progress, unheard
+from kvasir.model.suggestions import did_you_mean
+from kvasir.model.training.data import CorpusError, encode, read_lines
 
 PAIRS_FILE = "pairs.safetensors"
 _SCALE = 20.0  # of cosines: a temperature of 0.05, sentence-transformers' default

@@ -12,11 +12,11 @@ from rich.padding import Padding
 from rich.text import Text
 from torch import cuda
 
-from model.harmless import harmless
-from model.machine import usable_cpus
-from model.training.distributed import Processes
-from model.training.metrics import Evaluation, StepMetrics
-from model.training.trainer import Report
+from kvasir.model.harmless import harmless
+from kvasir.model.machine import usable_cpus
+from kvasir.model.training.distributed import Processes
+from kvasir.model.training.metrics import Evaluation, StepMetrics
+from kvasir.model.training.trainer import Report
 
 # Called with "training", the step, the number of steps, and a note: loss, speed and MFU.
 StepProgress = Callable[[str, int, int, str], object]

@@ -22,14 +22,14 @@ import torch
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from model.bundle import CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE
-from model.chat_template import ChatTemplate
-from model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
-from model.config import ConfigError, Pooling, TransformerConfig
-from model.files import new_directory
-from model.network.transformer import Transformer
-from model.progress import Progress, unheard
-from model.tokenizer import (
+from kvasir.model.bundle import CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE
+from kvasir.model.chat_template import ChatTemplate
+from kvasir.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
+from kvasir.model.config import ConfigError, Pooling, TransformerConfig
+from kvasir.model.files import new_directory
+from kvasir.model.network.transformer import Transformer
+from kvasir.model.progress import Progress, unheard
+from kvasir.model.tokenizer import (
     END_OF_TEXT,
     SAMPLE_CHARS,
     TokenizerKind,
@@ -38,14 +38,14 @@ from model.tokenizer import (
     train_tokenizer,
     vocabulary_size,
 )
-from model.training import data, translations
-from model.training.conversations import Conversation, pack, read_conversations
-from model.training.distributed import Processes
-from model.training.masking import Masking
-from model.training.metrics import METRICS_FILE, PICTURE_FILE, plot_losses
-from model.training.objectives import Data
-from model.training.openings import example_prompts
-from model.training.pairs import (
+from kvasir.model.training import data, translations
+from kvasir.model.training.conversations import Conversation, pack, read_conversations
+from kvasir.model.training.distributed import Processes
+from kvasir.model.training.masking import Masking
+from kvasir.model.training.metrics import METRICS_FILE, PICTURE_FILE, plot_losses
+from kvasir.model.training.objectives import Data
+from kvasir.model.training.openings import example_prompts
+from kvasir.model.training.pairs import (
     PAIRS_FILE,
     PairData,
     Pairs,
@@ -54,10 +54,10 @@ from model.training.pairs import (
     read_pairs,
     write_pairs,
 )
-from model.training.report import StepProgress, console_report, expected_time, print_held_out
-from model.training.settings import TrainSettings
-from model.training.trainer import Trainer
-from model.training.translations import TranslationData, Translations
+from kvasir.model.training.report import StepProgress, console_report, expected_time, print_held_out
+from kvasir.model.training.settings import TrainSettings
+from kvasir.model.training.trainer import Trainer
+from kvasir.model.training.translations import TranslationData, Translations
 
 # Folders that a preparation leaves behind when it is killed.
 _LEFTOVER = re.compile(rf"{data.DATA_FOLDER}\.part(-\w+)?|step-0+\.part(-\w+)?")

@@ -24,16 +24,16 @@ import torch
 from tokenizers import Tokenizer
 from torch.nn.utils import clip_grad_norm_
 
-from model import checkpoint
-from model.network.transformer import Transformer
-from model.training.data import TokenData
-from model.training.distributed import Processes, gather, one_process, without_reducing
-from model.training.flops import peak_flops
-from model.training.metrics import Evaluation, StepMetrics, open_metrics
-from model.training.objectives import Data, NextTokens, Objective, Ranking, Translating
-from model.training.pairs import PairData
-from model.training.settings import TrainSettings
-from model.training.translations import TranslationData
+from kvasir.model import checkpoint
+from kvasir.model.network.transformer import Transformer
+from kvasir.model.training.data import TokenData
+from kvasir.model.training.distributed import Processes, gather, one_process, without_reducing
+from kvasir.model.training.flops import peak_flops
+from kvasir.model.training.metrics import Evaluation, StepMetrics, open_metrics
+from kvasir.model.training.objectives import Data, NextTokens, Objective, Ranking, Translating
+from kvasir.model.training.pairs import PairData
+from kvasir.model.training.settings import TrainSettings
+from kvasir.model.training.translations import TranslationData
 
 # Called after each step with its metrics, tokens per second, and a held-out prompt with a sampled
 # continuation (empty where the step had no evaluation).

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
-from model.config import TransformerConfig
-from model.progress import Progress, unheard
-from model.suggestions import did_you_mean
-from model.training.data import CorpusError, encode, read_lines
-from model.training.masking import IGNORED
+from kvasir.model.config import TransformerConfig
+from kvasir.model.progress import Progress, unheard
+from kvasir.model.suggestions import did_you_mean
+from kvasir.model.training.data import CorpusError, encode, read_lines
+from kvasir.model.training.masking import IGNORED
 
 SUFFIXES = (".jsonl", ".tsv")
 HELD_OUT_FILE = "held_out.jsonl"  # in the checkpoint directory, for whoever measures the model

@@ -10,12 +10,12 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from server.api.http.responses import MODEL_ERRORS, OPEN, NamedService, models_of
-from server.api.schemas import ResponseBody, Size
-from server.engine.sequence import SequenceStatus
-from server.requests.models import ModelState
-from server.requests.service import onnxruntime_version
-from server.telemetry.metrics import CONTENT_TYPE
+from kvasir.server.api.http.responses import MODEL_ERRORS, OPEN, NamedService, models_of
+from kvasir.server.api.schemas import ResponseBody, Size
+from kvasir.server.engine.sequence import SequenceStatus
+from kvasir.server.requests.models import ModelState
+from kvasir.server.requests.service import onnxruntime_version
+from kvasir.server.telemetry.metrics import CONTENT_TYPE
 
 router = APIRouter()
 

@@ -10,20 +10,20 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Header, Path, Query, Request
 from pydantic import Field
 
-from model.bundle import ATTENTION_GRAPH_FILE
-from server.api.explain.routes import MAX_WEIGHTS
-from server.api.http.responses import (
+from kvasir.model.bundle import ATTENTION_GRAPH_FILE
+from kvasir.server.api.explain.routes import MAX_WEIGHTS
+from kvasir.server.api.http.responses import (
     MODEL_ERRORS,
     NamedService,
     errors,
     models_of,
 )
-from server.api.schemas import ResponseBody, Size
-from server.engine.engine import Engine
-from server.errors import InvalidRequestError
-from server.explain.explanation import most_tokens
-from server.requests.service import Service
-from server.requests.target import languages
+from kvasir.server.api.schemas import ResponseBody, Size
+from kvasir.server.engine.engine import Engine
+from kvasir.server.errors import InvalidRequestError
+from kvasir.server.explain.explanation import most_tokens
+from kvasir.server.requests.service import Service
+from kvasir.server.requests.target import languages
 
 router = APIRouter()
 

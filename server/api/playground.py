@@ -14,8 +14,8 @@ from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.staticfiles import NotModifiedResponse, StaticFiles
 from starlette.types import Scope
 
-from server.api.http.responses import OPEN, errors
-from server.api.joined import STATIC, joined
+from kvasir.server.api.http.responses import OPEN, errors
+from kvasir.server.api.joined import STATIC, joined
 
 # The page loads nothing from other servers, runs no inline script, and cannot be framed.
 _POLICY = (

@@ -17,28 +17,33 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from server.api import health, joined, models, playground, tokenize
-from server.api.anthropic import messages
-from server.api.anthropic.answers import AnthropicError, MessageEvent
-from server.api.embeddings import cohere, scores, tei, vllm
-from server.api.embeddings import openai as embeddings
-from server.api.explain import routes as explain
-from server.api.http.body import BodyRoute
-from server.api.http.responses import (
+from kvasir.server.api import health, joined, models, playground, tokenize
+from kvasir.server.api.anthropic import messages
+from kvasir.server.api.anthropic.answers import AnthropicError, MessageEvent
+from kvasir.server.api.embeddings import cohere, scores, tei, vllm
+from kvasir.server.api.embeddings import openai as embeddings
+from kvasir.server.api.explain import routes as explain
+from kvasir.server.api.http.body import BodyRoute
+from kvasir.server.api.http.responses import (
     READ_ERRORS,
     TGI_PATHS,
     error_response,
     is_anthropic,
     path_of,
 )
-from server.api.openai import batches, chat, completions, files
-from server.api.openai.answers import ChatEvent, CompletionEvent
-from server.api.openai.responses import routes as responses
-from server.api.openai.responses.answers import ResponseEvent
-from server.api.schemas import Error
-from server.api.tgi import routes as tgi
-from server.api.tgi.answers import GenerateError, GenerateEvent
-from server.errors import InvalidRequestError, KvasirError, MethodNotAllowedError, NotFoundError
+from kvasir.server.api.openai import batches, chat, completions, files
+from kvasir.server.api.openai.answers import ChatEvent, CompletionEvent
+from kvasir.server.api.openai.responses import routes as responses
+from kvasir.server.api.openai.responses.answers import ResponseEvent
+from kvasir.server.api.schemas import Error
+from kvasir.server.api.tgi import routes as tgi
+from kvasir.server.api.tgi.answers import GenerateError, GenerateEvent
+from kvasir.server.errors import (
+    InvalidRequestError,
+    KvasirError,
+    MethodNotAllowedError,
+    NotFoundError,
+)
 
 router = APIRouter()
 _DOCUMENTING = Lock()  # else each of many requests would make the first document

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import from_json
 
-from server.api.http.body import check_amount
-from server.api.schemas import Items, RequestBody
-from server.engine.grammar.constraints import Grammar
+from kvasir.server.api.http.body import check_amount
+from kvasir.server.api.schemas import Items, RequestBody
+from kvasir.server.engine.grammar.constraints import Grammar
 
 
 def _schema_of(text: str) -> Any:

@@ -6,9 +6,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from server.api.schemas import RequestBody
-from server.engine.sampling import BeamParams
-from server.requests.target import TargetOptions
+from kvasir.server.api.schemas import RequestBody
+from kvasir.server.engine.sampling import BeamParams
+from kvasir.server.requests.target import TargetOptions
 
 MAX_BEAMS = 16
 # A search keeps the likeliest texts of the raw model, whole.

@@ -10,13 +10,13 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from tokenizers import Encoding
 
-from server.api import schemas
-from server.api.http.body import BodyRoute
-from server.api.http.responses import BODY_ERRORS, held_response, service_of
-from server.api.openai.chat import render
-from server.api.openai.chat_schemas import Conversation
-from server.errors import ContextLengthError
-from server.requests.service import Service
+from kvasir.server.api import schemas
+from kvasir.server.api.http.body import BodyRoute
+from kvasir.server.api.http.responses import BODY_ERRORS, held_response, service_of
+from kvasir.server.api.openai.chat import render
+from kvasir.server.api.openai.chat_schemas import Conversation
+from kvasir.server.errors import ContextLengthError
+from kvasir.server.requests.service import Service
 
 router = APIRouter(route_class=BodyRoute)
 

@@ -6,9 +6,9 @@ import secrets
 from contextlib import suppress
 from time import time
 
-from model.files import sync
-from server.batches.objects import StoredFile
-from server.batches.store import BatchStore
+from kvasir.model.files import sync
+from kvasir.server.batches.objects import StoredFile
+from kvasir.server.batches.store import BatchStore
 
 
 class Content:

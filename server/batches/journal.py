@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
-from server.batches.objects import BatchUsage, Counts, StoredBatch, StoredFile
-from server.batches.store import BatchStore
+from kvasir.server.batches.objects import BatchUsage, Counts, StoredBatch, StoredFile
+from kvasir.server.batches.store import BatchStore
 
 _SYNC_SECONDS = 1.0  # whose answers are computed again after a power failure
 # They end a line for Python's splitlines, and stand in strings only, where they can be escaped.

@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from server.batches.objects import Fault
+from kvasir.server.batches.objects import Fault
 
 MAX_REQUESTS = 50_000  # of a batch, as OpenAI has it
 MOST_BLANK = 2**17  # bytes of blank lines: one with \r\n after each request, and some

@@ -23,9 +23,9 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from model.files import in_words, sync
-from server.batches.objects import ENDED, StoredBatch, StoredFile
-from server.errors import ConflictError, NotFoundError, RequestTooLargeError, StartupError
+from kvasir.model.files import in_words, sync
+from kvasir.server.batches.objects import ENDED, StoredBatch, StoredFile
+from kvasir.server.errors import ConflictError, NotFoundError, RequestTooLargeError, StartupError
 
 RECORD_BYTES = 4096  # counted for each description
 WINDOW = 24 * 3600  # seconds in which a batch is answered

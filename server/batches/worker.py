@@ -11,13 +11,13 @@ from contextlib import asynccontextmanager, suppress
 from time import monotonic, sleep, time
 from typing import TypeVar, get_args
 
-from model.files import in_words
-from server.batches.journal import Journal, Reply
-from server.batches.objects import ENDED, Fault, Faults, Status, StoredBatch, StoredFile
-from server.batches.requests import Parse, RequestFile
-from server.batches.store import BatchStore
-from server.batches.threads import in_thread
-from server.errors import RequestTooLargeError
+from kvasir.model.files import in_words
+from kvasir.server.batches.journal import Journal, Reply
+from kvasir.server.batches.objects import ENDED, Fault, Faults, Status, StoredBatch, StoredFile
+from kvasir.server.batches.requests import Parse, RequestFile
+from kvasir.server.batches.store import BatchStore
+from kvasir.server.batches.threads import in_thread
+from kvasir.server.errors import RequestTooLargeError
 
 T = TypeVar("T")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from server.engine.sequence import Sequence, SequenceStatus
+from kvasir.server.engine.sequence import Sequence, SequenceStatus
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
-from server.engine.sampling import BeamParams, Floats, likeliest
+from kvasir.server.engine.sampling import BeamParams, Floats, likeliest
 
 
 class Hypothesis(NamedTuple):

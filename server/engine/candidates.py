@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from server.engine.batch import Chunk
-from server.engine.logits import Candidates
-from server.engine.sampling import Floats, SampledSequence, TokenLogprobs, is_adjusted
+from kvasir.server.engine.batch import Chunk
+from kvasir.server.engine.logits import Candidates
+from kvasir.server.engine.sampling import Floats, SampledSequence, TokenLogprobs, is_adjusted
 
 _ROUNDING = 1e-5  # of an exponential in float32
 _SUM_ROUNDING = 5e-5  # of a sum of a vocabulary's, on any device

@@ -10,17 +10,23 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from model.config import TransformerConfig
-from server.engine.batch import Chunk, StepBatch
-from server.engine.beams import BeamSearch, Hypothesis
-from server.engine.candidates import candidate_logprobs, choose
-from server.engine.kv.store import KVStore
-from server.engine.logits import SCORING_LOGITS_BYTES, Logits
-from server.engine.sampling import Floats, SamplingParams, TokenLogprobs, sample, token_logprobs
-from server.engine.scheduler import Scheduler
-from server.engine.sequence import FinishReason, Sequence, SequenceStatus
-from server.engine.speculation import Speculation, verify
-from server.engine.step_capacity import StepCapacity
+from kvasir.model.config import TransformerConfig
+from kvasir.server.engine.batch import Chunk, StepBatch
+from kvasir.server.engine.beams import BeamSearch, Hypothesis
+from kvasir.server.engine.candidates import candidate_logprobs, choose
+from kvasir.server.engine.kv.store import KVStore
+from kvasir.server.engine.logits import SCORING_LOGITS_BYTES, Logits
+from kvasir.server.engine.sampling import (
+    Floats,
+    SamplingParams,
+    TokenLogprobs,
+    sample,
+    token_logprobs,
+)
+from kvasir.server.engine.scheduler import Scheduler
+from kvasir.server.engine.sequence import FinishReason, Sequence, SequenceStatus
+from kvasir.server.engine.speculation import Speculation, verify
+from kvasir.server.engine.step_capacity import StepCapacity
 
 StepKind = Literal["decode", "mixed", "prefill"]
 
@@ -162,7 +168,7 @@ class Engine:
         if chunk_size < 2:
             why = "runs of one token round differently"
             raise ValueError(f"chunk_size must be at least 2, not {chunk_size}: {why}")
-        from server.engine.grammar.compiler import TokenMasks  # noqa: PLC0415  llguidance
+        from kvasir.server.engine.grammar.compiler import TokenMasks  # noqa: PLC0415  llguidance
 
         scoring = max(2, min(chunk_size, SCORING_LOGITS_BYTES // (4 * runner.vocab_size)))
         self.runner = runner

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from server.engine.sampling import Floats
-from server.engine.speculation import MAX_DRAFT, MAX_SPECULATING
+from kvasir.server.engine.sampling import Floats
+from kvasir.server.engine.speculation import MAX_DRAFT, MAX_SPECULATING
 
 SCORING_LOGITS_BYTES = 64 * 2**20  # bound on the logits of one chunk of a scored prompt
 

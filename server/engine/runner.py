@@ -19,18 +19,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from model.bundle import DECODE_INPUT
-from model.config import TransformerConfig
-from model.machine import available_memory, usable_cpus
-from model.onnx.runtime import onnxruntime
-from server.engine.batch import Chunk, StepBatch
-from server.engine.engine import check_max_model_len
-from server.engine.kv.prefix_cache import BLOCK_SIZE, PrefixCache
-from server.engine.kv.rows import KVRows, KVShape, RowMemory
-from server.engine.logits import Logits, most_logits
-from server.engine.machine import SPIN_MICROSECONDS
-from server.engine.sampling import Floats
-from server.engine.session import check_shape, kv_inputs, open_session
+from kvasir.model.bundle import DECODE_INPUT
+from kvasir.model.config import TransformerConfig
+from kvasir.model.machine import available_memory, usable_cpus
+from kvasir.model.onnx.runtime import onnxruntime
+from kvasir.server.engine.batch import Chunk, StepBatch
+from kvasir.server.engine.engine import check_max_model_len
+from kvasir.server.engine.kv.prefix_cache import BLOCK_SIZE, PrefixCache
+from kvasir.server.engine.kv.rows import KVRows, KVShape, RowMemory
+from kvasir.server.engine.logits import Logits, most_logits
+from kvasir.server.engine.machine import SPIN_MICROSECONDS
+from kvasir.server.engine.sampling import Floats
+from kvasir.server.engine.session import check_shape, kv_inputs, open_session
 
 TOKEN_BLOCK = 128  # of ONNX Runtime's MatMulNBits
 # A row's tokens, the position of the first, and the number of logits wanted of the last ones.

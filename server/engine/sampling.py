@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from server.engine.grammar.constraints import Constraint
+from kvasir.server.engine.grammar.constraints import Constraint
 
 MAX_LOGPROBS = 20
 _BLOCK = 256  # weights that are summed at once

@@ -11,10 +11,10 @@ from __future__ import annotations
 from bisect import insort
 from time import perf_counter
 
-from server.engine.batch import Chunk, StepBatch
-from server.engine.kv.store import KVStore
-from server.engine.sequence import Sequence, SequenceStatus
-from server.engine.step_capacity import StepCapacity
+from kvasir.server.engine.batch import Chunk, StepBatch
+from kvasir.server.engine.kv.store import KVStore
+from kvasir.server.engine.sequence import Sequence, SequenceStatus
+from kvasir.server.engine.step_capacity import StepCapacity
 
 _MIN_PREFILL = 2  # tokens of a prompt that run even where the prefix cache has all
 # Beside streams of clients: streams for each that runs in the background beside the first, and

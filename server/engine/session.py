@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.bundle import CACHE_OUTPUTS
-from model.config import TransformerConfig
-from model.onnx.runtime import onnxruntime, open_cpu_session
+from kvasir.model.bundle import CACHE_OUTPUTS
+from kvasir.model.config import TransformerConfig
+from kvasir.model.onnx.runtime import onnxruntime, open_cpu_session
 
 _ELEMENT_TYPES = {  # numbers in onnx.TensorProto, and bytes
     "tensor(float)": (1, 4),

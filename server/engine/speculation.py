@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from server.engine.sampling import Floats, SampledSequence, sample
+from kvasir.server.engine.sampling import Floats, SampledSequence, sample
 
 MAX_SPECULATING = 4  # running sequences above which there are no drafts
 MAX_DRAFT = 8  # tokens

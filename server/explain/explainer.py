@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders
 
-from model.bundle import (
+from kvasir.model.bundle import (
     ATTENTION_GRAPH_FILE,
     ENCODER_GRAPH_FILE,
     HEAD_MASK_INPUT,
@@ -21,11 +21,11 @@ from model.bundle import (
     ModelBundle,
     cache_names,
 )
-from model.machine import usable_cpus
-from model.packing import SOURCE_OUTPUT, pack
-from server.engine.sampling import Floats
-from server.errors import InvalidRequestError, NotFoundError
-from server.explain.explanation import (
+from kvasir.model.machine import usable_cpus
+from kvasir.model.packing import SOURCE_OUTPUT, pack
+from kvasir.server.engine.sampling import Floats
+from kvasir.server.errors import InvalidRequestError, NotFoundError
+from kvasir.server.explain.explanation import (
     ChangedToken,
     Effect,
     Explanation,
@@ -36,7 +36,7 @@ from server.explain.explanation import (
     check_index,
     check_length,
 )
-from server.text.detokenizer import token_name
+from kvasir.server.text.detokenizer import token_name
 
 # Outputs of each layer, which may lack the last two.
 _PARTS = ("queries", "keys", "values", "bias", "sinks")
@@ -54,8 +54,8 @@ class Explainer:
             how = "again" if bundle.manifest.device == "cpu" else "for the CPU"
             cause = f"{bundle.path.name} has no {ATTENTION_GRAPH_FILE}"
             raise NotFoundError(f"{cause}; export the model {how}")
-        from model.onnx.runtime import onnxruntime  # noqa: PLC0415  slow to import
-        from server.engine.session import open_session  # noqa: PLC0415  imports ONNX Runtime
+        from kvasir.model.onnx.runtime import onnxruntime  # noqa: PLC0415  slow to import
+        from kvasir.server.engine.session import open_session  # noqa: PLC0415  imports ONNX Runtime
 
         self._bundle = bundle
         threads = threads or usable_cpus()

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, NonNegativeInt
 
-from model.config import TransformerConfig
-from server.engine.sampling import Floats
-from server.errors import ContextLengthError, InvalidRequestError
-from server.explain.behaviour import Behaviour, measure_behaviours
+from kvasir.model.config import TransformerConfig
+from kvasir.server.engine.sampling import Floats
+from kvasir.server.errors import ContextLengthError, InvalidRequestError
+from kvasir.server.explain.behaviour import Behaviour, measure_behaviours
 
 MAX_TOKENS = 512  # a head has n² weights for n tokens
 

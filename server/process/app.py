@@ -11,29 +11,30 @@ from threading import Thread
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from model.bundle import ModelBundle
-from server.api.explain.routes import Explanations
-from server.api.http.keys import ApiKeys, Limits
-from server.api.http.middleware import (
+from kvasir.model.bundle import ModelBundle
+from kvasir.model.suggestions import install_command
+from kvasir.server.api.explain.routes import Explanations
+from kvasir.server.api.http.keys import ApiKeys, Limits
+from kvasir.server.api.http.middleware import (
     body_limit,
     error_responses,
     key_check,
     page_check,
     request_context,
 )
-from server.api.openai.batches import Answers, parse_line
-from server.api.openai.responses.store import ResponseStore
-from server.api.routes import add_routes
-from server.batches.store import BatchStore
-from server.batches.worker import BatchWorker
-from server.engine.machine import yield_to_streams
-from server.errors import StartupError
-from server.process.engine_builder import build_encoder_engine, build_engine
-from server.requests.async_engine import AnyEngine
-from server.requests.models import Models
-from server.requests.service import Service
-from server.settings import Settings
-from server.telemetry.start_clock import StartClock
+from kvasir.server.api.openai.batches import Answers, parse_line
+from kvasir.server.api.openai.responses.store import ResponseStore
+from kvasir.server.api.routes import add_routes
+from kvasir.server.batches.store import BatchStore
+from kvasir.server.batches.worker import BatchWorker
+from kvasir.server.engine.machine import yield_to_streams
+from kvasir.server.errors import StartupError
+from kvasir.server.process.engine_builder import build_encoder_engine, build_engine
+from kvasir.server.requests.async_engine import AnyEngine
+from kvasir.server.requests.models import Models
+from kvasir.server.requests.service import Service
+from kvasir.server.settings import Settings
+from kvasir.server.telemetry.start_clock import StartClock
 
 _FLUSH_SECONDS = 3.0  # for the last spans to reach the collector at shutdown
 
@@ -60,9 +61,9 @@ def create_app(
     provider = None
     if settings.otlp_endpoint:
         try:
-            from server.process import tracing  # noqa: PLC0415  imports opentelemetry
+            from kvasir.server.process import tracing  # noqa: PLC0415  imports opentelemetry
         except ImportError as error:
-            command = "pip install -c constraints.txt -e '.[cpu,otel]'"
+            command = install_command("cpu", "otel")
             message = f"otlp_endpoint needs {error.name}; install it with: {command}"
             raise StartupError(message) from None
         provider = tracing.make_provider(settings.otlp_endpoint, version("kvasir-lm"))

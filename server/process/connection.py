@@ -12,12 +12,17 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from server.api.http.middleware import HEALTH_PATHS, PROBED_PATHS, UPLOAD_PATH
-from server.api.http.responses import path_of
-from server.errors import HeadTooLargeError, InvalidRequestError, KvasirError, UnavailableError
-from server.process.shared_limits import SharedLimits
-from server.process.transport import Reader, end_by_close, refusal
-from server.settings import Settings
+from kvasir.server.api.http.middleware import HEALTH_PATHS, PROBED_PATHS, UPLOAD_PATH
+from kvasir.server.api.http.responses import path_of
+from kvasir.server.errors import (
+    HeadTooLargeError,
+    InvalidRequestError,
+    KvasirError,
+    UnavailableError,
+)
+from kvasir.server.process.shared_limits import SharedLimits
+from kvasir.server.process.transport import Reader, end_by_close, refusal
+from kvasir.server.settings import Settings
 
 logger = logging.getLogger("kvasir")
 

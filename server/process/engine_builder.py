@@ -1,25 +1,60 @@
-"""The engine of a model directory, built as the settings say."""
+"""The engine of a model directory, checked and built as the settings say."""
 
 from __future__ import annotations
 
 import logging
 
-from model.bundle import ENCODER_GRAPH_FILE, ModelBundle
-from server.engine.encoder.engine import TOKEN_BUDGET, EncoderEngine
-from server.engine.engine import Engine, Runner, warm_up
-from server.settings import Settings
-from server.telemetry.start_clock import StartClock
+from kvasir.model.bundle import ENCODER_GRAPH_FILE, BundleError, ModelBundle, load_bundle
+from kvasir.model.suggestions import install_command
+from kvasir.server.engine.encoder.engine import TOKEN_BUDGET, EncoderEngine
+from kvasir.server.engine.engine import Engine, Runner, warm_up
+from kvasir.server.engine.gpu.errors import NoDeviceError
+from kvasir.server.errors import StartupError
+from kvasir.server.requests.service import onnxruntime_version
+from kvasir.server.settings import Settings
+from kvasir.server.telemetry.start_clock import StartClock
 
 logger = logging.getLogger("kvasir")
 
 _CPU_CHUNK = 256  # prompt tokens in a step, unless `chunk_size` is set
 
 
+def check_model(settings: Settings, name: str | None = None) -> ModelBundle:
+    """Load a model directory, of the first model unless one is named.
+
+    Raises StartupError if it is damaged or cannot be served here.
+    """
+    if onnxruntime_version() is None:
+        raise StartupError(f"this needs onnxruntime; install it with: {install_command('cpu')}")
+    path = settings.models[name or settings.model_name]
+    try:
+        bundle = load_bundle(path)
+    except BundleError as error:
+        raise StartupError(str(error)) from None
+    device = bundle.manifest.device
+    if device == "cpu":
+        return bundle
+    from kvasir.server.engine.gpu.session import BACKENDS  # noqa: PLC0415  imports ONNX Runtime
+
+    try:
+        BACKENDS[device].require()
+    except NoDeviceError as error:
+        raise StartupError(f"{path} was exported for {device}: {error}") from None
+    for setting in settings.model_fields_set & {"threads", "spin_microseconds"}:
+        raise StartupError(f"setting {setting} is for the CPU; leave it out for a model on a GPU")
+    if settings.prefix_cache_memory:
+        cause = "setting prefix_cache_memory can only be 0 on a GPU"
+        raise StartupError(f"{cause}: blocks are kept in kv_cache_memory")
+    if settings.kv_cache_memory is None and len(settings.models) > 1:
+        raise StartupError("setting kv_cache_memory is needed for several models with one on a GPU")
+    return bundle
+
+
 def build_encoder_engine(
     settings: Settings, bundle: ModelBundle, clock: StartClock | None = None
 ) -> EncoderEngine:
     """Load a model with a pooling. Raises ValueError for settings that it cannot meet."""
-    from server.engine.encoder.runner import EncoderRunner  # noqa: PLC0415  imports ONNX Runtime
+    from kvasir.server.engine.encoder.runner import EncoderRunner  # noqa: PLC0415  imports ONNX Runtime
 
     n_types = bundle.config.n_token_types or 1
     highest = max(bundle.tokenizer.encode("a", "a").type_ids, default=0)
@@ -60,7 +95,7 @@ def build_engine(
         logger.info("speculation is on: the load may change answers, by rounding")
     clock = clock or StartClock()
     if bundle.manifest.device != "cpu":
-        from server.engine.gpu.session import BACKENDS, open_gpu_runner  # noqa: PLC0415
+        from kvasir.server.engine.gpu.session import BACKENDS, open_gpu_runner  # noqa: PLC0415
 
         chunk_size = settings.chunk_size or BACKENDS[bundle.manifest.device].chunk_size
         runner: Runner = open_gpu_runner(
@@ -76,7 +111,7 @@ def build_engine(
         )
         clock.lap("session_and_warm_up")
     elif bundle.config.encoder is not None:
-        from server.engine.seq2seq.runner import Seq2SeqRunner  # noqa: PLC0415
+        from kvasir.server.engine.seq2seq.runner import Seq2SeqRunner  # noqa: PLC0415
 
         runner = Seq2SeqRunner(
             bundle.path / ENCODER_GRAPH_FILE,
@@ -93,7 +128,7 @@ def build_engine(
         chunk_size = settings.chunk_size or _CPU_CHUNK
         clock.lap("session_and_warm_up")
     else:
-        from server.engine.runner import OnnxRunner  # noqa: PLC0415  imports ONNX Runtime
+        from kvasir.server.engine.runner import OnnxRunner  # noqa: PLC0415  imports ONNX Runtime
 
         runner = OnnxRunner(
             bundle.graph_path,

@@ -1,7 +1,7 @@
 """A server of a model directory in a process of its own, for a chat or a measurement.
 
-python -m server.process.local_server DIRECTORY COMMAND… runs a command meanwhile, with the server's
-URL in KVASIR_URL.
+python -m kvasir.server.process.local_server DIRECTORY COMMAND… runs a command meanwhile, with the
+server's URL in KVASIR_URL.
 """
 
 from __future__ import annotations

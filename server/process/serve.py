@@ -17,16 +17,16 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from model.bundle import BundleError, ModelBundle, load_bundle
-from server.engine.gpu.errors import NoDeviceError
-from server.errors import StartupError
-from server.process.app import create_app
-from server.process.connection import BoundedConnection
-from server.process.shared_limits import SharedLimits, max_connections
-from server.requests.models import Models
-from server.settings import Settings
-from server.telemetry.logs import log_to_stderr
-from server.telemetry.start_clock import StartClock
+from kvasir.model.bundle import ModelBundle
+from kvasir.server.errors import StartupError
+from kvasir.server.process.app import create_app
+from kvasir.server.process.connection import BoundedConnection
+from kvasir.server.process.engine_builder import check_model
+from kvasir.server.process.shared_limits import SharedLimits, max_connections
+from kvasir.server.requests.models import Models
+from kvasir.server.settings import Settings
+from kvasir.server.telemetry.logs import log_to_stderr
+from kvasir.server.telemetry.start_clock import StartClock
 
 logger = logging.getLogger("kvasir")
 
@@ -179,35 +179,6 @@ def _checked(settings: Settings, name: str) -> ModelBundle | StartupError:
         return check_model(settings, name)
     except StartupError as error:
         return error
-
-
-def check_model(settings: Settings, name: str | None = None) -> ModelBundle:
-    """Load a model directory, of the first model unless one is named.
-
-    Raises StartupError if it is damaged or cannot be served here.
-    """
-    path = settings.models[name or settings.model_name]
-    try:
-        bundle = load_bundle(path)
-    except BundleError as error:
-        raise StartupError(str(error)) from None
-    device = bundle.manifest.device
-    if device == "cpu":
-        return bundle
-    from server.engine.gpu.session import BACKENDS  # noqa: PLC0415  imports ONNX Runtime
-
-    try:
-        BACKENDS[device].require()
-    except NoDeviceError as error:
-        raise StartupError(f"{path} was exported for {device}: {error}") from None
-    for setting in settings.model_fields_set & {"threads", "spin_microseconds"}:
-        raise StartupError(f"setting {setting} is for the CPU; leave it out for a model on a GPU")
-    if settings.prefix_cache_memory:
-        cause = "setting prefix_cache_memory can only be 0 on a GPU"
-        raise StartupError(f"{cause}: blocks are kept in kv_cache_memory")
-    if settings.kv_cache_memory is None and len(settings.models) > 1:
-        raise StartupError("setting kv_cache_memory is needed for several models with one on a GPU")
-    return bundle
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Protocol
 
-from server.engine.machine import return_freed_memory
-from server.errors import KvasirError, UnavailableError
+from kvasir.server.engine.machine import return_freed_memory
+from kvasir.server.errors import KvasirError, UnavailableError
 
 logger = logging.getLogger("kvasir")
 

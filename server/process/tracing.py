@@ -22,11 +22,11 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.api.http.body import TextRoute, VectorRoute
-from server.api.http.responses import path_of, state_of
-from server.api.routes import ROUTES
-from server.engine.sequence import FinishReason
-from server.requests.completion import Completion
+from kvasir.server.api.http.body import TextRoute, VectorRoute
+from kvasir.server.api.http.responses import path_of, state_of
+from kvasir.server.api.routes import ROUTES
+from kvasir.server.engine.sequence import FinishReason
+from kvasir.server.requests.completion import Completion
 
 _Phase = tuple[str, float, float]  # its name, start and end, in seconds of `perf_counter`
 _LOG_SECONDS = 60.0  # between two lines of one kind about the collector

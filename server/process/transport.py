@@ -10,9 +10,9 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from server.api.http.middleware import log_request, new_state
-from server.api.http.responses import error_response
-from server.errors import KvasirError
+from kvasir.server.api.http.middleware import log_request, new_state
+from kvasir.server.api.http.responses import error_response
+from kvasir.server.errors import KvasirError
 
 
 class Reader(asyncio.BufferedProtocol):

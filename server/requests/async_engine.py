@@ -18,12 +18,12 @@ from threading import Thread
 from time import monotonic, perf_counter
 from typing import Any
 
-from server.engine.encoder.engine import EncoderEngine
-from server.engine.engine import BeamOutput, Engine, StepStats, TokenOutput
-from server.engine.sequence import FinishReason, Sequence, SequenceStatus
-from server.errors import EngineError
-from server.requests.admission.forecast import Forecast, Snapshot, Work
-from server.telemetry.metrics import Load, Metrics
+from kvasir.server.engine.encoder.engine import EncoderEngine
+from kvasir.server.engine.engine import BeamOutput, Engine, StepStats, TokenOutput
+from kvasir.server.engine.sequence import FinishReason, Sequence, SequenceStatus
+from kvasir.server.errors import EngineError
+from kvasir.server.requests.admission.forecast import Forecast, Snapshot, Work
+from kvasir.server.telemetry.metrics import Load, Metrics
 
 logger = logging.getLogger("kvasir")
 

@@ -12,21 +12,21 @@ from hashlib import blake2b
 
 from tokenizers import Encoding
 
-from model.bundle import ModelBundle
-from model.config import TransformerConfig
-from model.tokenizer import longest_token
-from server.engine.engine import ContextLimits, Engine
-from server.engine.grammar.constraints import Grammar
-from server.engine.sampling import BeamParams, SamplingParams
-from server.errors import ContextLengthError, InvalidRequestError
-from server.requests.admission.answers import AnswerMemory
-from server.requests.admission.queue import Admission, context_length
-from server.requests.async_engine import AsyncEngine
-from server.requests.completion import CompletionRequest, Prompt, RequestState
-from server.requests.target import TargetOptions, source_ids, target_prefix
-from server.requests.text_worker import SHORT, TextWorker
-from server.settings import Settings
-from server.text.detokenizer import decoded_starts
+from kvasir.model.bundle import ModelBundle
+from kvasir.model.config import TransformerConfig
+from kvasir.model.tokenizer import longest_token
+from kvasir.server.engine.engine import ContextLimits, Engine
+from kvasir.server.engine.grammar.constraints import Grammar
+from kvasir.server.engine.sampling import BeamParams, SamplingParams
+from kvasir.server.errors import ContextLengthError, InvalidRequestError
+from kvasir.server.requests.admission.answers import AnswerMemory
+from kvasir.server.requests.admission.queue import Admission, context_length
+from kvasir.server.requests.async_engine import AsyncEngine
+from kvasir.server.requests.completion import CompletionRequest, Prompt, RequestState
+from kvasir.server.requests.target import TargetOptions, source_ids, target_prefix
+from kvasir.server.requests.text_worker import SHORT, TextWorker
+from kvasir.server.settings import Settings
+from kvasir.server.text.detokenizer import decoded_starts
 
 MOST_BYTES, MOST_BYTES_PER_TOKEN = 2**18, 8  # of a text that is tokenised
 MOST_TOKENS = 2**17  # of a list, if the model takes no more

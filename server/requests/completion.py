@@ -11,27 +11,27 @@ from time import perf_counter
 
 from tokenizers import Tokenizer
 
-from server.engine.engine import BeamOutput, TokenOutput
-from server.engine.grammar.constraints import Constraint, Grammar
-from server.engine.sampling import SamplingParams, TokenLogprobs
-from server.engine.sequence import (
+from kvasir.server.engine.engine import BeamOutput, TokenOutput
+from kvasir.server.engine.grammar.constraints import Constraint, Grammar
+from kvasir.server.engine.sampling import SamplingParams, TokenLogprobs
+from kvasir.server.engine.sequence import (
     BACKGROUND_PRIORITY,
     FinishReason,
     Sequence,
     SequenceStatus,
     queue_time,
 )
-from server.errors import (
+from kvasir.server.errors import (
     DeadlineExceededError,
     EngineError,
     InvalidRequestError,
     KvasirError,
     UnavailableError,
 )
-from server.requests.admission.callers import Caller
-from server.requests.admission.forecast import Work
-from server.requests.async_engine import OutputStream
-from server.text.detokenizer import Detokenizer, StopChecker
+from kvasir.server.requests.admission.callers import Caller
+from kvasir.server.requests.admission.forecast import Work
+from kvasir.server.requests.async_engine import OutputStream
+from kvasir.server.text.detokenizer import Detokenizer, StopChecker
 
 # Of JSON. A position's log-probabilities are the alternatives, the token's, and a line beside them.
 _LOGPROB_BYTES, _CHAR_BYTES, _ID_BYTES = 100, 6, 8

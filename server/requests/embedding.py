@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Literal
 
-from server.engine.encoder.sequence import EncoderOutput, EncoderSequence, Encoding
-from server.engine.sampling import Floats, SamplingParams
-from server.engine.sequence import Sequence, SequenceStatus, queue_time
-from server.requests.admission.callers import Caller
-from server.requests.admission.forecast import Work
-from server.requests.async_engine import OutputStream
-from server.requests.completion import raise_failure
+from kvasir.server.engine.encoder.sequence import EncoderOutput, EncoderSequence, Encoding
+from kvasir.server.engine.sampling import Floats, SamplingParams
+from kvasir.server.engine.sequence import Sequence, SequenceStatus, queue_time
+from kvasir.server.requests.admission.callers import Caller
+from kvasir.server.requests.admission.forecast import Work
+from kvasir.server.requests.async_engine import OutputStream
+from kvasir.server.requests.completion import raise_failure
 
 # pooled: a vector of each text; tokens: one of each of its tokens; scores: one of its labels.
 Output = Literal["pooled", "tokens", "scores"]

@@ -8,9 +8,9 @@ from typing import Literal
 
 from tokenizers import Tokenizer
 
-from server.engine.encoder.sequence import Encoding
-from server.errors import ContextLengthError, InvalidRequestError
-from server.requests.builder import RequestBuilder
+from kvasir.server.engine.encoder.sequence import Encoding
+from kvasir.server.errors import ContextLengthError, InvalidRequestError
+from kvasir.server.requests.builder import RequestBuilder
 
 MAX_INPUTS, MAX_TOKENS = 2048, 2**20  # of a request
 

@@ -15,19 +15,19 @@ from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, TypeVar
 
-from model.bundle import ModelBundle
-from server.engine.grammar.constraints import Constraint, Grammar, GrammarError
-from server.errors import (
+from kvasir.model.bundle import ModelBundle
+from kvasir.server.engine.grammar.constraints import Constraint, Grammar, GrammarError
+from kvasir.server.errors import (
     DeadlineExceededError,
     InvalidRequestError,
     OverloadedError,
     UnavailableError,
 )
-from server.requests.completion import CompletionRequest
+from kvasir.server.requests.completion import CompletionRequest
 
 if TYPE_CHECKING:
-    from server.engine.grammar.compiler import GrammarCompiler
-    from server.engine.grammar.trial import GrammarTrial
+    from kvasir.server.engine.grammar.compiler import GrammarCompiler
+    from kvasir.server.engine.grammar.trial import GrammarTrial
 
 T = TypeVar("T")
 
@@ -130,7 +130,7 @@ class Grammars:
 
     @cached_property
     def _trial(self) -> GrammarTrial:
-        from server.engine.grammar.trial import GrammarTrial  # noqa: PLC0415  llguidance
+        from kvasir.server.engine.grammar.trial import GrammarTrial  # noqa: PLC0415  llguidance
 
         config = self._bundle.config
         tokenizer = json.loads(self._bundle.tokenizer.to_str())
@@ -140,7 +140,7 @@ class Grammars:
 
     @cached_property
     def _compiler(self) -> GrammarCompiler:
-        from server.engine.grammar.compiler import GrammarCompiler  # noqa: PLC0415  llguidance
+        from kvasir.server.engine.grammar.compiler import GrammarCompiler  # noqa: PLC0415  llguidance
 
         return GrammarCompiler(*self._trial.model)  # each grammar has been tried first
 

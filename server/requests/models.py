@@ -8,17 +8,22 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal
 
-from model.bundle import ModelBundle
-from model.suggestions import did_you_mean
-from server.errors import InvalidRequestError, ModelNotFoundError, StartupError, UnavailableError
-from server.requests.admission.answers import AnswerMemory
-from server.requests.admission.queue import Phase
-from server.requests.async_engine import AnyEngine
-from server.requests.service import Service, Task
-from server.requests.text_worker import TextWorker
-from server.settings import Settings
-from server.telemetry.metrics import ServerMetrics
-from server.telemetry.start_clock import StartClock
+from kvasir.model.bundle import ModelBundle
+from kvasir.model.suggestions import did_you_mean
+from kvasir.server.errors import (
+    InvalidRequestError,
+    ModelNotFoundError,
+    StartupError,
+    UnavailableError,
+)
+from kvasir.server.requests.admission.answers import AnswerMemory
+from kvasir.server.requests.admission.queue import Phase
+from kvasir.server.requests.async_engine import AnyEngine
+from kvasir.server.requests.service import Service, Task
+from kvasir.server.requests.text_worker import TextWorker
+from kvasir.server.settings import Settings
+from kvasir.server.telemetry.metrics import ServerMetrics
+from kvasir.server.telemetry.start_clock import StartClock
 
 logger = logging.getLogger("kvasir")
 

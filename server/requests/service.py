@@ -13,31 +13,31 @@ from importlib.metadata import PackageNotFoundError, version
 from time import perf_counter, time
 from typing import Literal
 
-from model.bundle import CHAT_TEMPLATE_FILE, ModelBundle
-from model.chat_template import ChatTemplate, ChatTemplateError
-from model.tokenizer import keep_spaces_in_offsets
-from server.engine.engine import Engine
-from server.engine.machine import return_freed_memory
-from server.engine.sampling import Floats
-from server.errors import DeadlineExceededError, StartupError
-from server.requests.admission.answers import AnswerMemory
-from server.requests.admission.forecast import Work
-from server.requests.admission.queue import Admission, Phase, check_length
-from server.requests.async_engine import AnyEngine, AsyncEngine
-from server.requests.builder import RequestBuilder
-from server.requests.completion import (
+from kvasir.model.bundle import CHAT_TEMPLATE_FILE, ModelBundle
+from kvasir.model.chat_template import ChatTemplate, ChatTemplateError
+from kvasir.model.tokenizer import keep_spaces_in_offsets
+from kvasir.server.engine.engine import Engine
+from kvasir.server.engine.machine import return_freed_memory
+from kvasir.server.engine.sampling import Floats
+from kvasir.server.errors import DeadlineExceededError, StartupError
+from kvasir.server.requests.admission.answers import AnswerMemory
+from kvasir.server.requests.admission.forecast import Work
+from kvasir.server.requests.admission.queue import Admission, Phase, check_length
+from kvasir.server.requests.async_engine import AnyEngine, AsyncEngine
+from kvasir.server.requests.builder import RequestBuilder
+from kvasir.server.requests.completion import (
     Completion,
     CompletionRequest,
     make_choices,
     sequences_of,
 )
-from server.requests.embedding import Embedding, EmbeddingRequest
-from server.requests.grammars import Grammars
-from server.requests.text_worker import TextWorker
-from server.settings import Settings
-from server.telemetry.metrics import Metrics, ServerMetrics
-from server.telemetry.start_clock import StartClock
-from server.text.chat_format import ChatFormat
+from kvasir.server.requests.embedding import Embedding, EmbeddingRequest
+from kvasir.server.requests.grammars import Grammars
+from kvasir.server.requests.text_worker import TextWorker
+from kvasir.server.settings import Settings
+from kvasir.server.telemetry.metrics import Metrics, ServerMetrics
+from kvasir.server.telemetry.start_clock import StartClock
+from kvasir.server.text.chat_format import ChatFormat
 
 logger = logging.getLogger("kvasir")
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from tokenizers import Encoding, Tokenizer
 
-from model.bundle import ModelBundle
-from server.engine.sampling import BeamParams
-from server.errors import InvalidRequestError
+from kvasir.model.bundle import ModelBundle
+from kvasir.server.engine.sampling import BeamParams
+from kvasir.server.errors import InvalidRequestError
 
 # As mBART (fr_XX), NLLB (fra_Latn) and M2M-100 (__fr__) write languages.
 _LANGUAGE = re.compile(r"(__)?([a-z]{2,3}(?:_[A-Z][A-Za-z]{1,3})?)(?(1)__)")

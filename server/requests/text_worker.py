@@ -7,9 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from model.tokenizer import panics_as_errors
-from server.engine.machine import return_freed_memory
-from server.errors import KvasirError, OverloadedError
+from kvasir.model.tokenizer import panics_as_errors
+from kvasir.server.engine.machine import return_freed_memory
+from kvasir.server.errors import KvasirError, OverloadedError
 
 T = TypeVar("T")
 

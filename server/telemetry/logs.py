@@ -16,7 +16,7 @@ from threading import Event, Thread
 from time import sleep
 from typing import Any, Literal
 
-from model.harmless import harmless
+from kvasir.model.harmless import harmless
 
 LogFormat = Literal["auto", "text", "json"]
 

@@ -16,10 +16,10 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics import disable_created_metrics
 from prometheus_client.openmetrics import exposition as openmetrics
 
-from model.machine import available_memory, memory_limit
-from server.engine.engine import StepKind, StepStats
-from server.engine.sequence import FinishReason, Sequence
-from server.errors import KvasirError
+from kvasir.model.machine import available_memory, memory_limit
+from kvasir.server.engine.engine import StepKind, StepStats
+from kvasir.server.engine.sequence import FinishReason, Sequence
+from kvasir.server.errors import KvasirError
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 

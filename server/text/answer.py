@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from server.text.reasoning import ReasoningParser
-from server.text.tool_calls import Piece, ToolCallParser
+from kvasir.server.text.reasoning import ReasoningParser
+from kvasir.server.text.tool_calls import Piece, ToolCallParser
 
 
 @dataclass(frozen=True, slots=True)

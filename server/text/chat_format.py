@@ -16,10 +16,10 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from model.chat_template import NULL, ChatTemplate, ChatTemplateError, ChatTemplateLimitError
-from server.text.reasoning import ReasoningFormat
-from server.text.tool_calls import ToolCallParser, ToolCallPiece
-from server.text.tool_formats import ToolCallFormat
+from kvasir.model.chat_template import NULL, ChatTemplate, ChatTemplateError, ChatTemplateLimitError
+from kvasir.server.text.reasoning import ReasoningFormat
+from kvasir.server.text.tool_calls import ToolCallParser, ToolCallPiece
+from kvasir.server.text.tool_formats import ToolCallFormat
 
 Message = Mapping[str, Any]
 

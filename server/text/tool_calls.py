@@ -17,9 +17,9 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from server.text.reasoning import begun
-from server.text.tool_arguments import Scanner, json_call, python_calls, value_of
-from server.text.tool_formats import CALL, END, SEP, ToolCallFormat
+from kvasir.server.text.reasoning import begun
+from kvasir.server.text.tool_arguments import Scanner, json_call, python_calls, value_of
+from kvasir.server.text.tool_formats import CALL, END, SEP, ToolCallFormat
 
 Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments of each function, by its name
 

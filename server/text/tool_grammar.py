@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from server.engine.grammar.constraints import JSON_OPTIONS, enforceable_schema
-from server.text.reasoning import ReasoningFormat
-from server.text.tool_formats import DEEPSEEK_TAGS, ToolCallFormat
+from kvasir.server.engine.grammar.constraints import JSON_OPTIONS, enforceable_schema
+from kvasir.server.text.reasoning import ReasoningFormat
+from kvasir.server.text.tool_formats import DEEPSEEK_TAGS, ToolCallFormat
 
 Schema = Mapping[str, Any]
 Functions = Mapping[str, Schema]  # the schema of the arguments of each function, by its name

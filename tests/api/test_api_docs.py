@@ -7,11 +7,11 @@ import re
 import pytest
 from pydantic import TypeAdapter
 
-from server.api.openai.chat_schemas import ChatBody
-from server.api.openai.schemas import CompletionsBody
-from server.api.routes import ROUTES
-from server.api.schemas import Error
-from server.settings import Settings
+from kvasir.server.api.openai.chat_schemas import ChatBody
+from kvasir.server.api.openai.schemas import CompletionsBody
+from kvasir.server.api.routes import ROUTES
+from kvasir.server.api.schemas import Error
+from kvasir.server.settings import Settings
 from tests.api_reference import BODIES, PAGE, body_type, check_events, with_tables
 
 TEXT = PAGE.read_text(encoding="utf-8")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from server.api.http.keys import LARGEST_FILE, ApiKeys, Limits
-from server.errors import StartupError
-from server.requests.admission.callers import Caller
+from kvasir.server.api.http.keys import LARGEST_FILE, ApiKeys, Limits
+from kvasir.server.errors import StartupError
+from kvasir.server.requests.admission.callers import Caller
 
 
 @pytest.fixture

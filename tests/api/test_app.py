@@ -15,11 +15,11 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from server.engine.engine import Engine
-from server.engine.runner import OnnxRunner
-from server.process.app import create_app
-from server.process.engine_builder import build_encoder_engine, build_engine
-from server.settings import load_settings
+from kvasir.server.engine.engine import Engine
+from kvasir.server.engine.runner import OnnxRunner
+from kvasir.server.process.app import create_app
+from kvasir.server.process.engine_builder import build_encoder_engine, build_engine
+from kvasir.server.settings import load_settings
 from tests.fake_encoder import encoder_bundle
 from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.random_models import RandomModel
@@ -35,7 +35,7 @@ async def test_it_answers_while_the_model_loads_and_serves_once_it_has(
         assert may_load.wait(TIMEOUT)
         return Engine(FakeRunner(VOCAB_SIZE), chunk_size=8)
 
-    monkeypatch.setattr("server.process.app.build_engine", build)
+    monkeypatch.setattr("kvasir.server.process.app.build_engine", build)
     app = create_app(load_settings(model=Path(MODEL)), fake_bundle())
     monkeypatch.setattr(app.state.models.find().grammars, "warm_up", warm_up := Mock())
     loaded = asyncio.Event()
@@ -66,7 +66,7 @@ async def test_a_model_that_cannot_be_loaded_is_reported(monkeypatch: pytest.Mon
     def build(*_: object) -> Engine:
         raise RuntimeError("the graph is damaged")
 
-    monkeypatch.setattr("server.process.app.build_engine", build)
+    monkeypatch.setattr("kvasir.server.process.app.build_engine", build)
     app = create_app(load_settings(model=Path(MODEL)), fake_bundle())
     told: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
     app.state.models.on_load_failure = told.set_result

@@ -91,7 +91,7 @@ async def test_a_batch_answers_each_line_as_the_route_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_long: bool
 ) -> None:
     if is_long:  # of an answer too long to be parsed, the usage is known
-        monkeypatch.setattr("server.api.openai.batches._LONG", 0)
+        monkeypatch.setattr("kvasir.server.api.openai.batches._LONG", 0)
     async with batching(tmp_path) as served:
         good = [line(str(i), prompt="abc"[: 1 + i % 3], seed=i) for i in range(9)]
         wrong = [line("cold", temperature=-1), line("long", max_tokens=10**6)]
@@ -307,7 +307,7 @@ async def test_uploads_leave_nothing_behind_unless_whole(
 async def test_a_batch_waits_for_room_for_its_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
 ) -> None:
-    monkeypatch.setattr("server.batches.worker._PAUSE", 0)
+    monkeypatch.setattr("kvasir.server.batches.worker._PAUSE", 0)
     async with batching(tmp_path, batch_dir_bytes=32_000) as served:
         loop, waiting = asyncio.get_running_loop(), asyncio.Event()
         store = served.app.state.batches.store

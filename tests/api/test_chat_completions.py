@@ -17,13 +17,13 @@ import pytest
 from pydantic import BaseModel
 from tokenizers import AddedToken, Tokenizer
 
-from model.bundle import ModelBundle
-from server.api.other_servers import IGNORED, NO_OPS
-from server.engine.sequence import Sequence
-from server.errors import StartupError
-from server.process.app import create_app
-from server.requests.async_engine import OutputStream
-from server.settings import load_settings
+from kvasir.model.bundle import ModelBundle
+from kvasir.server.api.other_servers import IGNORED, NO_OPS
+from kvasir.server.engine.sequence import Sequence
+from kvasir.server.errors import StartupError
+from kvasir.server.process.app import create_app
+from kvasir.server.requests.async_engine import OutputStream
+from kvasir.server.settings import load_settings
 from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.model.test_chat_template import LLAMA_2, LLAMA_3, TOKENS, by_transformers
 from tests.serving import (

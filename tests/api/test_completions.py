@@ -12,10 +12,10 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from model.bundle import GenerationDefaults
-from server.api.other_servers import IGNORED, NO_OPS
-from server.text.detokenizer import token_name
-from server.text.fill_in_middle import FORMS, FillInMiddle
+from kvasir.model.bundle import GenerationDefaults
+from kvasir.server.api.other_servers import IGNORED, NO_OPS
+from kvasir.server.text.detokenizer import token_name
+from kvasir.server.text.fill_in_middle import FORMS, FillInMiddle
 from tests.fake_runner import FakeRunner
 from tests.serving import (
     EOS,

@@ -21,11 +21,11 @@ from pydantic import TypeAdapter
 from starlette.types import Message
 from tokenizers import Tokenizer
 
-from model.bundle import ModelBundle
-from model.config import Pooling
-from server.api.embeddings.requests import PromptFields
-from server.api.routes import ROUTES
-from server.engine.encoder.sequence import Encoding
+from kvasir.model.bundle import ModelBundle
+from kvasir.model.config import Pooling
+from kvasir.server.api.embeddings.requests import PromptFields
+from kvasir.server.api.routes import ROUTES
+from kvasir.server.engine.encoder.sequence import Encoding
 from tests.fake_encoder import (
     D_MODEL,
     PROMPTS,
@@ -592,7 +592,7 @@ TEI_REFUSED: list[tuple[str, ModelBundle, dict[str, Any], str]] = [
 
 
 async def test_a_bad_field_is_named_in_teis_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.requests.encoding.MAX_TOKENS", 200)
+    monkeypatch.setattr("kvasir.server.requests.encoding.MAX_TOKENS", 200)
     for path, bundle, body, cause in TEI_REFUSED:
         async with encoding(bundle, max_answer_bytes=300 * 24) as client:
             response = await client.post(path, json=body)

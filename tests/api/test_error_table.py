@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
-from server.api.anthropic.answers import AnthropicError
-from server.engine.engine import StepStats
-from server.requests.admission.queue import Phase
-from server.requests.async_engine import OutputStream
+from kvasir.server.api.anthropic.answers import AnthropicError
+from kvasir.server.engine.engine import StepStats
+from kvasir.server.requests.admission.queue import Phase
+from kvasir.server.requests.async_engine import OutputStream
 from tests.fake_runner import FakeRunner
 from tests.serving import VOCAB_SIZE, Served, sample, serving
 
@@ -145,7 +145,9 @@ async def deadline(served: Served, post: Post) -> httpx.Response:
 async def deadline_at_admission(served: Served, post: Post) -> httpx.Response:
     """Reading and tokenising the request takes all its time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("server.api.http.middleware.perf_counter", lambda: perf_counter() - 3600)
+        patch.setattr(
+            "kvasir.server.api.http.middleware.perf_counter", lambda: perf_counter() - 3600
+        )
         response = await post(timeout_ms=3_600_000)
     assert served.runner.batches == []
     return response
@@ -262,7 +264,7 @@ async def test_a_deadline_that_has_passed_is_no_matter_of_the_load(fields: dict[
             early = await post(timeout_ms=60_000, **fields)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(
-                    "server.api.http.middleware.perf_counter", lambda: perf_counter() - 3600
+                    "kvasir.server.api.http.middleware.perf_counter", lambda: perf_counter() - 3600
                 )
                 late = await post(timeout_ms=3_600_000, **fields)
             assert served.submitted.locked(), "neither reached the engine"

@@ -14,19 +14,19 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from commands.console.heatmap import STOPS, rgb_of_oklch
-from export.attention_graph import write_attention_graph
-from export.directory import make_manifest
-from kvasir import app
-from model.bundle import ModelBundle, Verification, load_bundle
-from model.config import RopeScaling
-from model.network.attention import Attention, attention_weights, split_heads, visible_keys
-from model.network.positions import Positions, rotate
-from model.network.transformer import Transformer
-from model.tokenizer import train_tokenizer
-from server.errors import ContextLengthError, InvalidRequestError, NotFoundError
-from server.explain.explainer import Explainer
-from server.explain.explanation import Head, Questions
+from kvasir.__main__ import app
+from kvasir.commands.console.heatmap import STOPS, rgb_of_oklch
+from kvasir.export.attention_graph import write_attention_graph
+from kvasir.export.directory import make_manifest
+from kvasir.model.bundle import ModelBundle, Verification, load_bundle
+from kvasir.model.config import RopeScaling
+from kvasir.model.network.attention import Attention, attention_weights, split_heads, visible_keys
+from kvasir.model.network.positions import Positions, rotate
+from kvasir.model.network.transformer import Transformer
+from kvasir.model.tokenizer import train_tokenizer
+from kvasir.server.errors import ContextLengthError, InvalidRequestError, NotFoundError
+from kvasir.server.explain.explainer import Explainer
+from kvasir.server.explain.explanation import Head, Questions
 from tests.random_models import export_decoder, make_config, make_decoder
 from tests.whole_graph import GraphSession
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from export.attention_graph import write_attention_graph
-from server.explain.explainer import Explainer
+from kvasir.export.attention_graph import write_attention_graph
+from kvasir.server.explain.explainer import Explainer
 from tests.api.test_explain import TEXT, eager_weights
 from tests.encoders import BERT, MPNET, export_encoder
 from tests.fake_encoder import encoder_bundle

@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from export.attention_graph import write_attention_graph
-from model.bundle import ATTENTION_GRAPH_FILE, HEAD_MASK_INPUT, ModelBundle
-from model.network.attention import Attention, split_heads
-from model.network.positions import Positions, rotate
-from model.network.transformer import Block, Transformer
-from server.errors import InvalidRequestError
-from server.explain.behaviour import measure_behaviours
-from server.explain.explainer import Explainer
-from server.explain.explanation import Explanation, Head, Questions
+from kvasir.export.attention_graph import write_attention_graph
+from kvasir.model.bundle import ATTENTION_GRAPH_FILE, HEAD_MASK_INPUT, ModelBundle
+from kvasir.model.network.attention import Attention, split_heads
+from kvasir.model.network.positions import Positions, rotate
+from kvasir.model.network.transformer import Block, Transformer
+from kvasir.server.errors import InvalidRequestError
+from kvasir.server.explain.behaviour import measure_behaviours
+from kvasir.server.explain.explainer import Explainer
+from kvasir.server.explain.explanation import Explanation, Head, Questions
 from tests.api.test_explain import TEXT, eager_weights, make_directory
 from tests.encoders import BERT, MODERN, export_encoder
 from tests.fake_encoder import encoder_bundle

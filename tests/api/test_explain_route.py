@@ -16,15 +16,15 @@ import httpx
 import numpy as np
 import pytest
 
-from model.bundle import load_bundle
-from server.api.explain.answers import Explanation
-from server.api.explain.routes import MAX_WEIGHTS
-from server.engine.engine import Engine
-from server.explain.explainer import Explainer
-from server.explain.explanation import Explanation as Explained
-from server.explain.explanation import Head, Questions
-from server.process.app import create_app
-from server.settings import load_settings
+from kvasir.model.bundle import load_bundle
+from kvasir.server.api.explain.answers import Explanation
+from kvasir.server.api.explain.routes import MAX_WEIGHTS
+from kvasir.server.engine.engine import Engine
+from kvasir.server.explain.explainer import Explainer
+from kvasir.server.explain.explanation import Explanation as Explained
+from kvasir.server.explain.explanation import Head, Questions
+from kvasir.server.process.app import create_app
+from kvasir.server.settings import load_settings
 from tests.api.test_explain import TEXT, make_directory
 from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.serving import serving
@@ -131,7 +131,7 @@ async def test_weights_of_no_head_are_not_computed(
             found.append(explanation.weights)
             return explanation
 
-    monkeypatch.setattr("server.api.explain.routes.Explainer", Spy)
+    monkeypatch.setattr("kvasir.server.api.explain.routes.Explainer", Spy)
     async with explaining(directory) as client:
         for top_k in (0, 3):
             body = {"text": TEXT, "layers": [0, 1], "heads": [], "top_k": top_k}
@@ -164,7 +164,7 @@ async def test_a_bad_field_is_named(
     message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("server.api.explain.routes.MAX_WEIGHTS", 143)
+    monkeypatch.setattr("kvasir.server.api.explain.routes.MAX_WEIGHTS", 143)
     async with explaining(directory) as client:
         response = await client.post("/explain", json=body)
     assert response.status_code == 400

@@ -12,15 +12,15 @@ from PIL import Image
 from torch import Tensor
 from typer.testing import CliRunner
 
-from export.attention_graph import write_attention_graph
-from export.directory import make_manifest
-from kvasir import app
-from model.bundle import ModelBundle, Verification, load_bundle
-from model.network.cross_attention import CrossAttention, Source
-from model.reference import generate
-from server.errors import InvalidRequestError
-from server.explain.explainer import Explainer
-from server.explain.explanation import Head, Questions
+from kvasir.__main__ import app
+from kvasir.export.attention_graph import write_attention_graph
+from kvasir.export.directory import make_manifest
+from kvasir.model.bundle import ModelBundle, Verification, load_bundle
+from kvasir.model.network.cross_attention import CrossAttention, Source
+from kvasir.model.reference import generate
+from kvasir.server.errors import InvalidRequestError
+from kvasir.server.explain.explainer import Explainer
+from kvasir.server.explain.explanation import Head, Questions
 from tests.api.test_explain_lab import without
 from tests.api.test_seq2seq import FR, NETWORK, SOURCE, TOKENIZER, client
 from tests.encoder_decoders import export_both

@@ -10,7 +10,7 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.requests.admission.queue import Phase
+from kvasir.server.requests.admission.queue import Phase
 from tests.api.test_middleware import PROBED
 from tests.fake_runner import FakeRunner
 from tests.serving import MODEL, VOCAB_SIZE, Served, serving

@@ -11,10 +11,10 @@ import httpx
 import pytest
 from starlette.types import Message
 
-from server.api.http import pieces
-from server.api.openai.responses.schemas import LOGPROBS
-from server.requests.admission.answers import AnswerMemory
-from server.requests.text_worker import TextWorker
+from kvasir.server.api.http import pieces
+from kvasir.server.api.openai.responses.schemas import LOGPROBS
+from kvasir.server.requests.admission.answers import AnswerMemory
+from kvasir.server.requests.text_worker import TextWorker
 from tests.fake_runner import FakeRunner
 from tests.serving import VOCAB_SIZE, serving
 

@@ -15,7 +15,7 @@ from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
 from pydantic import TypeAdapter
 from pydantic_core import from_json
 
-from server.api.anthropic import answers
+from kvasir.server.api.anthropic import answers
 from tests.api.test_chat_completions import (
     BOTH,
     HERMES_TEXT,

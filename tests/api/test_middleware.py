@@ -17,15 +17,15 @@ import httpx
 import pytest
 from starlette.requests import Request
 
-from server.api.http.keys import ApiKeys
-from server.api.http.responses import unless_disconnected
-from server.engine.sampling import SamplingParams
-from server.errors import InvalidRequestError, OverloadedError
-from server.requests.admission.callers import Caller
-from server.requests.admission.queue import Phase
-from server.requests.builder import RequestOptions
-from server.requests.completion import RequestState
-from server.requests.text_worker import THREADS
+from kvasir.server.api.http.keys import ApiKeys
+from kvasir.server.api.http.responses import unless_disconnected
+from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.errors import InvalidRequestError, OverloadedError
+from kvasir.server.requests.admission.callers import Caller
+from kvasir.server.requests.admission.queue import Phase
+from kvasir.server.requests.builder import RequestOptions
+from kvasir.server.requests.completion import RequestState
+from kvasir.server.requests.text_worker import THREADS
 from tests.fake_runner import TIMEOUT
 from tests.serving import Served, sample, serving
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from model.bundle import ModelBundle
-from server.api.models import ModelCard
-from server.process.app import create_app
-from server.settings import load_settings
+from kvasir.model.bundle import ModelBundle
+from kvasir.server.api.models import ModelCard
+from kvasir.server.process.app import create_app
+from kvasir.server.settings import load_settings
 from tests.fake_runner import FakeRunner
 from tests.serving import MODEL, VOCAB_SIZE, fake_bundle, serving
 

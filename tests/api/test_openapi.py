@@ -28,10 +28,10 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from server.api import routes
-from server.api.openai.responses.schemas import LOGPROBS
-from server.api.other_servers import IGNORED, NO_OPS, no_op_schema
-from server.api.routes import ROUTES, document
+from kvasir.server.api import routes
+from kvasir.server.api.openai.responses.schemas import LOGPROBS
+from kvasir.server.api.other_servers import IGNORED, NO_OPS, no_op_schema
+from kvasir.server.api.routes import ROUTES, document
 from tests.api_reference import check_events
 from tests.fake_encoder import encoder_app, encoder_bundle
 from tests.fake_runner import TIMEOUT, FakeRunner

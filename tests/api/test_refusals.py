@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.api.http import body as body_parsing
-from server.api.http.pieces import compact
-from server.errors import InvalidRequestError
+from kvasir.server.api.http import body as body_parsing
+from kvasir.server.api.http.pieces import compact
+from kvasir.server.errors import InvalidRequestError
 from tests.fake_runner import FakeRunner
 from tests.faults.bodies import VALID
 from tests.serving import VOCAB_SIZE, serving

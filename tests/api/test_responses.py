@@ -17,19 +17,19 @@ from openai.types.responses import Response, ResponseStreamEvent
 from openai.types.responses.response_item import ResponseItem
 from pydantic import TypeAdapter
 
-from server.api.http import pieces
-from server.api.http.pieces import Written
-from server.api.openai.responses.formatting import ResponseFormatter
-from server.api.openai.responses.schemas import LOGPROBS, ResponsesBody
-from server.api.openai.responses.store import ResponseStore, Stored
-from server.api.openai.tools import AnswerForm
-from server.engine.sampling import TokenLogprobs
-from server.engine.sequence import FinishReason
-from server.requests.completion import CompletionRequest, Delta
-from server.requests.service import Service
-from server.settings import load_settings
-from server.text.reasoning import ReasoningFormat
-from server.text.tool_formats import ToolCallFormat
+from kvasir.server.api.http import pieces
+from kvasir.server.api.http.pieces import Written
+from kvasir.server.api.openai.responses.formatting import ResponseFormatter
+from kvasir.server.api.openai.responses.schemas import LOGPROBS, ResponsesBody
+from kvasir.server.api.openai.responses.store import ResponseStore, Stored
+from kvasir.server.api.openai.tools import AnswerForm
+from kvasir.server.engine.sampling import TokenLogprobs
+from kvasir.server.engine.sequence import FinishReason
+from kvasir.server.requests.completion import CompletionRequest, Delta
+from kvasir.server.requests.service import Service
+from kvasir.server.settings import load_settings
+from kvasir.server.text.reasoning import ReasoningFormat
+from kvasir.server.text.tool_formats import ToolCallFormat
 from tests.api.test_chat_completions import BOTH, HERMES_TEXT, TIME, TOOLS, chatting, with_template
 from tests.api.test_reasoning import THINKING
 from tests.fake_runner import TIMEOUT, FakeRunner

@@ -16,12 +16,12 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from model.bundle import ModelBundle
-from model.reference import beam_search, generate
-from server.engine.engine import Engine
-from server.process.app import create_app
-from server.requests.service import Service
-from server.settings import Settings, load_settings
+from kvasir.model.bundle import ModelBundle
+from kvasir.model.reference import beam_search, generate
+from kvasir.server.engine.engine import Engine
+from kvasir.server.process.app import create_app
+from kvasir.server.requests.service import Service
+from kvasir.server.settings import Settings, load_settings
 from tests.fake_seq2seq import EOS, FakeSeq2SeqRunner, read, small_config, small_model
 from tests.serving import MODEL, VOCAB_SIZE, events_of, fake_bundle, serving, small_tokenizer
 
@@ -244,7 +244,7 @@ async def test_beams_find_more_rows_than_a_decoders_sequences(
         asked.put(settings.max_num_seqs)
         return Engine(FakeSeq2SeqRunner(NETWORK), chunk_size=32)
 
-    monkeypatch.setattr("server.process.app.build_engine", build)
+    monkeypatch.setattr("kvasir.server.process.app.build_engine", build)
     known = load_settings(model=Path(MODEL), **given)
     app = create_app(known, BUNDLE)
     async with app.router.lifespan_context(app):

@@ -15,14 +15,14 @@ from unittest.mock import patch
 import httpx
 import pytest
 
-from model.bundle import ModelBundle
-from model.config import Pooling
-from server.engine.encoder.engine import EncoderEngine
-from server.engine.engine import Engine
-from server.errors import StartupError
-from server.process.app import create_app
-from server.requests.models import Models
-from server.settings import Settings, load_settings
+from kvasir.model.bundle import ModelBundle
+from kvasir.model.config import Pooling
+from kvasir.server.engine.encoder.engine import EncoderEngine
+from kvasir.server.engine.engine import Engine
+from kvasir.server.errors import StartupError
+from kvasir.server.process.app import create_app
+from kvasir.server.requests.models import Models
+from kvasir.server.settings import Settings, load_settings
 from tests.fake_encoder import FakeTextRunner, encoder_bundle
 from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.serving import VOCAB_SIZE, fake_bundle, sample, small_tokenizer
@@ -65,8 +65,8 @@ async def serving_all(*names: str) -> AsyncIterator[tuple[Models, httpx.AsyncCli
     if "damaged" in names:
         bundles["damaged"] = StartupError("damaged has no manifest")
     with (
-        patch("server.process.app.build_engine", build),
-        patch("server.process.app.build_encoder_engine", build_encoder),
+        patch("kvasir.server.process.app.build_engine", build),
+        patch("kvasir.server.process.app.build_encoder_engine", build_encoder),
     ):
         app = create_app(settings, bundles)
         models: Models = app.state.models

@@ -10,9 +10,9 @@ import pytest
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
-from server.api.http.responses import EventStream, event, failure
-from server.errors import UnavailableError
-from server.requests.completion import RequestState
+from kvasir.server.api.http.responses import EventStream, event, failure
+from kvasir.server.errors import UnavailableError
+from kvasir.server.requests.completion import RequestState
 
 
 class Client:

@@ -18,8 +18,8 @@ from tokenizers import (
     trainers,
 )
 
-from model.chat_template import ChatTemplate
-from model.tokenizer import keep_spaces_in_offsets, train_tokenizer
+from kvasir.model.chat_template import ChatTemplate
+from kvasir.model.tokenizer import keep_spaces_in_offsets, train_tokenizer
 from tests.fake_runner import FakeRunner
 from tests.model.test_tokenizer import with_damaged_charsmap
 from tests.serving import CHAT_TEMPLATE, MODEL, VOCAB_SIZE, fake_bundle, serving, small_tokenizer

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from pydantic_core import from_json
 
-from server.batches import worker as batch_worker
-from server.batches.content import Content
-from server.batches.journal import Reply
-from server.batches.store import BatchStore
+from kvasir.server.batches import worker as batch_worker
+from kvasir.server.batches.content import Content
+from kvasir.server.batches.journal import Reply
+from kvasir.server.batches.store import BatchStore
 from tests.batches.test_store import ENDPOINT, check_whole, doubled, upload, worker
 
 FOREVER = 10**9
@@ -70,7 +70,7 @@ async def test_whatever_write_fails_the_batch_ends_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
     monkeypatch.setattr(batch_worker, "_PAUSE", 0)
-    monkeypatch.setattr("server.batches.journal._SYNC_SECONDS", 0)
+    monkeypatch.setattr("kvasir.server.batches.journal._SYNC_SECONDS", 0)
     disk = Disk(monkeypatch, tmp_path / "lock")
     store = BatchStore(tmp_path, max_bytes=10**6, max_batches=10)
     working = worker(store)

@@ -16,14 +16,14 @@ from typing import Any, Literal
 import pytest
 from pydantic_core import from_json
 
-from server.batches import worker as batch_worker
-from server.batches.content import Content
-from server.batches.journal import Journal, Reply
-from server.batches.objects import StoredBatch
-from server.batches.requests import MOST_BLANK, Parse, RequestFile
-from server.batches.store import WINDOW, BatchStore
-from server.batches.worker import Answer, BatchWorker
-from server.errors import RequestTooLargeError, StartupError
+from kvasir.server.batches import worker as batch_worker
+from kvasir.server.batches.content import Content
+from kvasir.server.batches.journal import Journal, Reply
+from kvasir.server.batches.objects import StoredBatch
+from kvasir.server.batches.requests import MOST_BLANK, Parse, RequestFile
+from kvasir.server.batches.store import WINDOW, BatchStore
+from kvasir.server.batches.worker import Answer, BatchWorker
+from kvasir.server.errors import RequestTooLargeError, StartupError
 from tests.fake_runner import TIMEOUT
 
 ENDPOINT = "/v1/completions"
@@ -330,7 +330,7 @@ async def test_work_in_a_thread_ends_before_its_files_are_closed(
         closed.extend(file.closed for file in journal._files.values())
 
     monkeypatch.setattr(Journal, "sync", sync)
-    monkeypatch.setattr("server.batches.journal._SYNC_SECONDS", 0)
+    monkeypatch.setattr("kvasir.server.batches.journal._SYNC_SECONDS", 0)
     store = open_store(tmp_path)
     begun(store)
     working = worker(store, n_at_once=1)

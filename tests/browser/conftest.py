@@ -22,7 +22,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_play
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from server.process.local_server import serve_locally  # noqa: E402  after the path
+from kvasir.server.process.local_server import serve_locally  # noqa: E402  after the path
 
 BUILD = ROOT / "build/browser"
 PYTHON = ROOT / ".venv/bin/python"  # has Kvasir installed

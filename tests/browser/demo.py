@@ -15,7 +15,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Locator, Page, expect, sync_playwright
 
-from server.process.local_server import serve_locally
+from kvasir.server.process.local_server import serve_locally
 from tests.browser.conftest import CHROMIUM, EXAMPLE, PYTHON
 from tests.browser.playground import generate, part, setting
 from tests.browser.test_explorer import wait_until_settled

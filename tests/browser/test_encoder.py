@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from server.process.local_server import serve_locally
+from kvasir.server.process.local_server import serve_locally
 from tests.browser.conftest import PYTHON, ROOT
 from tests.browser.test_explorer import explain, quoted, shown_tokens, wait_until_settled
 from tests.browser.test_first_minute import picture, window

@@ -19,7 +19,7 @@ N_DRAWS = 4000
 SERVER = f"""
 import json, sys
 import numpy as np
-from server.engine.sampling import SamplingParams, sample
+from kvasir.server.engine.sampling import SamplingParams, sample
 
 class Numbers:
     def __init__(self, value): self.value = value

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from commands.console.chat_client import ChatClient, ChatError
-from commands.console.conversation import COMMANDS, Conversation
-from kvasir import app
+from kvasir.__main__ import app
+from kvasir.commands.console.chat_client import ChatClient, ChatError
+from kvasir.commands.console.conversation import COMMANDS, Conversation
 from tests.fake_runner import TIMEOUT
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples/stdlib")

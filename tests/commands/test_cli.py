@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-import model.bundle
-from commands.console import progress
-from commands.console.output import console, show
-from kvasir import app
-from model.training import report
-from model.training.metrics import StepMetrics
-from server.settings import Settings
+from kvasir.__main__ import app
+from kvasir.commands.console import progress
+from kvasir.commands.console.output import console, show
+from kvasir.model import bundle
+from kvasir.model.training import report
+from kvasir.model.training.metrics import StepMetrics
+from kvasir.server.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples/stdlib")
@@ -93,9 +93,9 @@ def test_the_version_is_the_packages() -> None:
 
 def test_help_imports_nothing_that_takes_seconds() -> None:
     heavy = {"torch", "onnxruntime", "onnx", "fastapi", "uvicorn", "numpy", "matplotlib", "jinja2"}
-    code = "import atexit, sys, kvasir; sys.argv[1:] = ['--help']; "
+    code = "import atexit, sys; from kvasir.__main__ import main; sys.argv[1:] = ['--help']; "
     code += f"atexit.register(lambda: sys.stderr.write(str({heavy} & sys.modules.keys()))); "
-    assert run_python("-c", code + "kvasir.main()").stderr == "set()"
+    assert run_python("-c", code + "main()").stderr == "set()"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,6 @@ def test_help_imports_nothing_that_takes_seconds() -> None:
             "generate x y --max-tokens 9.5",
             "invalid value for '--max-tokens': must be a whole number; see kvasir generate --help",
         ),
-        ("serve", "name a model directory: kvasir serve DIR, or KVASIR_MODEL=DIR"),
         ("serve x --port abc", "setting port (KVASIR_PORT) = 'abc' must be a whole number"),
         (
             "explain x y --out a.jpg",
@@ -136,6 +135,18 @@ def test_help_imports_nothing_that_takes_seconds() -> None:
 def test_a_command_line_that_cannot_be_read_ends_in_one_line(line: str, message: str) -> None:
     result = kvasir(*line.split())
     assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"kvasir: {message}\n")
+
+
+def test_without_a_model_the_example_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[Settings] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("KVASIR_MODEL", raising=False)
+    monkeypatch.setattr("kvasir.server.process.serve.serve", served.append)
+    assert kvasir("serve").exit_code == 0
+    assert served[0].model_name == "stdlib"
+    assert bundle.load_bundle(served[0].models["stdlib"]).tokenizer.get_vocab_size() > 0
 
 
 def test_bytes_that_are_not_text_are_refused() -> None:
@@ -159,7 +170,7 @@ def test_output_that_cannot_be_written_ends_in_one_line(arguments: list[str]) ->
 
 
 def test_a_package_that_an_image_leaves_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "export.directory", None)
+    monkeypatch.setitem(sys.modules, "kvasir.export.directory", None)
     result = kvasir("verify", EXAMPLE)
     message = "this needs export/, which is not installed here; run it in a checkout of Kvasir"
     assert (result.exit_code, result.stdout, result.stderr) == (1, "", f"kvasir: {message}\n")
@@ -169,14 +180,14 @@ def test_control_c_ends_without_output(monkeypatch: pytest.MonkeyPatch) -> None:
     def press(_: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(model.bundle, "load_bundle", press)
+    monkeypatch.setattr("kvasir.server.process.engine_builder.load_bundle", press)
     result = kvasir("generate", EXAMPLE, "x")
     assert (result.exit_code, result.output) == (130, "")
 
 
 LOADING = """
 import signal
-from commands.console.progress import loading
+from kvasir.commands.console.progress import loading
 with loading():
     try:
         signal.raise_signal(signal.SIGINT)
@@ -191,7 +202,7 @@ class Press:
         if name == "typer":
             signal.raise_signal(signal.SIGINT)
 sys.meta_path.insert(0, Press())
-import kvasir
+import kvasir.__main__
 """
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from commands import doctor
-from kvasir import app
-from model.machine import usable_cpus
+from kvasir.__main__ import app
+from kvasir.commands import doctor
+from kvasir.model.machine import usable_cpus
 
 XEON = "flags\t\t: fpu avx2 avx512f avx512_vnni avx512_bf16 amx_bf16 amx_tile amx_int8\n"
 ZEN_3 = "model name\t: AMD EPYC\nflags\t\t: fpu avx avx2 fma\n"
@@ -92,5 +92,5 @@ def test_a_gpu_that_the_runtime_cannot_use_is_told(
 
 def test_it_needs_none_of_the_packages_that_may_be_missing() -> None:
     code = "import sys; sys.modules.update(dict.fromkeys(('torch', 'onnxruntime', 'onnx'))); "
-    code += "sys.argv[1:] = ['doctor']; import kvasir; kvasir.main()"
+    code += "sys.argv[1:] = ['doctor']; from kvasir.__main__ import main; main()"
     subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)

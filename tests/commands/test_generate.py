@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-import model.bundle
-from kvasir import app
-from server.engine.sampling import SamplingParams
-from server.engine.sequence import Sequence
-from server.process.engine_builder import build_engine
-from server.settings import load_settings
+import kvasir.model.bundle
+from kvasir.__main__ import app
+from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sequence import Sequence
+from kvasir.server.process.engine_builder import build_engine
+from kvasir.server.settings import load_settings
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STDLIB = str(EXAMPLES / "stdlib")
@@ -29,7 +29,7 @@ def test_a_completion_is_the_same_for_people_and_for_scripts() -> None:
     found = json.loads(generate(*arguments, "--json").stdout)
     assert generate(*arguments).stdout == found["text"] + "\n"
     assert (len(found["token_ids"]), found["finish_reason"], found["seed"]) == (6, "length", 3)
-    bundle = model.bundle.load_bundle(Path(STDLIB))
+    bundle = kvasir.model.bundle.load_bundle(Path(STDLIB))
     assert (
         bundle.tokenizer.decode(found["prompt_token_ids"] + found["token_ids"])
         == "def main():" + found["text"]
@@ -45,7 +45,7 @@ def test_a_prompt_that_cannot_fit_is_an_error() -> None:
 def test_without_a_number_as_many_tokens_come_as_fit() -> None:
     """128 and the token that begins a target were one more than the example's positions."""
     assert generate(str(EXAMPLES / "numbers"), "forty-two").exit_code == 0
-    bundle = model.bundle.load_bundle(Path(STDLIB))
+    bundle = kvasir.model.bundle.load_bundle(Path(STDLIB))
     most = bundle.config.max_model_len
     prompt = bundle.tokenizer.decode(bundle.tokenizer.encode("import os\n" * most).ids[: most - 3])
     n_prompt = len(bundle.tokenizer.encode(prompt).ids)
@@ -57,7 +57,7 @@ def test_without_a_number_as_many_tokens_come_as_fit() -> None:
 def test_probabilities_are_the_models_of_the_tokens() -> None:
     arguments = [STDLIB, "import ", "--max-tokens", "5", "--seed", "1", "--show-probabilities"]
     tokens = json.loads(generate(*arguments, "--json").stdout)["tokens"]
-    bundle = model.bundle.load_bundle(Path(STDLIB))
+    bundle = kvasir.model.bundle.load_bundle(Path(STDLIB))
     engine = build_engine(load_settings(model=Path(STDLIB), max_num_seqs=1), bundle)
     ids = bundle.tokenizer.encode("import ").ids
     scored = ids + [token["id"] for token in tokens]

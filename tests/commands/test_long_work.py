@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from commands.console import progress
-from kvasir import app
-from model.checkpoint import save_checkpoint
-from model.tokenizer import train_tokenizer
+from kvasir.__main__ import app
+from kvasir.commands.console import progress
+from kvasir.model.checkpoint import save_checkpoint
+from kvasir.model.tokenizer import train_tokenizer
 from tests.huggingface_checkpoints import make_model
 from tests.huggingface_checkpoints import save_checkpoint as save_folder
 from tests.random_models import make_config, make_decoder

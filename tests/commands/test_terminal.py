@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from commands.console.terminal import complete
-from model.bundle import GRAPH_FILE, ModelBundle
-from model.reference import generate as oracle
-from model.tokenizer import train_tokenizer
-from server.engine.engine import Engine
-from server.engine.sampling import SamplingParams
+from kvasir.model.bundle import GRAPH_FILE, ModelBundle
+from kvasir.model.reference import generate as oracle
+from kvasir.model.tokenizer import train_tokenizer
+from kvasir.server.engine.engine import Engine
+from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.process.library import complete
 from tests.random_models import RandomModel
 
 TEXT = "for name, value in zip(names, values): print(f'{name} = {value}')"
@@ -73,7 +73,7 @@ def screen_of(code: str, *, press_at: bytes = b"", columns: int = 60) -> list[st
 BAR = """
 import os
 from sys import stdin
-from commands.console import progress
+from kvasir.commands.console import progress
 progress._DELAY = 0
 try:
     with progress.ProgressBar() as bar:

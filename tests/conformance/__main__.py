@@ -20,7 +20,7 @@ from typing import Any
 
 from typer import echo
 
-from server.process.local_server import serve_locally
+from kvasir.server.process.local_server import serve_locally
 from tests.conformance.anthropic_client import use_anthropic
 from tests.conformance.heavy import Tools, use_aiperf, use_guidellm, use_lm_eval, use_node
 from tests.conformance.huggingface_client import use_huggingface

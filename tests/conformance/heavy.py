@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from export.graph import load_weights
-from model.bundle import load_bundle
-from model.network.skeleton import build_decoder
-from model.network.transformer import Transformer
+from kvasir.export.graph import load_weights
+from kvasir.model.bundle import load_bundle
+from kvasir.model.network.skeleton import build_decoder
+from kvasir.model.network.transformer import Transformer
 from tests.conformance.server import CAPACITY, Conformed, Server
 
 LM_EVAL_ERROR = 1e-3  # of a log-likelihood; both sides use fp32

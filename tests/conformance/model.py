@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from export.directory import export_checkpoint
-from model.bundle import CHAT_TEMPLATE_FILE, TOKENIZER_FILE
-from model.checkpoint import save_checkpoint
-from model.tokenizer import train_tokenizer
+from kvasir.export.directory import export_checkpoint
+from kvasir.model.bundle import CHAT_TEMPLATE_FILE, TOKENIZER_FILE
+from kvasir.model.checkpoint import save_checkpoint
+from kvasir.model.tokenizer import train_tokenizer
 from tests.random_models import make_config, make_decoder
 from tests.serving import CHAT_TEMPLATE
 

@@ -16,11 +16,9 @@ from pathlib import Path
 
 from tests.deploy.shapes import SHAPES, misfits
 
-SERVE = """import kvasir, server.process.app, server.process.serve, sys
-files = {name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}
-rooms = {"commands", "export", "kvasir", "loadtest", "model", "server"}
-print(*{name.split(".")[0] for name in files if name.split(".")[0] in rooms
-        and not files[name].startswith(sys.argv[1])})
+SERVE = """import kvasir.__main__, kvasir.server.process.app, kvasir.server.process.serve, sys
+print(*[name for name, module in sys.modules.items() if name.partition(".")[0] == "kvasir"
+        and not module.__file__.startswith(sys.argv[1])])
 """
 
 
@@ -89,8 +87,12 @@ def image_faults(root: Path) -> Iterator[str]:
         if f"--from=packages-{name}:/opt/kvasir" not in stages[name].copies:
             yield f"{name}: no COPY of its packages"
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
-    needed = {"pyproject.toml", "constraints.txt", project["project"]["readme"]}
-    needed |= {f"{module}.py" for module in project["tool"]["setuptools"]["py-modules"]}
+    needed = {
+        "pyproject.toml",
+        "constraints.txt",
+        "kvasir/__init__.py",
+        project["project"]["readme"],
+    }
     needed |= set(project["project"]["license-files"])
     if missing := needed - stages["packages"].copies.keys():
         yield f"packages: no COPY of {sorted(missing)}"
@@ -101,7 +103,9 @@ def import_faults(copies: tuple[tuple[Path, str], ...]) -> list[str]:
     """Import the server in a folder that has only what the image copies; return what it lacks."""
     with tempfile.TemporaryDirectory() as folder:
         for source, target in copies:
-            (Path(folder) / target / (source.name if target == "./" else "")).symlink_to(source)
+            place = Path(folder, target, source.name if target.endswith("/") else "")
+            place.parent.mkdir(exist_ok=True)
+            place.symlink_to(source)
         command = [sys.executable, "-B", "-c", SERVE, folder]
         done = subprocess.run(
             command, cwd=folder, env={"PYTHONPATH": folder}, capture_output=True, text=True,
@@ -109,4 +113,4 @@ def import_faults(copies: tuple[tuple[Path, str], ...]) -> list[str]:
         )  # fmt: skip
     if done.returncode:
         return [done.stderr.strip().splitlines()[-1]]
-    return [f"no COPY of {room}" for room in done.stdout.split()]
+    return [f"no COPY of {name}" for name in done.stdout.split()]

@@ -18,8 +18,8 @@ from typing import Any
 
 import yaml
 
-from server.settings import Settings
-from server.telemetry.metrics import Metrics
+from kvasir.server.settings import Settings
+from kvasir.server.telemetry.metrics import Metrics
 
 CHART = Path(__file__).resolve().parents[2] / "helm"
 SCHEMA = CHART / "values.schema.json"

@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from loadtest.sse_client import Target, complete
-from server.process.local_server import run_server
+from kvasir.loadtest.sse_client import Target, complete
+from kvasir.server.process.local_server import run_server
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = "localhost/kvasir-base"

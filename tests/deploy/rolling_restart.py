@@ -24,7 +24,7 @@ from itertools import count
 from pathlib import Path
 from urllib.request import urlopen
 
-from loadtest.sse_client import StreamedCompletion, Target, complete
+from kvasir.loadtest.sse_client import StreamedCompletion, Target, complete
 from tests.faults.server_process import ServerProcess
 
 N_CLIENTS = 8

@@ -10,9 +10,9 @@ from pathlib import Path, PurePosixPath
 from typing import get_args
 from unittest.mock import patch
 
-from server.api.routes import ROUTES
-from server.errors import StartupError
-from server.settings import Settings, load_settings
+from kvasir.server.api.routes import ROUTES
+from kvasir.server.errors import StartupError
+from kvasir.server.settings import Settings, load_settings
 
 PATHS = {route.path for route in ROUTES} | {"/static"}
 PROBES = {

@@ -13,9 +13,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from server.api.routes import ROUTES
-from server.errors import StartupError
-from server.settings import PREFIX, load_settings
+from kvasir.server.api.routes import ROUTES
+from kvasir.server.errors import StartupError
+from kvasir.server.settings import PREFIX, load_settings
 from tests.deploy.chart_relations import INTERNAL, is_below
 from tests.deploy.helm_render import RenderError, render
 from tests.deploy.helm_schema import settings_schema

@@ -6,9 +6,14 @@ import random
 
 import pytest
 
-from server.engine.engine import Engine
-from server.engine.sampling import SamplingParams
-from server.engine.sequence import BACKGROUND_PRIORITY, FinishReason, Sequence, SequenceStatus
+from kvasir.server.engine.engine import Engine
+from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sequence import (
+    BACKGROUND_PRIORITY,
+    FinishReason,
+    Sequence,
+    SequenceStatus,
+)
 from tests.engine_driver import Collector, make_sequence, run_to_end
 from tests.fake_runner import FakeRunner
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from server.engine.candidates import candidate_logprobs, choose_rows
-from server.engine.logits import Candidates
-from server.engine.sampling import Floats, SamplingParams, sample, token_logprobs
-from server.engine.sequence import Sequence
+from kvasir.server.engine.candidates import candidate_logprobs, choose_rows
+from kvasir.server.engine.logits import Candidates
+from kvasir.server.engine.sampling import Floats, SamplingParams, sample, token_logprobs
+from kvasir.server.engine.sequence import Sequence
 
 K = 128
 

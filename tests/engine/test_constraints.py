@@ -13,19 +13,19 @@ import jsonschema
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from server.engine.engine import Engine
-from server.engine.grammar import constraints
-from server.engine.grammar.compiler import GrammarCompiler
-from server.engine.grammar.constraints import (
+from kvasir.server.engine.engine import Engine
+from kvasir.server.engine.grammar import constraints
+from kvasir.server.engine.grammar.compiler import GrammarCompiler
+from kvasir.server.engine.grammar.constraints import (
     FORMATS,
     MAX_GRAMMAR_CHARS,
     Grammar,
     GrammarError,
     enforceable_schema,
 )
-from server.engine.grammar.trial import GrammarTrial
-from server.engine.sampling import SamplingParams, token_logprobs
-from server.engine.sequence import FinishReason, Sequence
+from kvasir.server.engine.grammar.trial import GrammarTrial
+from kvasir.server.engine.sampling import SamplingParams, token_logprobs
+from kvasir.server.engine.sequence import FinishReason, Sequence
 from tests.engine_driver import Result, make_sequence, run_to_end
 from tests.fake_runner import FakeRunner
 from tests.random_schemas import random_schema

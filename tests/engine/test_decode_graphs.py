@@ -14,20 +14,20 @@ import numpy as np
 import pytest
 import torch
 
-from export import paged_graph
-from export.paged_graph import export_paged_graph
-from model.bundle import CANDIDATES_OUTPUT
-from model.network.transformer import Transformer
-from model.reference import generate
-from server.engine.engine import Engine
-from server.engine.gpu.cuda import bind_cuda_blocks
-from server.engine.gpu.errors import NoDeviceError
-from server.engine.gpu.graphs import row_bucket, width_bucket
-from server.engine.gpu.outputs import DeviceOutputs
-from server.engine.gpu.runner import PagedRunner
-from server.engine.gpu.session import BACKENDS, DeviceModel, open_gpu_runner
-from server.engine.kv.blocks import KVBlocks
-from server.engine.sampling import SamplingParams
+from kvasir.export import paged_graph
+from kvasir.export.paged_graph import export_paged_graph
+from kvasir.model.bundle import CANDIDATES_OUTPUT
+from kvasir.model.network.transformer import Transformer
+from kvasir.model.reference import generate
+from kvasir.server.engine.engine import Engine
+from kvasir.server.engine.gpu.cuda import bind_cuda_blocks
+from kvasir.server.engine.gpu.errors import NoDeviceError
+from kvasir.server.engine.gpu.graphs import row_bucket, width_bucket
+from kvasir.server.engine.gpu.outputs import DeviceOutputs
+from kvasir.server.engine.gpu.runner import PagedRunner
+from kvasir.server.engine.gpu.session import BACKENDS, DeviceModel, open_gpu_runner
+from kvasir.server.engine.kv.blocks import KVBlocks
+from kvasir.server.engine.sampling import SamplingParams
 from tests.engine_driver import Collector, Result, make_sequence, run_to_end
 from tests.numpy_session import HostBuffer
 from tests.random_models import make_config, make_decoder

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model.packing import pack
-from server.engine.encoder.engine import MAX_PADDING, EncoderEngine
-from server.engine.encoder.sequence import EncoderOutput, EncoderSequence
-from server.engine.sampling import Floats, SamplingParams
-from server.engine.sequence import FinishReason
+from kvasir.model.packing import pack
+from kvasir.server.engine.encoder.engine import MAX_PADDING, EncoderEngine
+from kvasir.server.engine.encoder.sequence import EncoderOutput, EncoderSequence
+from kvasir.server.engine.sampling import Floats, SamplingParams
+from kvasir.server.engine.sequence import FinishReason
 from tests.encoders import (
     BERT,
     LAST_TOKEN,

@@ -19,11 +19,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from server.engine.engine import Engine, StepStats
-from server.engine.kv.prefix_cache import PrefixCache
-from server.engine.kv.rows import MAX_PROMPT_ROWS
-from server.engine.sampling import SamplingParams, token_logprobs
-from server.engine.sequence import FinishReason, Sequence, SequenceStatus
+from kvasir.server.engine.engine import Engine, StepStats
+from kvasir.server.engine.kv.prefix_cache import PrefixCache
+from kvasir.server.engine.kv.rows import MAX_PROMPT_ROWS
+from kvasir.server.engine.sampling import SamplingParams, token_logprobs
+from kvasir.server.engine.sequence import FinishReason, Sequence, SequenceStatus
 from tests.engine_driver import Collector, make_sequence, run_to_end
 from tests.fake_runner import FakeRunner
 

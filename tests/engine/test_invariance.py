@@ -11,14 +11,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from server.engine.engine import Engine
-from server.engine.grammar.compiler import GrammarCompiler
-from server.engine.grammar.constraints import Grammar
-from server.engine.kv.prefix_cache import PrefixCache
-from server.engine.runner import OnnxRunner
-from server.engine.sampling import SamplingParams
-from server.engine.sequence import Sequence
-from server.engine.step_capacity import StepCapacity
+from kvasir.server.engine.engine import Engine
+from kvasir.server.engine.grammar.compiler import GrammarCompiler
+from kvasir.server.engine.grammar.constraints import Grammar
+from kvasir.server.engine.kv.prefix_cache import PrefixCache
+from kvasir.server.engine.runner import OnnxRunner
+from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sequence import Sequence
+from kvasir.server.engine.step_capacity import StepCapacity
 from tests.engine_driver import Collector, Result, make_sequence, run_to_end
 from tests.random_models import RandomModel
 from tests.serving import VOCAB_SIZE, small_tokenizer

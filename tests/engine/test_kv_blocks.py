@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 from numpy.typing import NDArray
 
-from server.engine.kv.blocks import KVBlocks
+from kvasir.server.engine.kv.blocks import KVBlocks
 
 BLOCK = 4
 

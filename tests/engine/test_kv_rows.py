@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.engine.kv.rows import KVRows, KVShape
+from kvasir.server.engine.kv.rows import KVRows, KVShape
 
 SHAPE = KVShape(n_layer=2, n_kv_head=3, head_dim=8)
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="pages are released on Linux only")

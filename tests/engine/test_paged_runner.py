@@ -21,22 +21,22 @@ import torch
 from onnxruntime.capi.onnxruntime_pybind11_state import RuntimeException
 from starlette.types import Message, Receive, Scope, Send
 
-from export import paged_graph
-from export.paged_graph import export_paged_graph
-from model.bundle import CANDIDATES_OUTPUT
-from model.network.transformer import Transformer
-from model.reference import generate
-from server.engine.engine import Engine, warm_up
-from server.engine.gpu import runner as runner_module
-from server.engine.gpu.runner import Inputs, PagedRunner
-from server.engine.gpu.session import DeviceModel, warm_up_largest
-from server.engine.kv.blocks import KVBlocks
-from server.engine.logits import Candidates, Logits
-from server.engine.sampling import Floats, SamplingParams
-from server.engine.sequence import Sequence
-from server.process.app import create_app
-from server.requests.async_engine import AsyncEngine, OutputStream
-from server.settings import load_settings
+from kvasir.export import paged_graph
+from kvasir.export.paged_graph import export_paged_graph
+from kvasir.model.bundle import CANDIDATES_OUTPUT
+from kvasir.model.network.transformer import Transformer
+from kvasir.model.reference import generate
+from kvasir.server.engine.engine import Engine, warm_up
+from kvasir.server.engine.gpu import runner as runner_module
+from kvasir.server.engine.gpu.runner import Inputs, PagedRunner
+from kvasir.server.engine.gpu.session import DeviceModel, warm_up_largest
+from kvasir.server.engine.kv.blocks import KVBlocks
+from kvasir.server.engine.logits import Candidates, Logits
+from kvasir.server.engine.sampling import Floats, SamplingParams
+from kvasir.server.engine.sequence import Sequence
+from kvasir.server.process.app import create_app
+from kvasir.server.requests.async_engine import AsyncEngine, OutputStream
+from kvasir.server.settings import load_settings
 from tests import paged_reference
 from tests.engine.test_candidates import random_params
 from tests.engine_driver import Collector, make_sequence, run_to_end

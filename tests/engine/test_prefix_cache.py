@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from server.engine.kv.prefix_cache import PrefixCache
+from kvasir.server.engine.kv.prefix_cache import PrefixCache
 
 BLOCK = 2
 LENGTH = 24

@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pytest
 
-from server.engine.batch import Chunk, StepBatch
-from server.engine.engine import Engine
-from server.engine.runner import OnnxRunner, RowBinding
-from server.engine.sampling import Floats, SampledSequence, SamplingParams
-from server.engine.sequence import Sequence
-from server.engine.speculation import Speculation
+from kvasir.server.engine.batch import Chunk, StepBatch
+from kvasir.server.engine.engine import Engine
+from kvasir.server.engine.runner import OnnxRunner, RowBinding
+from kvasir.server.engine.sampling import Floats, SampledSequence, SamplingParams
+from kvasir.server.engine.sequence import Sequence
+from kvasir.server.engine.speculation import Speculation
 from tests.engine_driver import Collector, Result, make_sequence, run_to_end
 from tests.random_models import RandomModel
 

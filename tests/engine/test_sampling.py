@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from server.engine import sampling
-from server.engine.sampling import Floats, SamplingParams, token_logprobs
-from server.engine.sequence import Sequence
+from kvasir.server.engine import sampling
+from kvasir.server.engine.sampling import Floats, SamplingParams, token_logprobs
+from kvasir.server.engine.sequence import Sequence
 
 VOCAB = 700  # more than two of the sampler's blocks, and not a whole number of them
 

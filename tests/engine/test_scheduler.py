@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from server.engine.kv.prefix_cache import PrefixCache
-from server.engine.kv.rows import KVRows, KVShape
-from server.engine.sampling import SamplingParams
-from server.engine.scheduler import Scheduler
-from server.engine.sequence import PRIORITY_LEVEL_SECONDS, Sequence, SequenceStatus
-from server.engine.step_capacity import StepCapacity
+from kvasir.server.engine.kv.prefix_cache import PrefixCache
+from kvasir.server.engine.kv.rows import KVRows, KVShape
+from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.scheduler import Scheduler
+from kvasir.server.engine.sequence import PRIORITY_LEVEL_SECONDS, Sequence, SequenceStatus
+from kvasir.server.engine.step_capacity import StepCapacity
 from tests.engine_driver import make_sequence
 
 BLOCK = 4

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model.network.transformer import Transformer
-from model.reference import beam_search, generate
-from server.engine.beams import BeamSearch, Hypothesis
-from server.engine.engine import BeamOutput, Engine, TokenOutput
-from server.engine.kv.source_rows import SourceRows
-from server.engine.sampling import BeamParams, SamplingParams
-from server.engine.sequence import FinishReason, Sequence
+from kvasir.model.network.transformer import Transformer
+from kvasir.model.reference import beam_search, generate
+from kvasir.server.engine.beams import BeamSearch, Hypothesis
+from kvasir.server.engine.engine import BeamOutput, Engine, TokenOutput
+from kvasir.server.engine.kv.source_rows import SourceRows
+from kvasir.server.engine.sampling import BeamParams, SamplingParams
+from kvasir.server.engine.sequence import FinishReason, Sequence
 from tests.engine_driver import Collector, run_to_end
 from tests.fake_seq2seq import EOS, FakeSeq2SeqRunner, read, small_config, small_model
 

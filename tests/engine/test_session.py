@@ -16,15 +16,15 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from export.paged_graph import export_paged_graph
-from model.config import TransformerConfig
-from model.onnx.runtime import onnxruntime
-from server.engine.gpu import cuda, webgpu
-from server.engine.gpu.cuda import bind_cuda_blocks, open_cuda_session
-from server.engine.gpu.cuda_runtime import DeviceBuffer, check_capability, free_memory
-from server.engine.gpu.errors import NoDeviceError
-from server.engine.gpu.session import DeviceModel, block_bytes
-from server.engine.session import check_shape, open_session
+from kvasir.export.paged_graph import export_paged_graph
+from kvasir.model.config import TransformerConfig
+from kvasir.model.onnx.runtime import onnxruntime
+from kvasir.server.engine.gpu import cuda, webgpu
+from kvasir.server.engine.gpu.cuda import bind_cuda_blocks, open_cuda_session
+from kvasir.server.engine.gpu.cuda_runtime import DeviceBuffer, check_capability, free_memory
+from kvasir.server.engine.gpu.errors import NoDeviceError
+from kvasir.server.engine.gpu.session import DeviceModel, block_bytes
+from kvasir.server.engine.session import check_shape, open_session
 from tests.random_models import make_config, make_decoder
 
 
@@ -153,7 +153,7 @@ class FakeRuntime:
 def test_cleared_blocks_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """ONNX Runtime's stream could write to them before they are zero."""
     runtime = FakeRuntime()
-    monkeypatch.setattr("server.engine.gpu.cuda_runtime._library", lambda: runtime)
+    monkeypatch.setattr("kvasir.server.engine.gpu.cuda_runtime._library", lambda: runtime)
     blocks = DeviceBuffer(256)
     assert runtime.calls == ["cudaMalloc", "cudaMemset", "cudaDeviceSynchronize"]
     del blocks
@@ -168,7 +168,7 @@ def test_a_gpu_without_machine_code_is_refused(
     capability: tuple[int, int], is_known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = FakeRuntime(capability)
-    monkeypatch.setattr("server.engine.gpu.cuda_runtime._library", lambda: runtime)
+    monkeypatch.setattr("kvasir.server.engine.gpu.cuda_runtime._library", lambda: runtime)
     if is_known:
         check_capability()
         return

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from server.engine.sampling import SamplingParams, sample
-from server.engine.sequence import Sequence
-from server.engine.speculation import NGRAM_SIZES, Speculation, draft_length, verify
+from kvasir.server.engine.sampling import SamplingParams, sample
+from kvasir.server.engine.sequence import Sequence
+from kvasir.server.engine.speculation import NGRAM_SIZES, Speculation, draft_length, verify
 from tests.engine_driver import make_sequence
 
 VOCAB = 12

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from server.engine.batch import StepBatch
-from server.engine.engine import Engine
-from server.engine.logits import Logits
-from server.engine.sampling import SamplingParams
-from server.engine.step_capacity import StepCapacity
+from kvasir.server.engine.batch import StepBatch
+from kvasir.server.engine.engine import Engine
+from kvasir.server.engine.logits import Logits
+from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.step_capacity import StepCapacity
 from tests.engine_driver import Collector, make_sequence
 from tests.fake_runner import FakeRunner
 

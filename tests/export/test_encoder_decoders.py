@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from export.directory import export_checkpoint, verify_directory
-from export.source_graph import load_both_weights
-from export.verification.pair_plan import SamplePairs
-from export.verification.samples import make_sample
-from export.verification.segments import SegmentedGraph
-from export.verification.verify import VerificationError, Verifier, check
-from model.bundle import (
+from kvasir.export.directory import export_checkpoint, verify_directory
+from kvasir.export.source_graph import load_both_weights
+from kvasir.export.verification.pair_plan import SamplePairs
+from kvasir.export.verification.samples import make_sample
+from kvasir.export.verification.segments import SegmentedGraph
+from kvasir.export.verification.verify import VerificationError, Verifier, check
+from kvasir.model.bundle import (
     ATTENTION_GRAPH_FILE,
     GRAPH_FILE,
     HEAD_MASK_INPUT,
@@ -27,9 +27,9 @@ from model.bundle import (
     BundleError,
     load_bundle,
 )
-from model.checkpoint import load_checkpoint
-from model.onnx.runtime import open_cpu_session
-from model.training.translations import HELD_OUT_FILE
+from kvasir.model.checkpoint import load_checkpoint
+from kvasir.model.onnx.runtime import open_cpu_session
+from kvasir.model.training.translations import HELD_OUT_FILE
 from tests.encoder_decoders import PairSession, export_both
 from tests.model.test_encoder_decoders import FAMILIES, VOCABULARY, make_model, save
 

@@ -14,20 +14,20 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from export import directory as export_directory
-from export.directory import export_checkpoint, verify_directory
-from export.graph import STEP_INPUTS, export_graph
-from export.verification import verify as export_verify
-from export.verification.verify import VerificationError
-from kvasir import app
-from model.bundle import GenerationDefaults, cache_names, load_bundle
-from model.checkpoint import CheckpointError, save_checkpoint
-from model.config import TransformerConfig
-from model.tokenizer import train_tokenizer
-from model.training.data import Corpus, write_tokens
-from server.engine.engine import Engine, warm_up
-from server.engine.runner import OnnxRunner
-from server.engine.sampling import SamplingParams
+from kvasir.__main__ import app
+from kvasir.export import directory as export_directory
+from kvasir.export.directory import export_checkpoint, verify_directory
+from kvasir.export.graph import STEP_INPUTS, export_graph
+from kvasir.export.verification import verify as export_verify
+from kvasir.export.verification.verify import VerificationError
+from kvasir.model.bundle import GenerationDefaults, cache_names, load_bundle
+from kvasir.model.checkpoint import CheckpointError, save_checkpoint
+from kvasir.model.config import TransformerConfig
+from kvasir.model.tokenizer import train_tokenizer
+from kvasir.model.training.data import Corpus, write_tokens
+from kvasir.server.engine.engine import Engine, warm_up
+from kvasir.server.engine.runner import OnnxRunner
+from kvasir.server.engine.sampling import SamplingParams
 from tests.engine_driver import make_sequence, run_to_end
 from tests.random_models import export_random, make_config, make_decoder
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from export.kv_cache import scale_kv_channels
-from export.weights import Weights
-from model.network.attention import split_heads
-from model.network.positions import rotary_table, rotate
-from model.network.transformer import Transformer
-from server.engine.batch import Chunk, StepBatch
-from server.engine.sampling import SamplingParams
-from server.engine.sequence import SequenceStatus
+from kvasir.export.kv_cache import scale_kv_channels
+from kvasir.export.weights import Weights
+from kvasir.model.network.attention import split_heads
+from kvasir.model.network.positions import rotary_table, rotate
+from kvasir.model.network.transformer import Transformer
+from kvasir.server.engine.batch import Chunk, StepBatch
+from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sequence import SequenceStatus
 from tests.engine_driver import make_sequence
 from tests.random_models import (
     RandomModel,

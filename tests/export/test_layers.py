@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from export.verification import layers
-from export.verification.layers import LayeredDecoder
+from kvasir.export.verification import layers
+from kvasir.export.verification.layers import LayeredDecoder
 from tests.model.variants import VARIANTS
 from tests.random_models import make_config, make_decoder
 

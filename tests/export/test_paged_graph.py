@@ -10,10 +10,10 @@ import onnx_ir
 import pytest
 import torch
 
-from export.paged_graph import DTYPES, RUN_INPUTS, export_paged_graph, speed_notes
-from export.quantize import BLOCK, quantize_blocks
-from model.bundle import INVERSE_TEMPERATURES_INPUT, KV_BLOCK_SIZE, PRECISIONS
-from model.config import ConfigError, RopeScaling
+from kvasir.export.paged_graph import DTYPES, RUN_INPUTS, export_paged_graph, speed_notes
+from kvasir.export.quantize import BLOCK, quantize_blocks
+from kvasir.model.bundle import INVERSE_TEMPERATURES_INPUT, KV_BLOCK_SIZE, PRECISIONS
+from kvasir.model.config import ConfigError, RopeScaling
 from tests import paged_reference
 from tests.random_models import make_config, make_decoder, measure_scales
 

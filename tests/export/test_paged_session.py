@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from export import paged_graph
-from export.directory import export_checkpoint
-from export.paged_graph import export_paged_graph
-from export.verification import paged_session
-from export.verification.paged_session import Floats, PagedSession
-from export.verification.verify import VerificationError, Verifier
-from model.checkpoint import save_checkpoint
-from model.tokenizer import train_tokenizer
-from server.engine.gpu.errors import NoDeviceError
-from server.engine.gpu.runner import Inputs
-from server.engine.gpu.session import DeviceModel
-from server.engine.logits import Candidates, Logits
+from kvasir.export import paged_graph
+from kvasir.export.directory import export_checkpoint
+from kvasir.export.paged_graph import export_paged_graph
+from kvasir.export.verification import paged_session
+from kvasir.export.verification.paged_session import Floats, PagedSession
+from kvasir.export.verification.verify import VerificationError, Verifier
+from kvasir.model.checkpoint import save_checkpoint
+from kvasir.model.tokenizer import train_tokenizer
+from kvasir.server.engine.gpu.errors import NoDeviceError
+from kvasir.server.engine.gpu.runner import Inputs
+from kvasir.server.engine.gpu.session import DeviceModel
+from kvasir.server.engine.logits import Candidates, Logits
 from tests.engine.test_paged_runner import BLOCK, NumpyModel
 from tests.engine.test_session import NO_GPU
 from tests.numpy_session import numpy_backend

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from export.graph import load_weights
-from export.verification.verify import VerificationError, check
-from model.reference import generate
-from server.engine.engine import Engine
-from server.engine.sampling import SamplingParams
+from kvasir.export.graph import load_weights
+from kvasir.export.verification.verify import VerificationError, check
+from kvasir.model.reference import generate
+from kvasir.server.engine.engine import Engine
+from kvasir.server.engine.sampling import SamplingParams
 from tests.engine_driver import make_sequence, run_to_end
 from tests.model.variants import VARIANTS
 from tests.random_models import (

@@ -10,11 +10,11 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from typer.testing import CliRunner, Result
 
-from export.directory import export_checkpoint, verify_directory
-from export.verification import verify
-from kvasir import app
-from model.checkpoint import CheckpointError, load_checkpoint
-from model.importing.published import import_checkpoint, is_published
+from kvasir.__main__ import app
+from kvasir.export.directory import export_checkpoint, verify_directory
+from kvasir.export.verification import verify
+from kvasir.model.checkpoint import CheckpointError, load_checkpoint
+from kvasir.model.importing.published import import_checkpoint, is_published
 from tests.gguf_files import write_gguf
 from tests.huggingface_checkpoints import make_model, save_checkpoint
 from tests.model.test_quantized import write as write_rounded

@@ -10,12 +10,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from export.graph import export_graph
-from export.quantize import BLOCK, quantize, quantize_blocks, quantize_pairs, quantize_rows
-from export.rewrite import branches
-from export.weights import Weights
-from model.bundle import GRAPH_FILE, WEIGHTS_FILE
-from model.onnx.runtime import onnxruntime, open_cpu_session
+from kvasir.export.graph import export_graph
+from kvasir.export.quantize import BLOCK, quantize, quantize_blocks, quantize_pairs, quantize_rows
+from kvasir.export.rewrite import branches
+from kvasir.export.weights import Weights
+from kvasir.model.bundle import GRAPH_FILE, WEIGHTS_FILE
+from kvasir.model.onnx.runtime import onnxruntime, open_cpu_session
 from tests import paged_reference
 from tests.model.variants import VARIANTS
 from tests.random_models import RandomModel, export_random, measure_scales

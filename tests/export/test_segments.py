@@ -8,8 +8,8 @@ import numpy as np
 import onnx
 import pytest
 
-from export.verification.segments import Case, SegmentedGraph, Step
-from model.onnx.runtime import onnxruntime
+from kvasir.export.verification.segments import Case, SegmentedGraph, Step
+from kvasir.model.onnx.runtime import onnxruntime
 from tests.random_models import RandomModel
 from tests.whole_graph import GraphSession
 

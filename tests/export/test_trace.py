@@ -10,10 +10,10 @@ from typing import Any
 import onnx_ir
 import pytest
 
-from export import trace
-from export.encoder_graph import export_encoder_graph
-from export.graph import export_graph
-from model.bundle import GRAPH_FILE
+from kvasir.export import trace
+from kvasir.export.encoder_graph import export_encoder_graph
+from kvasir.export.graph import export_graph
+from kvasir.model.bundle import GRAPH_FILE
 from tests.encoders import BERT
 from tests.model.variants import VARIANTS
 from tests.random_models import make_config, make_decoder

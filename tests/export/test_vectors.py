@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from export.directory import export_checkpoint, verify_directory
-from export.verification.vectors import verify_vectors
-from export.verification.verify import VerificationError
-from model.bundle import load_bundle
-from model.checkpoint import load_checkpoint, save_checkpoint
-from model.tokenizer import train_tokenizer
+from kvasir.export.directory import export_checkpoint, verify_directory
+from kvasir.export.verification.vectors import verify_vectors
+from kvasir.export.verification.verify import VerificationError
+from kvasir.model.bundle import load_bundle
+from kvasir.model.checkpoint import load_checkpoint, save_checkpoint
+from kvasir.model.tokenizer import train_tokenizer
 from tests.encoders import BERT, MPNET
 from tests.random_models import make_config, make_decoder
 

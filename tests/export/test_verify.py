@@ -12,13 +12,13 @@ import pytest
 import torch
 from tokenizers import processors
 
-from export.verification import plan
-from export.verification.plan import Plan, SampleText
-from export.verification.samples import sample_text
-from export.verification.verify import VerificationError, _Tally, check
-from model.bundle import GRAPH_FILE, WEIGHTS_FILE, Verification
-from model.checkpoint import Checkpoint
-from model.tokenizer import train_tokenizer
+from kvasir.export.verification import plan
+from kvasir.export.verification.plan import Plan, SampleText
+from kvasir.export.verification.samples import sample_text
+from kvasir.export.verification.verify import VerificationError, _Tally, check
+from kvasir.model.bundle import GRAPH_FILE, WEIGHTS_FILE, Verification
+from kvasir.model.checkpoint import Checkpoint
+from kvasir.model.tokenizer import train_tokenizer
 from tests.random_models import RandomModel, export_random, make_config
 
 TEXT = np.random.default_rng(5).integers(10, 300, size=500)

@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from export import weights as export_weights
-from export.graph import export_graph, load_weights
-from export.paged_graph import export_paged_graph
-from export.quantize import quantize_pairs
-from export.weights import Weights
-from model.config import TransformerConfig
-from model.tensor_files import LazyWeights
+from kvasir.export import weights as export_weights
+from kvasir.export.graph import export_graph, load_weights
+from kvasir.export.paged_graph import export_paged_graph
+from kvasir.export.quantize import quantize_pairs
+from kvasir.export.weights import Weights
+from kvasir.model.config import TransformerConfig
+from kvasir.model.tensor_files import LazyWeights
 from tests.random_models import make_config, make_decoder
 
 Floats = NDArray[np.float32]

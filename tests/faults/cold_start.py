@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from server.process.local_server import run_server, serve_command
+from kvasir.server.process.local_server import run_server, serve_command
 from tests.faults.probe import EXAMPLE, Model
 
 

@@ -13,8 +13,8 @@ from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from model.bundle import MANIFEST_FILE, hash_files
-from server.process.local_server import serve_command
+from kvasir.model.bundle import MANIFEST_FILE, hash_files
+from kvasir.server.process.local_server import serve_command
 from tests.fake_runner import TIMEOUT
 from tests.faults.probe import EXAMPLE
 from tests.faults.report import Report

@@ -8,8 +8,8 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 
-from server.process.local_server import serve_command
-from server.process.serve import bind
+from kvasir.server.process.local_server import serve_command
+from kvasir.server.process.serve import bind
 from tests.fake_runner import TIMEOUT
 from tests.faults.probe import EXAMPLE
 from tests.faults.report import Report

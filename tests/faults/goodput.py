@@ -16,9 +16,9 @@ import numpy as np
 import typer
 import uvloop
 
-from loadtest.load import Prompts, Workload, closed_loop, open_loop
-from loadtest.sse_client import StreamedCompletion, Target
-from server.process.local_server import serve_locally
+from kvasir.loadtest.load import Prompts, Workload, closed_loop, open_loop
+from kvasir.loadtest.sse_client import StreamedCompletion, Target
+from kvasir.server.process.local_server import serve_locally
 from tests.faults.probe import EXAMPLE, Model, asking
 
 LEAST_GOODPUT = 0.9  # of the peak

@@ -17,7 +17,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import Message
 
-from server.api.http.body import MOST_IN_BODY
+from kvasir.server.api.http.body import MOST_IN_BODY
 from tests.fake_runner import FakeRunner
 from tests.faults.bodies import VALID, places, put
 from tests.faults.report import Report, errors_logged

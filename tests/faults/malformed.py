@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from server.api.schemas import RequestBody
+from kvasir.server.api.schemas import RequestBody
 from tests.faults.bodies import OF_ENCODERS, VALID, random_body, wrong_types
 from tests.faults.client import CUT, Site
 from tests.faults.report import Report

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from loadtest.load import Ask
-from loadtest.sse_client import Target, complete
+from kvasir.loadtest.load import Ask
+from kvasir.loadtest.sse_client import Target, complete
 
 EXAMPLE = Path(__file__).parents[2] / "examples/stdlib"
 Model = Annotated[Path, typer.Argument(help="Model directory.")]

@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Thread
 from typing import IO, Any
 
-from server.process.local_server import serve_command, wait_until_ready
+from kvasir.server.process.local_server import serve_command, wait_until_ready
 from tests.fake_runner import TIMEOUT
 from tests.faults.client import post
 from tests.faults.probe import EXAMPLE

@@ -20,7 +20,7 @@ import httpx
 import psutil
 import typer
 
-from server.process.local_server import serve_locally
+from kvasir.server.process.local_server import serve_locally
 from tests.faults.probe import EXAMPLE, Model
 
 _CLIENTS = 24

@@ -17,17 +17,17 @@ from typing import Any
 
 import httpx
 
-import server.engine
-import server.requests.async_engine
-from server.requests.async_engine import AsyncEngine
+import kvasir.server.engine
+import kvasir.server.requests.async_engine
+from kvasir.server.requests.async_engine import AsyncEngine
 from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.faults.report import Report
 from tests.serving import VOCAB_SIZE, Served, serving
 
 Line = tuple[str, str, int]  # file, function, line
 
-_ENGINE = str(Path(server.engine.__file__ or "").parent)
-_ASYNC_ENGINE = server.requests.async_engine.__file__
+_ENGINE = str(Path(kvasir.server.engine.__file__ or "").parent)
+_ASYNC_ENGINE = kvasir.server.requests.async_engine.__file__
 _STEP = ("_step", "_commands", "_hand_out", "_record_end", "abort")
 
 # Requests that run when the exception is raised, with most of what a step handles.

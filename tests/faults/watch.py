@@ -13,7 +13,7 @@ import sys
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 
-from loadtest.sse_client import StreamedCompletion, Target
+from kvasir.loadtest.sse_client import StreamedCompletion, Target
 
 _PAUSE = 0.05  # seconds between probes, and after a stream that was refused
 _TICK = 0.005

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvasir import app
+from kvasir.__main__ import app
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from loadtest.bench_embed import Plan, bench_embed
+from kvasir.loadtest.bench_embed import Plan, bench_embed
 from tests.loadtest.json_server import answering
 
 

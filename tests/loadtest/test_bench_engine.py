@@ -10,10 +10,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvasir import app
-from loadtest import bench_engine as bench
-from model.network.transformer import Transformer
-from model.presets import preset
+from kvasir.__main__ import app
+from kvasir.loadtest import bench_engine as bench
+from kvasir.model.network.transformer import Transformer
+from kvasir.model.presets import preset
 
 
 def test_the_command_prints_its_figures(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from loadtest.bench_seq2seq import Plan, bench_seq2seq
+from kvasir.loadtest.bench_seq2seq import Plan, bench_seq2seq
 from tests.loadtest.json_server import answering
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvasir import app
+from kvasir.__main__ import app
 from tests.fake_completions import DONE, event, fake_completions, well
 
 ROOT = Path(__file__).parents[2]

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from loadtest import bench_engine, gpu_check, gpu_peer, gpu_steps
-from loadtest.gpu_check import check_parity, main
-from loadtest.gpu_log import FigureLog, SkippedError
-from loadtest.gpu_peer import Peer
-from loadtest.gpu_promises import check_figures, check_promises
-from loadtest.random_model import make_random_model
-from model.bundle import Verification
-from model.network.transformer import Transformer
-from model.presets import PRESETS, preset
-from server.engine.gpu.runner import PagedRunner
-from server.engine.gpu.session import BACKENDS
+from kvasir.loadtest import bench_engine, gpu_check, gpu_peer, gpu_steps
+from kvasir.loadtest.gpu_check import check_parity, main
+from kvasir.loadtest.gpu_log import FigureLog, SkippedError
+from kvasir.loadtest.gpu_peer import Peer
+from kvasir.loadtest.gpu_promises import check_figures, check_promises
+from kvasir.loadtest.random_model import make_random_model
+from kvasir.model.bundle import Verification
+from kvasir.model.network.transformer import Transformer
+from kvasir.model.presets import PRESETS, preset
+from kvasir.server.engine.gpu.runner import PagedRunner
+from kvasir.server.engine.gpu.session import BACKENDS
 from tests.engine.test_paged_runner import exported, make_engine
 from tests.engine.test_session import NO_GPU
 from tests.recording_session import recording_backend
@@ -116,7 +116,7 @@ def small_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(PRESETS, "small", preset("tiny", **shape))
     monkeypatch.setitem(BACKENDS, "cuda", recording_backend(2**20))
     monkeypatch.setattr(gpu_check, "require_cuda", lambda: None)
-    monkeypatch.setattr("export.directory.version", version_on_a_card)
+    monkeypatch.setattr("kvasir.export.directory.version", version_on_a_card)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "numpy")
     monkeypatch.setattr(bench_engine, "measure_gpu", lambda: (1e9, 1e12))
     monkeypatch.setitem(bench_engine.DECODE_BATCHES, "cuda", (2,))

@@ -7,7 +7,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from loadtest.gpu_wheels import requirements, strip_wheel, write_pieces
+from kvasir.loadtest.gpu_wheels import requirements, strip_wheel, write_pieces
 
 ROOT = Path(__file__).parents[2]
 KEPT = {

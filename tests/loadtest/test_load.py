@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from loadtest.load import SUITE, Prompts, Workload, closed_loop, open_loop
-from loadtest.sse_client import StreamedCompletion
+from kvasir.loadtest.load import SUITE, Prompts, Workload, closed_loop, open_loop
+from kvasir.loadtest.sse_client import StreamedCompletion
 
 
 def test_workloads_are_written_as_they_are_parsed() -> None:
@@ -109,7 +109,7 @@ async def test_an_open_loop_does_not_wait_for_answers(monkeypatch: pytest.Monkey
     clock = SimpleNamespace(time=lambda: sent[-1])
     parts = {"ensure_future": asyncio.ensure_future, "gather": asyncio.gather}
     fake = SimpleNamespace(sleep=sleeping, get_running_loop=lambda: clock, **parts)
-    monkeypatch.setattr("loadtest.load.asyncio", fake)
+    monkeypatch.setattr("kvasir.loadtest.load.asyncio", fake)
     loop = asyncio.ensure_future(open_loop(clients.ask, [b""] * 50, 4.0, np.random.default_rng(7)))
     for _ in range(50):
         await clients.arrived.acquire()

@@ -21,7 +21,7 @@ time.sleep(3600)
 """
 MEASUREMENT = """
 import asyncio, sys, uvloop
-from server.process.local_server import run_server
+from kvasir.server.process.local_server import run_server
 async def measure():
     print("measuring", flush=True)
     await asyncio.sleep(3600)

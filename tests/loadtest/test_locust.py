@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.locust.request_log import open_requests, read
-from loadtest.locust.run import LOCUSTFILE, main
-from loadtest.locust.slo import LATENCIES
+from kvasir.loadtest.locust.request_log import open_requests, read
+from kvasir.loadtest.locust.run import LOCUSTFILE, main
+from kvasir.loadtest.locust.slo import LATENCIES
 from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.live import KEY, Live, live
 from tests.serving import VOCAB_SIZE

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvasir import app
-from loadtest import random_model
-from model.bundle import load_bundle
+from kvasir.__main__ import app
+from kvasir.loadtest import random_model
+from kvasir.model.bundle import load_bundle
 
 
 def test_the_model_is_kept_until_the_exporter_changes(

@@ -12,9 +12,9 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from loadtest.locust.report import draw, over_time, summary, windows
-from loadtest.locust.request_log import Request
-from loadtest.locust.slo import parse_slo
+from kvasir.loadtest.locust.report import draw, over_time, summary, windows
+from kvasir.loadtest.locust.request_log import Request
+from kvasir.loadtest.locust.slo import parse_slo
 from tests.load_requests import random_requests
 
 

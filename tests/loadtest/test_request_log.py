@@ -11,7 +11,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from loadtest.locust.request_log import (
+from kvasir.loadtest.locust.request_log import (
     MAX_LEVELS,
     Request,
     by_concurrency,

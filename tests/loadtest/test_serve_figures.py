@@ -8,8 +8,8 @@ from statistics import median
 
 import pytest
 
-from loadtest.load import Workload
-from loadtest.serve_figures import (
+from kvasir.loadtest.load import Workload
+from kvasir.loadtest.serve_figures import (
     LATENCIES,
     PERCENTILES,
     Measured,
@@ -18,7 +18,7 @@ from loadtest.serve_figures import (
     parse_limits,
     ratios,
 )
-from loadtest.sse_client import StreamedCompletion
+from kvasir.loadtest.sse_client import StreamedCompletion
 
 WORKLOAD = Workload(4, 10, 8)
 

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from loadtest.locust.served import NotServedError, ServedModel, query_model
-from server.requests.admission.queue import Phase
+from kvasir.loadtest.locust.served import NotServedError, ServedModel, query_model
+from kvasir.server.requests.admission.queue import Phase
 from tests.live import KEY, live
 from tests.serving import fake_bundle
 

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from loadtest.locust.slo import Limit, missed, parse_slo, percentile
+from kvasir.loadtest.locust.slo import Limit, missed, parse_slo, percentile
 
 INVALID = (
     "ttft ttft:p99 ttft:p99:x ttft:p99:1:2 ttft:p0:1 ttft:p101:1 ttft:p99:nan ttft:p99:inf "

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from loadtest.sse_client import StreamedCompletion, Target, complete
+from kvasir.loadtest.sse_client import StreamedCompletion, Target, complete
 from tests.fake_completions import DONE, event, fake_completions, usage, well
 from tests.fake_runner import TIMEOUT
 

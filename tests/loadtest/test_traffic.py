@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from loadtest.locust.traffic import draw_length, draw_words, spike, step
+from kvasir.loadtest.locust.traffic import draw_length, draw_words, spike, step
 
 
 @pytest.mark.parametrize("middle", [3, 64, 1000])

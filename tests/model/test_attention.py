@@ -11,9 +11,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.config import TransformerConfig
-from model.network.attention import Attention, LayerCache, StepInputs, merge_heads, split_heads
-from model.network.positions import Positions, rotary_table, rotate
+from kvasir.model.config import TransformerConfig
+from kvasir.model.network.attention import (
+    Attention,
+    LayerCache,
+    StepInputs,
+    merge_heads,
+    split_heads,
+)
+from kvasir.model.network.positions import Positions, rotary_table, rotate
 from tests.random_models import make_config
 
 Floats = NDArray[np.float64]

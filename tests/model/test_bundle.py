@@ -9,8 +9,8 @@ from pathlib import Path
 import onnx
 import pytest
 
-from model.bundle import BundleError, hash_files, load_bundle
-from model.tokenizer import train_tokenizer
+from kvasir.model.bundle import BundleError, hash_files, load_bundle
+from kvasir.model.tokenizer import train_tokenizer
 from tests.random_models import make_config
 from tests.serving import fake_manifest
 

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from model import checkpoint
-from model.checkpoint import (
+from kvasir.model import checkpoint
+from kvasir.model.checkpoint import (
     CheckpointError,
     find_checkpoint,
     load_checkpoint,
@@ -24,8 +24,8 @@ from model.checkpoint import (
     restore_optimizer,
     save_checkpoint,
 )
-from model.network.transformer import Transformer
-from model.tokenizer import train_tokenizer
+from kvasir.model.network.transformer import Transformer
+from kvasir.model.tokenizer import train_tokenizer
 from tests.random_models import make_config, make_decoder
 
 tokenizer = train_tokenizer(["some text to count pairs in"], 270)

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from model.config import (
+from kvasir.model.config import (
     ConfigError,
     FeedForward,
     Norm,
@@ -20,8 +20,8 @@ from model.config import (
     RopeScaling,
     TransformerConfig,
 )
-from model.network.transformer import Transformer
-from model.presets import PRESETS, preset
+from kvasir.model.network.transformer import Transformer
+from kvasir.model.presets import PRESETS, preset
 from tests.random_models import SHAPE
 
 VALID = SHAPE | {"max_model_len": 64}

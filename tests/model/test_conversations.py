@@ -14,15 +14,15 @@ import torch
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers, processors, trainers
 from torch.nn import functional
 
-from model.chat_template import ChatTemplate
-from model.tokenizer import train_tokenizer
-from model.training import conversations
-from model.training import data as training_data
-from model.training.conversations import Rendering, pack, read_conversations
-from model.training.data import CorpusError, TokenData, open_tokens, write_shards
-from model.training.masking import IGNORED
-from model.training.settings import TrainSettings
-from model.training.trainer import Trainer
+from kvasir.model.chat_template import ChatTemplate
+from kvasir.model.tokenizer import train_tokenizer
+from kvasir.model.training import conversations
+from kvasir.model.training import data as training_data
+from kvasir.model.training.conversations import Rendering, pack, read_conversations
+from kvasir.model.training.data import CorpusError, TokenData, open_tokens, write_shards
+from kvasir.model.training.masking import IGNORED
+from kvasir.model.training.settings import TrainSettings
+from kvasir.model.training.trainer import Trainer
 from tests.random_models import make_config, make_decoder
 
 CHATML = """\

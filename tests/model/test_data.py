@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from model.tokenizer import TokenizerError, train_tokenizer
-from model.training import data
-from model.training.data import (
+from kvasir.model.tokenizer import TokenizerError, train_tokenizer
+from kvasir.model.training import data
+from kvasir.model.training.data import (
     Batch,
     Corpus,
     CorpusError,
@@ -26,7 +26,7 @@ from model.training.data import (
     read_corpus,
     write_tokens,
 )
-from model.training.masking import IGNORED
+from kvasir.model.training.masking import IGNORED
 
 TEXTS = [f"document {i}: " + "abc " * i for i in range(1, 30)]
 tokenizer = train_tokenizer(TEXTS, 300)

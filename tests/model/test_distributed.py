@@ -18,9 +18,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvasir import app
-from model.checkpoint import load_checkpoint, load_state
-from model.training.distributed import PeerError, Processes, one_process
+from kvasir.__main__ import app
+from kvasir.model.checkpoint import load_checkpoint, load_state
+from kvasir.model.training.distributed import PeerError, Processes, one_process
 
 ROOT = Path(__file__).parents[2]
 SHAPE = ("n_layer=2", "d_model=32", "d_ff=48", "n_head=2", "n_kv_head=1", "head_dim=16")
@@ -36,7 +36,9 @@ LIMIT = 300.0  # seconds, for processes that wait for one another in vain
 
 
 @contextmanager
-def torchrun(*arguments: str, module: str = "commands.train") -> Iterator[subprocess.Popen[str]]:
+def torchrun(
+    *arguments: str, module: str = "kvasir.commands.train"
+) -> Iterator[subprocess.Popen[str]]:
     """Two processes on this machine; all of them are gone when the block is left."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -19,11 +19,11 @@ import requests
 from huggingface_hub import constants
 from huggingface_hub.utils._xet_progress_reporting import XetDownloadProgressReporter
 
-from model.download import choice, hub, s3, transfer
-from model.download.choice import choose_files
-from model.download.oci import guard
-from model.download.pull import find
-from model.download.reference import DownloadError, Reference
+from kvasir.model.download import choice, hub, s3, transfer
+from kvasir.model.download.choice import choose_files
+from kvasir.model.download.oci import guard
+from kvasir.model.download.pull import find
+from kvasir.model.download.reference import DownloadError, Reference
 from tests import fake_stores
 from tests.fake_stores import CREDENTIALS, Store, running
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from model.config import Pooling, Projection, TransformerConfig
-from model.network.transformer import Transformer
+from kvasir.model.config import Pooling, Projection, TransformerConfig
+from kvasir.model.network.transformer import Transformer
 from tests import encoders
 from tests.random_models import make_config, make_decoder
 

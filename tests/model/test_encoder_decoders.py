@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.checkpoint import Checkpoint, load_checkpoint
-from model.importing.published import import_checkpoint
-from model.network.cross_attention import Source
-from model.network.transformer import Transformer
-from model.reference import beam_search, generate
+from kvasir.model.checkpoint import Checkpoint, load_checkpoint
+from kvasir.model.importing.published import import_checkpoint
+from kvasir.model.network.cross_attention import Source
+from kvasir.model.network.transformer import Transformer
+from kvasir.model.reference import beam_search, generate
 from tests.huggingface_checkpoints import save_tokenizer
 
 with warnings.catch_warnings():

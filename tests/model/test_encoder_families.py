@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from model.bundle import EmbeddingDefaults
-from model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
-from model.config import Pooling, Projection
-from model.importing.families.encoders import ENCODERS
-from model.importing.published import import_checkpoint
+from kvasir.model.bundle import EmbeddingDefaults
+from kvasir.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
+from kvasir.model.config import Pooling, Projection
+from kvasir.model.importing.families.encoders import ENCODERS
+from kvasir.model.importing.published import import_checkpoint
 from tests.huggingface_checkpoints import EOS, save_tokenizer
 
 with warnings.catch_warnings():

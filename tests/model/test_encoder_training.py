@@ -18,18 +18,25 @@ from torch import Tensor
 from torch.nn import functional
 from typer.testing import CliRunner, Result
 
-from kvasir import app
-from model.checkpoint import load_checkpoint
-from model.config import Pooling, Projection
-from model.network.transformer import Transformer
-from model.tokenizer import train_tokenizer
-from model.training.data import Batch, Corpus, CorpusError, TokenData, write_tokens
-from model.training.distributed import Processes
-from model.training.masking import IGNORED, Masking
-from model.training.objectives import Ranking
-from model.training.pairs import PairBatch, PairData, Pairs, rank_documents, read_pairs, write_pairs
-from model.training.settings import TrainSettings
-from model.training.trainer import Trainer
+from kvasir.__main__ import app
+from kvasir.model.checkpoint import load_checkpoint
+from kvasir.model.config import Pooling, Projection
+from kvasir.model.network.transformer import Transformer
+from kvasir.model.tokenizer import train_tokenizer
+from kvasir.model.training.data import Batch, Corpus, CorpusError, TokenData, write_tokens
+from kvasir.model.training.distributed import Processes
+from kvasir.model.training.masking import IGNORED, Masking
+from kvasir.model.training.objectives import Ranking
+from kvasir.model.training.pairs import (
+    PairBatch,
+    PairData,
+    Pairs,
+    rank_documents,
+    read_pairs,
+    write_pairs,
+)
+from kvasir.model.training.settings import TrainSettings
+from kvasir.model.training.trainer import Trainer
 from tests.encoders import BERT, LAST_TOKEN
 from tests.model.test_encoder_families import make_model, save
 from tests.model.test_run import interrupt_at, trained

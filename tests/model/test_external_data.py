@@ -8,7 +8,7 @@ import onnx
 import pytest
 from onnx import TensorProto
 
-from model.onnx.external_data import external_files
+from kvasir.model.onnx.external_data import external_files
 
 
 def fill(message: object, chance: random.Random, found: set[str], depth: int = 0) -> None:

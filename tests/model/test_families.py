@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from model.config import ConfigError, RopeScaling, TransformerConfig
-from model.importing.errors import UnsupportedError
-from model.importing.families.decoders import FAMILIES
-from model.importing.families.family import NEUTRAL
-from model.presets import preset
+from kvasir.model.config import ConfigError, RopeScaling, TransformerConfig
+from kvasir.model.importing.errors import UnsupportedError
+from kvasir.model.importing.families.decoders import FAMILIES
+from kvasir.model.importing.families.family import NEUTRAL
+from kvasir.model.presets import preset
 from tests.huggingface_checkpoints import FAMILIES as CHECKPOINTS
 
 

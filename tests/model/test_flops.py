@@ -11,8 +11,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from model.training import flops
-from model.training.flops import flops_per_token, flops_per_translation, peak_flops
+from kvasir.model.training import flops
+from kvasir.model.training.flops import flops_per_token, flops_per_translation, peak_flops
 from tests.random_models import make_config, make_decoder
 
 CONTEXT = 32

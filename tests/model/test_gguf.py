@@ -19,12 +19,12 @@ from safetensors.torch import load_file
 from transformers.integrations.gguf.dequant import dequantize
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from export.quantize import quantize_blocks
-from model.config import RopeScaling
-from model.importing.errors import UnsupportedError
-from model.importing.gguf.file import read_gguf
-from model.importing.published import import_checkpoint
-from model.tensor_files import StoredTensor
+from kvasir.export.quantize import quantize_blocks
+from kvasir.model.config import RopeScaling
+from kvasir.model.importing.errors import UnsupportedError
+from kvasir.model.importing.gguf.file import read_gguf
+from kvasir.model.importing.published import import_checkpoint
+from kvasir.model.tensor_files import StoredTensor
 from tests.gguf_files import ARCHITECTURES, write_gguf
 from tests.huggingface_checkpoints import BOS, CHAT_TEMPLATE, EOS, make_model, rope, save_checkpoint
 
@@ -143,7 +143,7 @@ def random_blocks(kind: str, rows: int, columns: int) -> Array:
 def test_blocks_are_restored_as_transformers_restores_them(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("model.importing.gguf.file._AT_ONCE", 600)  # in several parts
+    monkeypatch.setattr("kvasir.model.importing.gguf.file._AT_ONCE", 600)  # in several parts
     data = random_blocks(kind, rows=5, columns=2)
     tensor = write_tensor(tmp_path / "x.gguf", data, kind)
     expected = dequantize(torch.from_numpy(data).flatten(), Kind[kind].value)

@@ -12,8 +12,8 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, models, trainers
 
-from model.importing.errors import UnsupportedError
-from model.importing.gguf.tokenizer import read_tokenizer
+from kvasir.model.importing.errors import UnsupportedError
+from kvasir.model.importing.gguf.tokenizer import read_tokenizer
 from tests.huggingface_checkpoints import TEXT, make_tokenizer
 
 TEXTS = [

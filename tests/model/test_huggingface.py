@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from export.graph import export_graph
-from model.checkpoint import load_checkpoint
-from model.importing.published import import_checkpoint
-from server.engine.engine import Engine
-from server.engine.sampling import SamplingParams
+from kvasir.export.graph import export_graph
+from kvasir.model.checkpoint import load_checkpoint
+from kvasir.model.importing.published import import_checkpoint
+from kvasir.server.engine.engine import Engine
+from kvasir.server.engine.sampling import SamplingParams
 from tests.engine_driver import make_sequence, run_to_end
 from tests.huggingface_checkpoints import FAMILIES, LENGTH, make_model, save_checkpoint
 from tests.random_models import RandomModel

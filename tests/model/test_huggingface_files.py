@@ -29,17 +29,17 @@ from tokenizers import (
 )
 from torch import Tensor
 
-from export.directory import export_checkpoint
-from model import tensor_files
-from model.bundle import load_bundle
-from model.chat_template import ChatTemplate
-from model.checkpoint import load_checkpoint
-from model.config import TransformerConfig
-from model.importing.errors import UnsupportedError
-from model.importing.huggingface.folder import read_folder
-from model.importing.plan import plan_parameters
-from model.importing.published import Imported, import_checkpoint
-from model.tensor_files import StoredTensor
+from kvasir.export.directory import export_checkpoint
+from kvasir.model import tensor_files
+from kvasir.model.bundle import load_bundle
+from kvasir.model.chat_template import ChatTemplate
+from kvasir.model.checkpoint import load_checkpoint
+from kvasir.model.config import TransformerConfig
+from kvasir.model.importing.errors import UnsupportedError
+from kvasir.model.importing.huggingface.folder import read_folder
+from kvasir.model.importing.plan import plan_parameters
+from kvasir.model.importing.published import Imported, import_checkpoint
+from kvasir.model.tensor_files import StoredTensor
 from tests.huggingface_checkpoints import (
     BOS,
     CHAT_TEMPLATE,
@@ -229,7 +229,7 @@ def test_a_folder_in_use_is_refused_and_an_empty_one_taken(
 MEASURE = """
 import re, sys
 from pathlib import Path
-from model.importing.published import import_checkpoint
+from kvasir.model.importing.published import import_checkpoint
 status = lambda: Path("/proc/self/status").read_text()
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", status())[1]) * 1024
 before = peak()

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
-from kvasir import app
-from model.importing.errors import UnsupportedError
-from model.importing.published import import_checkpoint
+from kvasir.__main__ import app
+from kvasir.model.importing.errors import UnsupportedError
+from kvasir.model.importing.published import import_checkpoint
 from tests.huggingface_checkpoints import make_model, save_checkpoint
 from tests.model.test_tokenizer import with_damaged_charsmap
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from model.checkpoint import CheckpointError, load_checkpoint
-from model.importing.errors import UnsupportedError
-from model.importing.huggingface.marian import read_marian
+from kvasir.model.checkpoint import CheckpointError, load_checkpoint
+from kvasir.model.importing.errors import UnsupportedError
+from kvasir.model.importing.huggingface.marian import read_marian
 from tests.model.test_encoder_decoders import make_model
 
 with warnings.catch_warnings():

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from model.training.metrics import StepMetrics, open_metrics
+from kvasir.model.training.metrics import StepMetrics, open_metrics
 
 ROW = StepMetrics(
     step=1,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from model.bundle import BundleError, load_bundle
-from model.checkpoint import CheckpointError, load_checkpoint
-from model.importing.errors import UnsupportedError
-from model.importing.published import import_checkpoint
+from kvasir.model.bundle import BundleError, load_bundle
+from kvasir.model.checkpoint import CheckpointError, load_checkpoint
+from kvasir.model.importing.errors import UnsupportedError
+from kvasir.model.importing.published import import_checkpoint
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 HEADER = b'{"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}'

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from model.bundle import EXAMPLES_FILE
-from model.tokenizer import train_tokenizer
-from model.training.data import Corpus, open_tokens, write_tokens
-from model.training.openings import example_prompts
+from kvasir.model.bundle import EXAMPLES_FILE
+from kvasir.model.tokenizer import train_tokenizer
+from kvasir.model.training.data import Corpus, open_tokens, write_tokens
+from kvasir.model.training.openings import example_prompts
 
 TEXTS = [f"number{i} begins here, and {'goes on ' * 20}until it ends" for i in range(40)]
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from model.config import RopeScaling, TransformerConfig
-from model.network.positions import alibi_slopes, alibi_table, rotary_table
+from kvasir.model.config import RopeScaling, TransformerConfig
+from kvasir.model.network.positions import alibi_slopes, alibi_table, rotary_table
 from tests.random_models import make_config, make_decoder
 
 with warnings.catch_warnings():

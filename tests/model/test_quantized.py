@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from export.quantize import BLOCK, quantize_blocks
-from model.importing.errors import UnsupportedError
-from model.importing.published import Imported, import_checkpoint
-from model.importing.quantized import restore
-from model.tensor_files import StoredTensor
+from kvasir.export.quantize import BLOCK, quantize_blocks
+from kvasir.model.importing.errors import UnsupportedError
+from kvasir.model.importing.published import Imported, import_checkpoint
+from kvasir.model.importing.quantized import restore
+from kvasir.model.tensor_files import StoredTensor
 from tests.huggingface_checkpoints import make_model, save_checkpoint
 
 WEIGHTS = "model.safetensors"

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from model.reference import draw, generate, next_logits
+from kvasir.model.reference import draw, generate, next_logits
 from tests.random_models import make_config, make_decoder
 
 # Untied: tied random weights repeat the last token for ever.

@@ -15,15 +15,15 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from kvasir import app
-from model.checkpoint import load_checkpoint
-from model.tokenizer import train_tokenizer
-from model.training import run
-from model.training.data import open_tokens
-from model.training.distributed import Processes
-from model.training.metrics import StepMetrics
-from model.training.report import expected_time
-from model.training.trainer import Report, Trainer
+from kvasir.__main__ import app
+from kvasir.model.checkpoint import load_checkpoint
+from kvasir.model.tokenizer import train_tokenizer
+from kvasir.model.training import run
+from kvasir.model.training.data import open_tokens
+from kvasir.model.training.distributed import Processes
+from kvasir.model.training.metrics import StepMetrics
+from kvasir.model.training.report import expected_time
+from kvasir.model.training.trainer import Report, Trainer
 from tests.model.test_trainer import metrics
 
 SHAPE = ("n_layer=1", "d_model=32", "d_ff=48", "n_head=2", "n_kv_head=1", "head_dim=16")

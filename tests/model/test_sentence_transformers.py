@@ -14,9 +14,9 @@ import torch
 from tokenizers import Encoding
 from typer.testing import CliRunner
 
-from kvasir import app
-from model.bundle import EmbeddingDefaults
-from model.checkpoint import Checkpoint, load_checkpoint
+from kvasir.__main__ import app
+from kvasir.model.bundle import EmbeddingDefaults
+from kvasir.model.checkpoint import Checkpoint, load_checkpoint
 from tests.model.test_encoder_families import make_model, save
 
 with warnings.catch_warnings():

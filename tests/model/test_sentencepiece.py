@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from model.checkpoint import CheckpointError, load_checkpoint
-from model.importing.errors import UnsupportedError
-from model.importing.huggingface.sentencepiece import read_sentencepiece
+from kvasir.model.checkpoint import CheckpointError, load_checkpoint
+from kvasir.model.importing.errors import UnsupportedError
+from kvasir.model.importing.huggingface.sentencepiece import read_sentencepiece
 from tests.model.test_encoder_decoders import make_model
 from tests.model.test_marian_tokenizer import SCORES
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from model.config import ConfigError
-from model.presets import preset
-from model.suggestions import nearest
-from model.training.data import CorpusError
-from model.training.pairs import read_pairs
-from model.training.translations import read_translations
+from kvasir.model.config import ConfigError
+from kvasir.model.presets import preset
+from kvasir.model.suggestions import nearest
+from kvasir.model.training.data import CorpusError
+from kvasir.model.training.pairs import read_pairs
+from kvasir.model.training.translations import read_translations
 
 
 def test_the_nearest_name_is_found_and_strange_ones_have_none() -> None:

@@ -22,9 +22,9 @@ from tokenizers import (
     processors,
 )
 
-from model import tokenizer_limits
-from model.importing.gguf import tokenizer as gguf
-from model.tokenizer import (
+from kvasir.model import tokenizer_limits
+from kvasir.model.importing.gguf import tokenizer as gguf
+from kvasir.model.tokenizer import (
     END_OF_TEXT,
     TokenizerError,
     cut_at_lines,
@@ -96,7 +96,7 @@ def test_frequent_words_become_one_token() -> None:
 def test_a_text_cut_at_lines_has_the_tokens_of_the_whole(parts: list[str]) -> None:
     text = "\n".join(parts)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("model.tokenizer._PIECE", 3)
+        patch.setattr("kvasir.model.tokenizer._PIECE", 3)
         pieces = cut_at_lines(text)
     assert "".join(pieces) == text
     assert reads_lines_alone(tokenizer)
@@ -113,8 +113,8 @@ def test_texts_of_other_tokenizers_are_not_cut() -> None:
 
 
 def test_a_long_text_is_sampled_from_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model.tokenizer.SAMPLE_CHARS", 4000)
-    monkeypatch.setattr("model.tokenizer._PIECE", 100)
+    monkeypatch.setattr("kvasir.model.tokenizer.SAMPLE_CHARS", 4000)
+    monkeypatch.setattr("kvasir.model.tokenizer._PIECE", 100)
     texts = ["\n" + f"word{i:03}" * 30 for i in range(100)]
     read = list[int]()
     trained = train_tokenizer(texts, 400, progress=lambda _, __, total: read.append(total))

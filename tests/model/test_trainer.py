@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from model.checkpoint import load_checkpoint
-from model.network.transformer import Transformer
-from model.tokenizer import train_tokenizer
-from model.training import trainer as training
-from model.training.data import Batch, Corpus, TokenData, write_tokens
-from model.training.metrics import StepMetrics, plot_losses
-from model.training.settings import TrainSettings
-from model.training.trainer import Trainer
+from kvasir.model.checkpoint import load_checkpoint
+from kvasir.model.network.transformer import Transformer
+from kvasir.model.tokenizer import train_tokenizer
+from kvasir.model.training import trainer as training
+from kvasir.model.training.data import Batch, Corpus, TokenData, write_tokens
+from kvasir.model.training.metrics import StepMetrics, plot_losses
+from kvasir.model.training.settings import TrainSettings
+from kvasir.model.training.trainer import Trainer
 from tests.random_models import make_config
 
 TEXTS = [

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from model.config import TransformerConfig
-from model.network.attention import LayerCache, StepInputs
-from model.network.feed_forward import FeedForward
-from model.network.norm import make_norm
-from model.network.positions import Positions, RotaryTable, sinusoidal_table
-from model.network.transformer import Block, Transformer
+from kvasir.model.config import TransformerConfig
+from kvasir.model.network.attention import LayerCache, StepInputs
+from kvasir.model.network.feed_forward import FeedForward
+from kvasir.model.network.norm import make_norm
+from kvasir.model.network.positions import Positions, RotaryTable, sinusoidal_table
+from kvasir.model.network.transformer import Block, Transformer
 from tests.model.variants import VARIANTS
 from tests.random_models import make_config, make_decoder
 

@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-from model.checkpoint import load_checkpoint
-from model.network.transformer import Transformer
-from model.presets import preset
-from model.reference import generate
-from model.tokenizer import train_tokenizer
-from model.training.data import CorpusError
-from model.training.masking import IGNORED
-from model.training.settings import TrainSettings
-from model.training.trainer import Trainer
-from model.training.translations import (
+from kvasir.model.checkpoint import load_checkpoint
+from kvasir.model.network.transformer import Transformer
+from kvasir.model.presets import preset
+from kvasir.model.reference import generate
+from kvasir.model.tokenizer import train_tokenizer
+from kvasir.model.training.data import CorpusError
+from kvasir.model.training.masking import IGNORED
+from kvasir.model.training.settings import TrainSettings
+from kvasir.model.training.trainer import Trainer
+from kvasir.model.training.translations import (
     TranslationBatch,
     TranslationData,
     Translations,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from model.config import RopeScaling
+from kvasir.model.config import RopeScaling
 
 BIASES = {"qkv_bias": True, "output_bias": True, "feed_forward_bias": True}
 GPT2 = {"position": "learned", "norm": "layernorm", "n_kv_head": 4, **BIASES}

@@ -20,9 +20,9 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from server.process.connection import MAX_HEADERS, MAX_PIPELINED, MIN_BODY_RATE
-from server.process.serve import configure
-from server.process.shared_limits import SharedLimits, Turns, max_connections
+from kvasir.server.process.connection import MAX_HEADERS, MAX_PIPELINED, MIN_BODY_RATE
+from kvasir.server.process.serve import configure
+from kvasir.server.process.shared_limits import SharedLimits, Turns, max_connections
 from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.live import KEY, Live, live, wait
 from tests.serving import VOCAB_SIZE, fake_app
@@ -270,7 +270,9 @@ async def test_an_answer_is_counted_while_its_client_does_not_read(target: bytes
 async def test_work_of_many_connections_is_done_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A probe, another request and as many slices as there is time for, each in order."""
     times = iter(range(100))  # a turn has time for one slice
-    monkeypatch.setattr("server.process.shared_limits.monotonic", lambda: next(times) * 0.004)
+    monkeypatch.setattr(
+        "kvasir.server.process.shared_limits.monotonic", lambda: next(times) * 0.004
+    )
     turns, tasks, done = Turns(), list[asyncio.Task[None]](), list[str]()
 
     async def request(name: str) -> None:
@@ -735,7 +737,7 @@ def test_what_clients_make_the_server_hold_is_bounded_together(what: str, seed: 
 
 async def test_memory_is_returned_once_after_a_burst(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, returned = asyncio.get_running_loop(), asyncio.Semaphore(0)
-    module = "server.process.shared_limits"
+    module = "kvasir.server.process.shared_limits"
     monkeypatch.setattr(f"{module}._BURST_END", 0.0)
     release = partial(loop.call_soon_threadsafe, returned.release)
     monkeypatch.setattr(f"{module}.return_freed_memory", release)
@@ -827,8 +829,8 @@ def test_idle_and_slow_connections_shut_nobody_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Those whose request is being answered stay; if all are, only probes get another answer."""
-    monkeypatch.setattr("server.process.serve.max_connections", lambda: 4)
-    monkeypatch.setattr("server.process.shared_limits._LOG_INTERVAL", math.inf)
+    monkeypatch.setattr("kvasir.server.process.serve.max_connections", lambda: 4)
+    monkeypatch.setattr("kvasir.server.process.shared_limits._LOG_INTERVAL", math.inf)
     with live(FakeRunner(VOCAB_SIZE)) as served, caplog.at_level(logging.WARNING), ExitStack() as s:
 
         def connect() -> socket.socket:

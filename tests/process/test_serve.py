@@ -18,7 +18,7 @@ from typing import IO, Any
 import httpx
 import pytest
 
-from model.bundle import (
+from kvasir.model.bundle import (
     CONFIG_FILE,
     GRAPH_FILE,
     MANIFEST_FILE,
@@ -26,10 +26,11 @@ from model.bundle import (
     WEIGHTS_FILE,
     hash_files,
 )
-from server.engine.gpu.session import BACKENDS
-from server.errors import StartupError
-from server.process import serve
-from server.settings import load_settings
+from kvasir.server.engine.gpu.session import BACKENDS
+from kvasir.server.errors import StartupError
+from kvasir.server.process import serve
+from kvasir.server.process.engine_builder import check_model
+from kvasir.server.settings import load_settings
 from tests.fake_runner import TIMEOUT
 from tests.serving import fake_bundle
 
@@ -311,7 +312,7 @@ def test_a_model_for_cuda_needs_a_gpu_and_no_settings_of_the_cpu(
     with pytest.raises(StartupError, match="exported for cuda"):
         serve.serve(load_settings(model=directory))
     monkeypatch.setitem(BACKENDS, "cuda", BACKENDS["cuda"]._replace(require=lambda: None))
-    accepted = serve.check_model(load_settings(model=directory, prefix_cache_memory=0))
+    accepted = check_model(load_settings(model=directory, prefix_cache_memory=0))
     assert accepted.manifest.device == "cuda"
     refused: tuple[dict[str, Any], ...] = (
         {"threads": 2},
@@ -320,4 +321,4 @@ def test_a_model_for_cuda_needs_a_gpu_and_no_settings_of_the_cpu(
     )
     for options in refused:
         with pytest.raises(StartupError, match=f"setting {next(iter(options))}"):
-            serve.check_model(load_settings(model=directory, **options))
+            check_model(load_settings(model=directory, **options))

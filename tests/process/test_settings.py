@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from server.errors import StartupError
-from server.settings import Settings, load_settings
+from kvasir.server.errors import StartupError
+from kvasir.server.settings import Settings, load_settings
 
 
 def test_options_win_over_the_environment_and_defaults_follow(

@@ -16,11 +16,11 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-import server.process.tracing
-from server.api.http.body import BodyRoute
-from server.api.routes import ROUTES
-from server.engine.sequence import FinishReason
-from server.process.tracing import make_provider
+import kvasir.server.process.tracing
+from kvasir.server.api.http.body import BodyRoute
+from kvasir.server.api.routes import ROUTES
+from kvasir.server.engine.sequence import FinishReason
+from kvasir.server.process.tracing import make_provider
 from tests.fake_encoder import encoder_app, encoder_bundle
 from tests.fake_runner import FakeRunner
 from tests.serving import EOS, MODEL, VOCAB_SIZE, serving, small_tokenizer
@@ -38,7 +38,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
         assert endpoint == ENDPOINT
         return make_provider(endpoint, version, kept)
 
-    monkeypatch.setattr(server.process.tracing, "make_provider", make)
+    monkeypatch.setattr(kvasir.server.process.tracing, "make_provider", make)
     return kept
 
 
@@ -395,5 +395,5 @@ def test_the_sdk_is_needed_only_where_an_endpoint_is_set() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "200\n"
     error = done.stderr.splitlines()[-1]
-    assert error.startswith("server.errors.StartupError: otlp_endpoint needs opentelemetry")
+    assert error.startswith("kvasir.server.errors.StartupError: otlp_endpoint needs opentelemetry")
     assert "[cpu,otel]" in error

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-import server.process.app
+import kvasir.server.process.app
 from tests.collector import collecting
 from tests.fake_runner import TIMEOUT
 from tests.serving import MODEL, serving
@@ -22,7 +22,7 @@ EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 def send_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")  # milliseconds
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", str(TIMEOUT))  # seconds that it tries
-    monkeypatch.setattr(server.process.app, "_FLUSH_SECONDS", TIMEOUT)
+    monkeypatch.setattr(kvasir.server.process.app, "_FLUSH_SECONDS", TIMEOUT)
 
 
 async def test_spans_arrive_and_requests_do_not_wait_for_the_collector() -> None:
@@ -56,7 +56,7 @@ async def test_spans_arrive_and_requests_do_not_wait_for_the_collector() -> None
 
 def test_the_process_does_not_wait_for_it_either(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop is closed, with its threads, while the exporter still waits for the answer."""
-    monkeypatch.setattr(server.process.app, "_FLUSH_SECONDS", 0.01)
+    monkeypatch.setattr(kvasir.server.process.app, "_FLUSH_SECONDS", 0.01)
 
     async def ask(endpoint: str) -> None:
         async with serving(otlp_endpoint=endpoint) as served:

@@ -8,13 +8,18 @@ from dataclasses import replace
 
 import pytest
 
-from server.engine.engine import Engine, StepStats
-from server.engine.sampling import SamplingParams
-from server.engine.sequence import BACKGROUND_PRIORITY
-from server.errors import ContextLengthError, InvalidRequestError, OverloadedError, UnavailableError
-from server.requests.admission.forecast import LEAST_SHARE, Forecast, Snapshot, Work
-from server.requests.admission.queue import SLACK, Admission, Phase, check_length
-from server.requests.completion import CompletionRequest, Prompt
+from kvasir.server.engine.engine import Engine, StepStats
+from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sequence import BACKGROUND_PRIORITY
+from kvasir.server.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    OverloadedError,
+    UnavailableError,
+)
+from kvasir.server.requests.admission.forecast import LEAST_SHARE, Forecast, Snapshot, Work
+from kvasir.server.requests.admission.queue import SLACK, Admission, Phase, check_length
+from kvasir.server.requests.completion import CompletionRequest, Prompt
 from tests.fake_runner import FakeRunner
 
 IDLE = Snapshot(n_slots=2)

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from model.config import Pooling
-from server.engine.encoder.engine import EncoderEngine
-from server.engine.encoder.sequence import EncoderSequence
-from server.engine.engine import Engine, TokenOutput
-from server.engine.sampling import SamplingParams
-from server.engine.sequence import PRIORITY_LEVEL_SECONDS, FinishReason, Sequence
-from server.errors import EngineError
-from server.requests.async_engine import AsyncEngine, OutputStream
+from kvasir.model.config import Pooling
+from kvasir.server.engine.encoder.engine import EncoderEngine
+from kvasir.server.engine.encoder.sequence import EncoderSequence
+from kvasir.server.engine.engine import Engine, TokenOutput
+from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sequence import PRIORITY_LEVEL_SECONDS, FinishReason, Sequence
+from kvasir.server.errors import EngineError
+from kvasir.server.requests.async_engine import AsyncEngine, OutputStream
 from tests.fake_encoder import FakeTextRunner
 from tests.fake_runner import FakeRunner
 from tests.serving import sample
@@ -319,7 +319,7 @@ async def test_a_step_that_hangs_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -
         stream = submit(engine, [1])
         runner.wait_until_held()
         assert engine.is_healthy
-        monkeypatch.setattr("server.requests.async_engine.STALL_SECONDS", 0.0)
+        monkeypatch.setattr("kvasir.server.requests.async_engine.STALL_SECONDS", 0.0)
         assert not engine.is_healthy
         runner.release()
         await collect(stream, 1)
@@ -328,7 +328,7 @@ async def test_a_step_that_hangs_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -
 async def test_an_idle_engine_returns_memory_and_serves_the_next_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("server.requests.async_engine._IDLE_SECONDS", 0.0)
+    monkeypatch.setattr("kvasir.server.requests.async_engine._IDLE_SECONDS", 0.0)
     runner = FakeRunner(VOCAB_SIZE)
     loop, returned = asyncio.get_running_loop(), asyncio.Queue[tuple[int, int]]()
     release = runner.kv.release_idle_memory

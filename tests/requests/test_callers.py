@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from server.errors import OverloadedError
-from server.requests.admission.callers import Caller
+from kvasir.server.errors import OverloadedError
+from kvasir.server.requests.admission.callers import Caller
 
 
 def test_the_tokens_of_a_minute_come_back_in_a_minute() -> None:

@@ -7,12 +7,12 @@ from itertools import count
 
 import pytest
 
-from server.engine.sampling import SamplingParams
-from server.engine.sequence import FinishReason
-from server.errors import EngineError
-from server.requests.builder import RequestOptions
-from server.requests.completion import CompletionRequest, Delta, RequestState, make_choices
-from server.requests.service import Service
+from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sequence import FinishReason
+from kvasir.server.errors import EngineError
+from kvasir.server.requests.builder import RequestOptions
+from kvasir.server.requests.completion import CompletionRequest, Delta, RequestState, make_choices
+from kvasir.server.requests.service import Service
 from tests.serving import EOS, sample, serving, small_tokenizer
 
 

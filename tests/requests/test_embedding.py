@@ -15,21 +15,21 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, processors
 
-from server.engine.encoder.engine import EncoderEngine
-from server.engine.encoder.sequence import EncoderSequence, Encoding
-from server.engine.sampling import Floats
-from server.errors import (
+from kvasir.server.engine.encoder.engine import EncoderEngine
+from kvasir.server.engine.encoder.sequence import EncoderSequence, Encoding
+from kvasir.server.engine.sampling import Floats
+from kvasir.server.errors import (
     DeadlineExceededError,
     EngineError,
     InvalidRequestError,
     UnavailableError,
 )
-from server.requests.admission.callers import Caller
-from server.requests.embedding import EmbeddingRequest
-from server.requests.encoding import EncodingOptions, Side, encode
-from server.requests.service import Service
-from server.settings import load_settings
-from server.telemetry.start_clock import StartClock
+from kvasir.server.requests.admission.callers import Caller
+from kvasir.server.requests.embedding import EmbeddingRequest
+from kvasir.server.requests.encoding import EncodingOptions, Side, encode
+from kvasir.server.requests.service import Service
+from kvasir.server.settings import load_settings
+from kvasir.server.telemetry.start_clock import StartClock
 from tests.fake_encoder import pair_tokenizer
 from tests.fake_runner import TIMEOUT
 from tests.serving import fake_bundle, small_tokenizer

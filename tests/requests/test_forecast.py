@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from server.engine.engine import StepStats
-from server.errors import OverloadedError
-from server.requests.admission.forecast import LEAST_SHARE, Forecast, Snapshot, Work
-from server.requests.admission.queue import longest_wait
+from kvasir.server.engine.engine import StepStats
+from kvasir.server.errors import OverloadedError
+from kvasir.server.requests.admission.forecast import LEAST_SHARE, Forecast, Snapshot, Work
+from kvasir.server.requests.admission.queue import longest_wait
 
 N_SLOTS, CHUNK = 4, 64
 

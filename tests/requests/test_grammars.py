@@ -20,12 +20,12 @@ import pytest
 from llguidance import LLParserLimits
 from tokenizers import Tokenizer, models
 
-from server.engine.grammar import compiler
-from server.engine.grammar.constraints import Grammar
-from server.engine.sampling import SamplingParams
-from server.errors import DeadlineExceededError
-from server.requests import grammars
-from server.requests.completion import CompletionRequest, Prompt
+from kvasir.server.engine.grammar import compiler
+from kvasir.server.engine.grammar.constraints import Grammar
+from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.errors import DeadlineExceededError
+from kvasir.server.requests import grammars
+from kvasir.server.requests.completion import CompletionRequest, Prompt
 from tests.fake_runner import FakeRunner
 from tests.random_schemas import random_schema
 from tests.serving import (

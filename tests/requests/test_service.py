@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from server.errors import ContextLengthError
-from server.requests.service import Service, start_timers
-from server.settings import load_settings
+from kvasir.server.errors import ContextLengthError
+from kvasir.server.requests.service import Service, start_timers
+from kvasir.server.settings import load_settings
 from tests.fake_runner import TIMEOUT
 from tests.serving import fake_bundle, small_tokenizer
 

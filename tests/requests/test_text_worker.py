@@ -10,8 +10,8 @@ from functools import partial
 
 import pytest
 
-from server.errors import OverloadedError
-from server.requests.text_worker import MOST_WAITING, THREADS, TextWorker
+from kvasir.server.errors import OverloadedError
+from kvasir.server.requests.text_worker import MOST_WAITING, THREADS, TextWorker
 from tests.fake_runner import TIMEOUT
 
 LONG = 2**20

@@ -13,8 +13,8 @@ from typing import IO, Any
 
 import pytest
 
-from server.telemetry import logs
-from server.telemetry.logs import MAX_LINES, QueuedHandler, TextFormatter, log_to_stderr
+from kvasir.server.telemetry import logs
+from kvasir.server.telemetry.logs import MAX_LINES, QueuedHandler, TextFormatter, log_to_stderr
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from typing import Any, get_args
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.engine.engine import StepKind
-from server.engine.sampling import SamplingParams
-from server.engine.sequence import FinishReason, Sequence
-from server.telemetry.metrics import Metrics
+from kvasir.server.engine.engine import StepKind
+from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sequence import FinishReason, Sequence
+from kvasir.server.telemetry.metrics import Metrics
 from tests.fake_runner import FakeRunner
 from tests.serving import VOCAB_SIZE, Served, serving, small_tokenizer
 from tests.serving import sample as value

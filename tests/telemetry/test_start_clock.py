@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import server.telemetry.start_clock
-from server.telemetry.start_clock import StartClock
+import kvasir.server.telemetry.start_clock
+from kvasir.server.telemetry.start_clock import StartClock
 from tests.faults.cold_start import start, table
 
 EXAMPLE = Path(__file__).parents[2] / "examples/stdlib"
@@ -19,8 +19,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples/stdlib"
 
 def test_laps_divide_the_time_since_the_process_began(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(server.telemetry.start_clock, "_now", lambda: now)
-    monkeypatch.setattr(server.telemetry.start_clock, "_process_began", lambda: 99.0)
+    monkeypatch.setattr(kvasir.server.telemetry.start_clock, "_now", lambda: now)
+    monkeypatch.setattr(kvasir.server.telemetry.start_clock, "_process_began", lambda: 99.0)
     clock = StartClock()
     for step, seconds in (("imports", 0.25), ("session", 2.0), ("nothing", 0.0)):
         now += seconds
@@ -32,9 +32,8 @@ def test_laps_divide_the_time_since_the_process_began(monkeypatch: pytest.Monkey
 def test_the_process_began_between_its_parents_call_and_its_own_first_line() -> None:
     """Both read the machine's clock; the system counts the beginning of a process in ticks."""
     code = "import time\nfirst = time.clock_gettime(time.CLOCK_BOOTTIME)\n"
-    code += (
-        "from server.telemetry.start_clock import _process_began\nprint(_process_began(), first)"
-    )
+    code += "from kvasir.server.telemetry.start_clock import _process_began\n"
+    code += "print(_process_began(), first)"
     asked = time.clock_gettime(time.CLOCK_BOOTTIME)
     command = [sys.executable, "-c", code]
     began, first = map(

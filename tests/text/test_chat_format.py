@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from model.chat_template import ChatTemplate, ChatTemplateError
-from server.text.chat_format import ChatFormat
-from server.text.reasoning import ReasoningFormat as Think
-from server.text.tool_formats import DEEPSEEK_TAGS
-from server.text.tool_formats import ToolCallFormat as Form
+from kvasir.model.chat_template import ChatTemplate, ChatTemplateError
+from kvasir.server.text.chat_format import ChatFormat
+from kvasir.server.text.reasoning import ReasoningFormat as Think
+from kvasir.server.text.tool_formats import DEEPSEEK_TAGS
+from kvasir.server.text.tool_formats import ToolCallFormat as Form
 
 BEGIN, CALL, SEP, CALL_END, END = DEEPSEEK_TAGS
 TURN = "{{ '<|' + m.role + '|>' }}"

@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
-from server.text.detokenizer import Detokenizer, StopChecker, token_bytes, token_name, token_text
+from kvasir.server.text.detokenizer import (
+    Detokenizer,
+    StopChecker,
+    token_bytes,
+    token_name,
+    token_text,
+)
 from tests.serving import EOS, small_tokenizer
 
 tokenizer = small_tokenizer()

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.text.answer import AnswerParser, Reasoning
-from server.text.reasoning import ReasoningFormat, ReasoningParser
-from server.text.tool_calls import ToolCallParser, ToolCallPiece
-from server.text.tool_formats import ToolCallFormat
+from kvasir.server.text.answer import AnswerParser, Reasoning
+from kvasir.server.text.reasoning import ReasoningFormat, ReasoningParser
+from kvasir.server.text.tool_calls import ToolCallParser, ToolCallPiece
+from kvasir.server.text.tool_formats import ToolCallFormat
 
 THINK = ReasoningFormat.THINK
 

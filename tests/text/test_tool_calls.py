@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from server.text.tool_calls import ToolCallParser, ToolCallPiece
-from server.text.tool_formats import DEEPSEEK_TAGS, ToolCallFormat
+from kvasir.server.text.tool_calls import ToolCallParser, ToolCallPiece
+from kvasir.server.text.tool_formats import DEEPSEEK_TAGS, ToolCallFormat
 
 HERMES, LLAMA = ToolCallFormat.HERMES, ToolCallFormat.LLAMA
 LISTS = (ToolCallFormat.MISTRAL, ToolCallFormat.GRANITE)

@@ -13,11 +13,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
-from server.engine.grammar.compiler import GrammarCompiler
-from server.engine.grammar.constraints import Constraint, Grammar
-from server.text.tool_calls import ToolCallParser, ToolCallPiece
-from server.text.tool_formats import DEEPSEEK_TAGS, ToolCallFormat
-from server.text.tool_grammar import calls_in_text
+from kvasir.server.engine.grammar.compiler import GrammarCompiler
+from kvasir.server.engine.grammar.constraints import Constraint, Grammar
+from kvasir.server.text.tool_calls import ToolCallParser, ToolCallPiece
+from kvasir.server.text.tool_formats import DEEPSEEK_TAGS, ToolCallFormat
+from kvasir.server.text.tool_grammar import calls_in_text
 from tests.serving import EOS, small_tokenizer
 
 HERMES, LLAMA = ToolCallFormat.HERMES, ToolCallFormat.LLAMA

@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from model.importing.families.family import Family, Options, layers_without_rotary, refuse
-from model.importing.tensors import (
+from kvasir.model.importing.families.family import Family, Options, layers_without_rotary, refuse
+from kvasir.model.importing.tensors import (
     Source,
     interleaved_by_head,
     of_experts,

@@ -14,8 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.importing.families.family import Family, Options, refuse
-from model.importing.tensors import Source, computed, stacked, without_first_axis, without_rows
+from kvasir.model.importing.families.family import Family, Options, refuse
+from kvasir.model.importing.tensors import (
+    Source,
+    computed,
+    stacked,
+    without_first_axis,
+    without_rows,
+)
 
 _T5_KINDS = {
     "relu": "relu",

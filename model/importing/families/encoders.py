@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from model.importing.families.family import Dense, Family, Options
-from model.importing.tensors import Source, stacked, without_rows
+from kvasir.model.importing.families.family import Dense, Family, Options
+from kvasir.model.importing.tensors import Source, stacked, without_rows
 
 
 def _architectures(name: str) -> tuple[str, ...]:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from model.config import Activation, TransformerConfig
-from model.importing.errors import UnsupportedError
-from model.importing.tensors import Source, scaled
+from kvasir.model.config import Activation, TransformerConfig
+from kvasir.model.importing.errors import UnsupportedError
+from kvasir.model.importing.tensors import Source, scaled
 
 _LARGEST, _MOST_LAYERS = 2**31 - 1, 10_000
 _GELU_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh")

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.config import TransformerConfig
-from model.importing.errors import UnsupportedError
-from model.importing.families.decoders import FAMILIES
-from model.importing.families.family import Family
-from model.importing.gguf.file import Gguf, shortest
-from model.importing.tensors import Source, stacked
-from model.tensor_files import StoredTensor
+from kvasir.model.config import TransformerConfig
+from kvasir.model.importing.errors import UnsupportedError
+from kvasir.model.importing.families.decoders import FAMILIES
+from kvasir.model.importing.families.family import Family
+from kvasir.model.importing.gguf.file import Gguf, shortest
+from kvasir.model.importing.tensors import Source, stacked
+from kvasir.model.tensor_files import StoredTensor
 
 _ARCHITECTURES = {  # general.architecture: the model_type of its config.json
     **{name: name for name in ("llama", "smollm3", "qwen2", "qwen3", "phi3", "gpt2")},

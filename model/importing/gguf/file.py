@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.importing.errors import UnsupportedError
-from model.tensor_files import StoredTensor
+from kvasir.model.importing.errors import UnsupportedError
+from kvasir.model.tensor_files import StoredTensor
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _MOST_KEYS, _MOST_TENSORS, _LONGEST_ARRAY, _LONGEST_STRING = 2**16, 2**20, 2**22, 2**26

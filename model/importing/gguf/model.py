@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from model.bundle import CHAT_TEMPLATE_FILE, GENERATION_FILE, SPECIAL_TOKENS_FILE, TOKENIZER_FILE
-from model.importing.contents import Contents, generation_defaults, to_json
-from model.importing.errors import UnsupportedError
-from model.importing.gguf.family import read_family
-from model.importing.gguf.file import read_gguf
-from model.importing.gguf.tokenizer import read_tokenizer
+from kvasir.model.bundle import (
+    CHAT_TEMPLATE_FILE,
+    GENERATION_FILE,
+    SPECIAL_TOKENS_FILE,
+    TOKENIZER_FILE,
+)
+from kvasir.model.importing.contents import Contents, generation_defaults, to_json
+from kvasir.model.importing.errors import UnsupportedError
+from kvasir.model.importing.gguf.family import read_family
+from kvasir.model.importing.gguf.file import read_gguf
+from kvasir.model.importing.gguf.tokenizer import read_tokenizer
 
 # The recommended sampling parameters among the keys of the metadata.
 _SAMPLING = {name: name for name in ("top_k", "top_p", "min_p")}

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from tokenizers import Tokenizer
 
-from model.importing.errors import UnsupportedError
-from model.tokenizer import vocabulary_size
-from model.tokenizer_limits import CASED, CONTRACTIONS, SPACES
+from kvasir.model.importing.errors import UnsupportedError
+from kvasir.model.tokenizer import vocabulary_size
+from kvasir.model.tokenizer_limits import CASED, CONTRACTIONS, SPACES
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 _SPACE = "▁"

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from model.bundle import (
+from kvasir.model.bundle import (
     CHAT_TEMPLATE_FILE,
     CONFIG_FILE,
     EMBEDDING_FILE,
@@ -14,27 +14,27 @@ from model.bundle import (
     SPECIAL_TOKENS_FILE,
     TOKENIZER_FILE,
 )
-from model.config import TransformerConfig
-from model.importing.contents import Contents, generation_defaults, to_json
-from model.importing.errors import UnsupportedError
-from model.importing.families.decoders import FAMILIES, WITH_VISION
-from model.importing.families.encoder_decoders import ENCODER_DECODERS
-from model.importing.families.encoders import ENCODERS
-from model.importing.families.family import Family
-from model.importing.huggingface.pooling import (
+from kvasir.model.config import TransformerConfig
+from kvasir.model.importing.contents import Contents, generation_defaults, to_json
+from kvasir.model.importing.errors import UnsupportedError
+from kvasir.model.importing.families.decoders import FAMILIES, WITH_VISION
+from kvasir.model.importing.families.encoder_decoders import ENCODER_DECODERS
+from kvasir.model.importing.families.encoders import ENCODERS
+from kvasir.model.importing.families.family import Family
+from kvasir.model.importing.huggingface.pooling import (
     CLASSIFIER,
     add_pooling,
     lowercased,
     read_prompts,
 )
-from model.importing.huggingface.tokenizer import (
+from kvasir.model.importing.huggingface.tokenizer import (
     read_chat_template,
     read_optional,
     read_special_tokens,
     read_tokenizer,
 )
-from model.importing.quantized import QUANTIZATION_KEYS, restore
-from model.tensor_files import list_tensors, weight_files
+from kvasir.model.importing.quantized import QUANTIZATION_KEYS, restore
+from kvasir.model.tensor_files import list_tensors, weight_files
 
 _KNOWN = FAMILIES | ENCODERS | ENCODER_DECODERS
 # Tensors that are computed, not learned, and those that only see images.

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from model.files import read_object
-from model.importing.errors import UnsupportedError
-from model.importing.huggingface.sentencepiece import (
+from kvasir.model.files import read_object
+from kvasir.model.importing.errors import UnsupportedError
+from kvasir.model.importing.huggingface.sentencepiece import (
     END,
     NORMAL,
     PADDING,

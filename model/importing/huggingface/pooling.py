@@ -11,13 +11,13 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from tokenizers import Tokenizer, normalizers
 
-from model.bundle import CONFIG_FILE, EMBEDDING_FILE, EmbeddingDefaults
-from model.config import Pooling, Projection, TransformerConfig, first_problem
-from model.importing.errors import UnsupportedError
-from model.importing.families.family import Dense, Family
-from model.importing.huggingface.tokenizer import TOKENIZER_CONFIG_FILE, read_optional
-from model.importing.tensors import first_rows
-from model.tensor_files import StoredTensor, list_tensors
+from kvasir.model.bundle import CONFIG_FILE, EMBEDDING_FILE, EmbeddingDefaults
+from kvasir.model.config import Pooling, Projection, TransformerConfig, first_problem
+from kvasir.model.importing.errors import UnsupportedError
+from kvasir.model.importing.families.family import Dense, Family
+from kvasir.model.importing.huggingface.tokenizer import TOKENIZER_CONFIG_FILE, read_optional
+from kvasir.model.importing.tensors import first_rows
+from kvasir.model.tensor_files import StoredTensor, list_tensors
 
 CLASSIFIER = "ForSequenceClassification"  # the end of its architecture's name
 _MODULES_FILE = "modules.json"

@@ -12,18 +12,18 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from tokenizers import Tokenizer
 
-from model.bundle import (
+from kvasir.model.bundle import (
     CHAT_TEMPLATE_FILE,
     SPECIAL_TOKENS_FILE,
     TOKENIZER_FILE,
     token_texts,
 )
-from model.files import read_limited, read_object
-from model.importing.errors import UnsupportedError
-from model.importing.huggingface.marian import SOURCE_FILE, VOCABULARY_FILE, read_marian
-from model.importing.huggingface.sentencepiece import FILES, read_sentencepiece
-from model.tokenizer import check_tokenizer, parse_tokenizer
-from model.tokenizer_limits import MAX_FILE
+from kvasir.model.files import read_limited, read_object
+from kvasir.model.importing.errors import UnsupportedError
+from kvasir.model.importing.huggingface.marian import SOURCE_FILE, VOCABULARY_FILE, read_marian
+from kvasir.model.importing.huggingface.sentencepiece import FILES, read_sentencepiece
+from kvasir.model.tokenizer import check_tokenizer, parse_tokenizer
+from kvasir.model.tokenizer_limits import MAX_FILE
 
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _CHAT_TEMPLATES = "additional_chat_templates"

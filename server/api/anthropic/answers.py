@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, Json
 
-from server.api.schemas import ResponseBody, Size
+from kvasir.server.api.schemas import ResponseBody, Size
 
 StopReason = Literal[
     "end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.api.anthropic.schemas import (
+from kvasir.server.api.anthropic.schemas import (
     AnthropicTool,
     Block,
     CountTokensBody,
@@ -12,10 +12,10 @@ from server.api.anthropic.schemas import (
     MessagesBody,
     ToolResultBlock,
 )
-from server.api.openai.chat_schemas import ChatBody, TextPart
-from server.api.openai.formatting import JSON, join
-from server.api.schemas import SamplingFields
-from server.errors import InvalidRequestError
+from kvasir.server.api.openai.chat_schemas import ChatBody, TextPart
+from kvasir.server.api.openai.formatting import JSON, join
+from kvasir.server.api.schemas import SamplingFields
+from kvasir.server.errors import InvalidRequestError
 
 # Claude Code's line about itself. It differs between sessions, which then would share no prefix.
 _BILLING = "x-anthropic-billing-header:"

@@ -12,12 +12,12 @@ from fastapi import APIRouter, Request
 from pydantic_core import from_json
 from starlette.responses import JSONResponse, Response
 
-from server.api.anthropic.answers import AnthropicMessage, MessageEvent, TokenCount
-from server.api.anthropic.conversion import chat_body
-from server.api.anthropic.schemas import CountTokensBody, MessagesBody
-from server.api.http.body import TextRoute
-from server.api.http.pieces import compact
-from server.api.http.responses import (
+from kvasir.server.api.anthropic.answers import AnthropicMessage, MessageEvent, TokenCount
+from kvasir.server.api.anthropic.conversion import chat_body
+from kvasir.server.api.anthropic.schemas import CountTokensBody, MessagesBody
+from kvasir.server.api.http.body import TextRoute
+from kvasir.server.api.http.pieces import compact
+from kvasir.server.api.http.responses import (
     BODY_ERRORS,
     Formatter,
     event,
@@ -26,15 +26,15 @@ from server.api.http.responses import (
     state_of,
     streamed,
 )
-from server.api.openai.chat import prepare, render
-from server.api.openai.formatting import JSON, join
-from server.api.openai.tools import AnswerForm, AnswerReader
-from server.engine.sequence import FinishReason
-from server.errors import ContextLengthError
-from server.requests.completion import Choice, Delta
-from server.requests.service import Service
-from server.text.answer import AnswerPiece, Reasoning
-from server.text.tool_calls import ToolCallPiece
+from kvasir.server.api.openai.chat import prepare, render
+from kvasir.server.api.openai.formatting import JSON, join
+from kvasir.server.api.openai.tools import AnswerForm, AnswerReader
+from kvasir.server.engine.sequence import FinishReason
+from kvasir.server.errors import ContextLengthError
+from kvasir.server.requests.completion import Choice, Delta
+from kvasir.server.requests.service import Service
+from kvasir.server.text.answer import AnswerPiece, Reasoning
+from kvasir.server.text.tool_calls import ToolCallPiece
 
 router = APIRouter(route_class=TextRoute)
 

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, model_validator
 
-from server.api import schemas
-from server.api.openai.chat_schemas import ObjectSchema, Part, TextPart
-from server.api.schemas import Items, RequestBody
+from kvasir.server.api import schemas
+from kvasir.server.api.openai.chat_schemas import ObjectSchema, Part, TextPart
+from kvasir.server.api.schemas import Items, RequestBody
 
 
 class InputToolUseBlock(Part):

@@ -11,13 +11,18 @@ from pydantic import Field
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from server.api.embeddings.figures import base64, listed, shortened
-from server.api.embeddings.requests import PromptFields, QueueFields, check_dimensions, respond
-from server.api.http.body import VectorRoute
-from server.api.http.responses import GENERATE_ERRORS, service_of, state_of
-from server.api.schemas import Items, ModelName, ResponseBody
-from server.engine.sampling import Floats
-from server.errors import InvalidRequestError
+from kvasir.server.api.embeddings.figures import base64, listed, shortened
+from kvasir.server.api.embeddings.requests import (
+    PromptFields,
+    QueueFields,
+    check_dimensions,
+    respond,
+)
+from kvasir.server.api.http.body import VectorRoute
+from kvasir.server.api.http.responses import GENERATE_ERRORS, service_of, state_of
+from kvasir.server.api.schemas import Items, ModelName, ResponseBody
+from kvasir.server.engine.sampling import Floats
+from kvasir.server.errors import InvalidRequestError
 
 router = APIRouter(route_class=VectorRoute)
 

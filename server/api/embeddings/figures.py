@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from pydantic_core import to_json
 
-from model.config import Pooling
-from server.engine.sampling import Floats
+from kvasir.model.config import Pooling
+from kvasir.server.engine.sampling import Floats
 
 
 def unit(vector: Floats) -> Floats:

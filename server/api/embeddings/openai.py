@@ -9,13 +9,13 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from server.api.embeddings.figures import base64, enveloped, shortened, usage
-from server.api.embeddings.requests import PromptFields, check_dimensions, respond
-from server.api.http.body import VectorRoute
-from server.api.http.responses import GENERATE_ERRORS, service_of
-from server.api.openai.schemas import Prompts
-from server.api.schemas import ModelName, ResponseBody, Size
-from server.engine.sampling import Floats
+from kvasir.server.api.embeddings.figures import base64, enveloped, shortened, usage
+from kvasir.server.api.embeddings.requests import PromptFields, check_dimensions, respond
+from kvasir.server.api.http.body import VectorRoute
+from kvasir.server.api.http.responses import GENERATE_ERRORS, service_of
+from kvasir.server.api.openai.schemas import Prompts
+from kvasir.server.api.schemas import ModelName, ResponseBody, Size
+from kvasir.server.engine.sampling import Floats
 
 router = APIRouter(route_class=VectorRoute)
 

@@ -10,16 +10,16 @@ from fastapi import Request
 from pydantic import AliasChoices, Field
 from starlette.responses import Response
 
-from model.config import Pooling
-from server.api import schemas
-from server.api.http.responses import Deferred, json_response, service_of, state_of
-from server.engine.sampling import Floats
-from server.errors import InvalidRequestError
-from server.requests.completion import RequestState
-from server.requests.embedding import EmbeddingRequest, Output
-from server.requests.encoding import MAX_INPUTS, EncodingOptions, Text, encode
-from server.requests.service import Service
-from server.requests.text_worker import SHORT
+from kvasir.model.config import Pooling
+from kvasir.server.api import schemas
+from kvasir.server.api.http.responses import Deferred, json_response, service_of, state_of
+from kvasir.server.engine.sampling import Floats
+from kvasir.server.errors import InvalidRequestError
+from kvasir.server.requests.completion import RequestState
+from kvasir.server.requests.embedding import EmbeddingRequest, Output
+from kvasir.server.requests.encoding import MAX_INPUTS, EncodingOptions, Text, encode
+from kvasir.server.requests.service import Service
+from kvasir.server.requests.text_worker import SHORT
 
 # Of a vector's number in an answer; in one that has none, of its memory.
 _NUMBER_BYTES = {"float": 24, "base64": 6, "none": 4}

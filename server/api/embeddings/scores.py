@@ -10,13 +10,13 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from server.api.embeddings.figures import best_first, enveloped, shares, usage
-from server.api.embeddings.openai import InputUsage
-from server.api.embeddings.requests import EncoderFields, pooling_of, respond
-from server.api.http.body import LabelRoute
-from server.api.http.responses import GENERATE_ERRORS, service_of, state_of
-from server.api.schemas import Items, ModelName, ResponseBody, Share, Size
-from server.engine.sampling import Floats
+from kvasir.server.api.embeddings.figures import best_first, enveloped, shares, usage
+from kvasir.server.api.embeddings.openai import InputUsage
+from kvasir.server.api.embeddings.requests import EncoderFields, pooling_of, respond
+from kvasir.server.api.http.body import LabelRoute
+from kvasir.server.api.http.responses import GENERATE_ERRORS, service_of, state_of
+from kvasir.server.api.schemas import Items, ModelName, ResponseBody, Share, Size
+from kvasir.server.engine.sampling import Floats
 
 router = APIRouter(route_class=LabelRoute)
 

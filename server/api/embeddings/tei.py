@@ -13,25 +13,25 @@ from pydantic import Field
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from model.config import Pooling
-from server.api.embeddings.figures import best_first, listed, shares, unit
-from server.api.embeddings.requests import (
+from kvasir.model.config import Pooling
+from kvasir.server.api.embeddings.figures import best_first, listed, shares, unit
+from kvasir.server.api.embeddings.requests import (
     EncoderFields,
     PromptFields,
     check_dimensions,
     pooling_of,
     respond,
 )
-from server.api.http.body import LabelRoute, VectorRoute
-from server.api.http.responses import GENERATE_ERRORS, service_of
-from server.api.openai.schemas import Prompts
-from server.api.schemas import Items, ModelName, RequestBody, ResponseBody, Size
-from server.engine.encoder.engine import TOKEN_BUDGET
-from server.engine.sampling import Floats
-from server.errors import InvalidRequestError
-from server.requests.encoding import MAX_INPUTS
-from server.requests.service import Service
-from server.requests.text_worker import THREADS
+from kvasir.server.api.http.body import LabelRoute, VectorRoute
+from kvasir.server.api.http.responses import GENERATE_ERRORS, service_of
+from kvasir.server.api.openai.schemas import Prompts
+from kvasir.server.api.schemas import Items, ModelName, RequestBody, ResponseBody, Size
+from kvasir.server.engine.encoder.engine import TOKEN_BUDGET
+from kvasir.server.engine.sampling import Floats
+from kvasir.server.errors import InvalidRequestError
+from kvasir.server.requests.encoding import MAX_INPUTS
+from kvasir.server.requests.service import Service
+from kvasir.server.requests.text_worker import THREADS
 
 router = APIRouter(route_class=VectorRoute)
 label_router = APIRouter(route_class=LabelRoute)

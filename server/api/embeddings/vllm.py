@@ -11,17 +11,17 @@ from fastapi import APIRouter, Request
 from pydantic import AliasChoices, Field
 from starlette.responses import Response
 
-from server.api.embeddings.figures import base64, enveloped, shares, unit, usage
-from server.api.embeddings.openai import InputUsage
-from server.api.embeddings.requests import EncoderFields, PromptFields, pooling_of, respond
-from server.api.http.body import EncoderRoute, LabelRoute
-from server.api.http.responses import GENERATE_ERRORS, service_of, state_of
-from server.api.openai.schemas import Prompts
-from server.api.schemas import Items, ModelName, ResponseBody, Share, Size
-from server.engine.sampling import Floats
-from server.errors import InvalidRequestError
-from server.requests.embedding import Output
-from server.requests.encoding import Text
+from kvasir.server.api.embeddings.figures import base64, enveloped, shares, unit, usage
+from kvasir.server.api.embeddings.openai import InputUsage
+from kvasir.server.api.embeddings.requests import EncoderFields, PromptFields, pooling_of, respond
+from kvasir.server.api.http.body import EncoderRoute, LabelRoute
+from kvasir.server.api.http.responses import GENERATE_ERRORS, service_of, state_of
+from kvasir.server.api.openai.schemas import Prompts
+from kvasir.server.api.schemas import Items, ModelName, ResponseBody, Share, Size
+from kvasir.server.engine.sampling import Floats
+from kvasir.server.errors import InvalidRequestError
+from kvasir.server.requests.embedding import Output
+from kvasir.server.requests.encoding import Text
 
 router = APIRouter(route_class=EncoderRoute)
 label_router = APIRouter(route_class=LabelRoute)

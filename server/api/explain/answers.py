@@ -10,11 +10,11 @@ from typing import Annotated, Any
 from pydantic import Field
 from pydantic_core import to_json
 
-from server.api import schemas
-from server.engine.sampling import Floats
-from server.explain import explanation as explained
-from server.explain.behaviour import Behaviour
-from server.explain.explanation import Effect, NextToken
+from kvasir.server.api import schemas
+from kvasir.server.engine.sampling import Floats
+from kvasir.server.explain import explanation as explained
+from kvasir.server.explain.behaviour import Behaviour
+from kvasir.server.explain.explanation import Effect, NextToken
 
 
 class HeadWeights(schemas.ResponseBody):

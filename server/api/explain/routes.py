@@ -14,30 +14,30 @@ from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from model.bundle import ModelBundle
-from server.api import schemas
-from server.api.explain.answers import Explanation, write
-from server.api.http.body import BodyRoute
-from server.api.http.responses import (
+from kvasir.model.bundle import ModelBundle
+from kvasir.server.api import schemas
+from kvasir.server.api.explain.answers import Explanation, write
+from kvasir.server.api.http.body import BodyRoute
+from kvasir.server.api.http.responses import (
     BODY_ERRORS,
     held_response,
     service_of,
     state_of,
     unless_disconnected,
 )
-from server.engine.sampling import SamplingParams
-from server.errors import InvalidRequestError, OverloadedError
-from server.explain.explainer import Explainer
-from server.explain.explanation import (
+from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.errors import InvalidRequestError, OverloadedError
+from kvasir.server.explain.explainer import Explainer
+from kvasir.server.explain.explanation import (
     Head,
     Questions,
     check_index,
     check_length,
     most_tokens,
 )
-from server.requests.admission.callers import Caller
-from server.requests.builder import RequestOptions
-from server.requests.target import TargetOptions, target_prefix
+from kvasir.server.requests.admission.callers import Caller
+from kvasir.server.requests.builder import RequestOptions
+from kvasir.server.requests.target import TargetOptions, target_prefix
 
 router = APIRouter(route_class=BodyRoute)
 

@@ -12,14 +12,14 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, from_json
 from starlette.responses import Response
 
-from model.suggestions import did_you_mean, nearest
-from server.api.http.pieces import compact
-from server.api.http.responses import models_of, state_of, unless_disconnected
-from server.api.other_servers import NO_OPS, USED_HERE
-from server.api.schemas import RequestBody, field_names
-from server.errors import InvalidRequestError
-from server.requests.service import Task
-from server.requests.text_worker import SHORT
+from kvasir.model.suggestions import did_you_mean, nearest
+from kvasir.server.api.http.pieces import compact
+from kvasir.server.api.http.responses import models_of, state_of, unless_disconnected
+from kvasir.server.api.other_servers import NO_OPS, USED_HERE
+from kvasir.server.api.schemas import RequestBody, field_names
+from kvasir.server.errors import InvalidRequestError
+from kvasir.server.requests.service import Task
+from kvasir.server.requests.text_worker import SHORT
 
 T = TypeVar("T")
 

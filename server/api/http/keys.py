@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from server.errors import StartupError
-from server.requests.admission.callers import Caller
+from kvasir.server.errors import StartupError
+from kvasir.server.requests.admission.callers import Caller
 
 logger = logging.getLogger("kvasir")
 

@@ -20,18 +20,24 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.api.http.keys import ApiKeys
-from server.api.http.responses import error_response, is_anthropic, models_of, path_of, state_of
-from server.api.http.upload import FORM_BYTES, MAX_FILE_BYTES
-from server.errors import (
+from kvasir.server.api.http.keys import ApiKeys
+from kvasir.server.api.http.responses import (
+    error_response,
+    is_anthropic,
+    models_of,
+    path_of,
+    state_of,
+)
+from kvasir.server.api.http.upload import FORM_BYTES, MAX_FILE_BYTES
+from kvasir.server.errors import (
     AuthenticationError,
     ForbiddenError,
     InvalidRequestError,
     OverloadedError,
     RequestTooLargeError,
 )
-from server.requests.completion import RequestState
-from server.settings import Settings
+from kvasir.server.requests.completion import RequestState
+from kvasir.server.settings import Settings
 
 logger = logging.getLogger("kvasir")
 

@@ -9,7 +9,7 @@ from functools import partial
 from time import sleep
 from typing import Any
 
-from server.requests.text_worker import TextWorker
+from kvasir.server.requests.text_worker import TextWorker
 
 FEW = 1024  # values that are written on the event loop, in a few milliseconds
 _VALUE_BYTES = 20  # of a value of which JSON is to be made

@@ -21,13 +21,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from model.files import in_words
-from server.api.http.pieces import PIECE, Written, compact, sent, together, whole, written
-from server.errors import EngineError, InsufficientStorageError, KvasirError
-from server.requests.completion import Completion, CompletionRequest, Delta, RequestState
-from server.requests.models import Models
-from server.requests.service import Service
-from server.requests.text_worker import TextWorker
+from kvasir.model.files import in_words
+from kvasir.server.api.http.pieces import PIECE, Written, compact, sent, together, whole, written
+from kvasir.server.errors import EngineError, InsufficientStorageError, KvasirError
+from kvasir.server.requests.completion import Completion, CompletionRequest, Delta, RequestState
+from kvasir.server.requests.models import Models
+from kvasir.server.requests.service import Service
+from kvasir.server.requests.text_worker import TextWorker
 
 logger = logging.getLogger("kvasir")
 

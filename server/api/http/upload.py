@@ -9,8 +9,8 @@ from python_multipart import MultipartParser
 from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import parse_options_header
 
-from server.batches.threads import in_thread
-from server.errors import InvalidRequestError
+from kvasir.server.batches.threads import in_thread
+from kvasir.server.errors import InvalidRequestError
 
 MAX_FILE_BYTES = 200 * 10**6  # as OpenAI has it
 FORM_BYTES = 2**16  # of a form beside its file

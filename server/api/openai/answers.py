@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, Json
 
-from server.api.schemas import Error, Logprob, ResponseBody, Size
+from kvasir.server.api.schemas import Error, Logprob, ResponseBody, Size
 
 Finish = Literal["stop", "length", "timeout"]
 ChatFinish = Literal["stop", "length", "tool_calls", "timeout"]

@@ -11,19 +11,19 @@ from pydantic import Field, TypeAdapter
 from pydantic_core import from_json
 from starlette.types import Message
 
-from server.api.http.body import check_amount, parse
-from server.api.http.keys import ApiKeys
-from server.api.http.middleware import new_state
-from server.api.http.pieces import compact
-from server.api.http.responses import error_body, models_of
-from server.api.openai.files import CHANGE_ERRORS, ERRORS, After, Owner, Store, page
-from server.api.schemas import RequestBody, ResponseBody
-from server.batches.journal import Reply
-from server.batches.objects import Batch
-from server.batches.worker import BatchWorker
-from server.errors import ConflictError, InvalidRequestError
-from server.requests.admission.callers import Caller
-from server.requests.text_worker import SHORT
+from kvasir.server.api.http.body import check_amount, parse
+from kvasir.server.api.http.keys import ApiKeys
+from kvasir.server.api.http.middleware import new_state
+from kvasir.server.api.http.pieces import compact
+from kvasir.server.api.http.responses import error_body, models_of
+from kvasir.server.api.openai.files import CHANGE_ERRORS, ERRORS, After, Owner, Store, page
+from kvasir.server.api.schemas import RequestBody, ResponseBody
+from kvasir.server.batches.journal import Reply
+from kvasir.server.batches.objects import Batch
+from kvasir.server.batches.worker import BatchWorker
+from kvasir.server.errors import ConflictError, InvalidRequestError
+from kvasir.server.requests.admission.callers import Caller
+from kvasir.server.requests.text_worker import SHORT
 
 _KEY_RETRY = 60.0  # seconds until the name of a batch may have a key again
 _FAILED_RETRY = 60.0  # seconds, once an engine has failed and a restart is needed

@@ -8,20 +8,20 @@ from collections.abc import Iterator
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from model.chat_template import ChatTemplateError
-from server.api.http.body import TextRoute
-from server.api.http.pieces import LazyList
-from server.api.http.responses import respond, service_of, state_of, streamed
-from server.api.openai.answers import Chat, ChatEvent
-from server.api.openai.chat_schemas import ChatBody, Conversation
-from server.api.openai.formatting import JSON, OpenAIFormatter, join, token_logprobs
-from server.api.openai.tools import AnswerForm, AnswerReader
-from server.engine.sampling import TokenLogprobs
-from server.errors import ContextLengthError, InvalidRequestError
-from server.requests.completion import CompletionRequest, Delta
-from server.requests.service import Service
-from server.text.answer import AnswerPiece, Reasoning
-from server.text.chat_format import ChatFormat
+from kvasir.model.chat_template import ChatTemplateError
+from kvasir.server.api.http.body import TextRoute
+from kvasir.server.api.http.pieces import LazyList
+from kvasir.server.api.http.responses import respond, service_of, state_of, streamed
+from kvasir.server.api.openai.answers import Chat, ChatEvent
+from kvasir.server.api.openai.chat_schemas import ChatBody, Conversation
+from kvasir.server.api.openai.formatting import JSON, OpenAIFormatter, join, token_logprobs
+from kvasir.server.api.openai.tools import AnswerForm, AnswerReader
+from kvasir.server.engine.sampling import TokenLogprobs
+from kvasir.server.errors import ContextLengthError, InvalidRequestError
+from kvasir.server.requests.completion import CompletionRequest, Delta
+from kvasir.server.requests.service import Service
+from kvasir.server.text.answer import AnswerPiece, Reasoning
+from kvasir.server.text.chat_format import ChatFormat
 
 router = APIRouter(route_class=TextRoute)
 

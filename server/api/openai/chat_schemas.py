@@ -15,12 +15,12 @@ from pydantic import (
 )
 from pydantic import ValidatorFunctionWrapHandler as Validate
 
-from server.api.http.body import check_amount
-from server.api.openai.schemas import OpenAIBody
-from server.api.schemas import AddSpecialTokens, Items, RequestBody
-from server.engine.sampling import MAX_LOGPROBS
-from server.errors import InvalidRequestError
-from server.text.chat_format import REASONING_NAMES
+from kvasir.server.api.http.body import check_amount
+from kvasir.server.api.openai.schemas import OpenAIBody
+from kvasir.server.api.schemas import AddSpecialTokens, Items, RequestBody
+from kvasir.server.engine.sampling import MAX_LOGPROBS
+from kvasir.server.errors import InvalidRequestError
+from kvasir.server.text.chat_format import REASONING_NAMES
 
 # The body has fields for these variables of the template.
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})

@@ -8,18 +8,18 @@ from functools import partial
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from server.api.http.body import TextRoute
-from server.api.http.pieces import LazyList, compact
-from server.api.http.responses import finite, respond, service_of, state_of, streamed
-from server.api.openai.answers import Completion, CompletionEvent
-from server.api.openai.formatting import JSON, OpenAIFormatter
-from server.api.openai.schemas import CompletionsBody
-from server.engine.sampling import TokenLogprobs
-from server.errors import InvalidRequestError
-from server.requests.completion import Delta
-from server.requests.service import Service
-from server.text.detokenizer import token_name
-from server.text.fill_in_middle import FORMS, form_of
+from kvasir.server.api.http.body import TextRoute
+from kvasir.server.api.http.pieces import LazyList, compact
+from kvasir.server.api.http.responses import finite, respond, service_of, state_of, streamed
+from kvasir.server.api.openai.answers import Completion, CompletionEvent
+from kvasir.server.api.openai.formatting import JSON, OpenAIFormatter
+from kvasir.server.api.openai.schemas import CompletionsBody
+from kvasir.server.engine.sampling import TokenLogprobs
+from kvasir.server.errors import InvalidRequestError
+from kvasir.server.requests.completion import Delta
+from kvasir.server.requests.service import Service
+from kvasir.server.text.detokenizer import token_name
+from kvasir.server.text.fill_in_middle import FORMS, form_of
 
 router = APIRouter(route_class=TextRoute)
 

@@ -11,14 +11,14 @@ from fastapi import APIRouter, Depends, Path, Query, Request
 from starlette.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
-from server.api.http.responses import errors, state_of
-from server.api.http.upload import read_form
-from server.api.schemas import ResponseBody
-from server.batches.content import Content
-from server.batches.objects import File
-from server.batches.store import BatchStore
-from server.batches.threads import in_thread
-from server.errors import InvalidRequestError, NotFoundError
+from kvasir.server.api.http.responses import errors, state_of
+from kvasir.server.api.http.upload import read_form
+from kvasir.server.api.schemas import ResponseBody
+from kvasir.server.batches.content import Content
+from kvasir.server.batches.objects import File
+from kvasir.server.batches.store import BatchStore
+from kvasir.server.batches.threads import in_thread
+from kvasir.server.errors import InvalidRequestError, NotFoundError
 
 router = APIRouter()
 

@@ -13,13 +13,13 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from server.api.http.pieces import LazyList, Written, compact, together, written
-from server.api.http.responses import DONE, Formatter, event, finite
-from server.api.openai.schemas import OpenAIBody
-from server.engine.sampling import TokenLogprobs
-from server.requests.completion import Delta
-from server.requests.service import Service
-from server.text.detokenizer import token_bytes, token_text
+from kvasir.server.api.http.pieces import LazyList, Written, compact, together, written
+from kvasir.server.api.http.responses import DONE, Formatter, event, finite
+from kvasir.server.api.openai.schemas import OpenAIBody
+from kvasir.server.engine.sampling import TokenLogprobs
+from kvasir.server.requests.completion import Delta
+from kvasir.server.requests.service import Service
+from kvasir.server.text.detokenizer import token_bytes, token_text
 
 JSON = dict[str, Any]
 

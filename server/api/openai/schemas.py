@@ -8,14 +8,14 @@ from typing import Annotated, Any, Self
 from pydantic import AliasChoices, Field, ValidationError, WrapValidator, model_validator
 from pydantic import ValidatorFunctionWrapHandler as Validate
 
-from model.bundle import GenerationDefaults
-from server.api import schemas
-from server.api.other_servers import NO_OPS
-from server.api.structured import StructuredFields
-from server.api.target import TargetFields
-from server.engine.sampling import MAX_LOGPROBS
-from server.errors import InvalidRequestError
-from server.requests.builder import RequestOptions
+from kvasir.model.bundle import GenerationDefaults
+from kvasir.server.api import schemas
+from kvasir.server.api.other_servers import NO_OPS
+from kvasir.server.api.structured import StructuredFields
+from kvasir.server.api.target import TargetFields
+from kvasir.server.engine.sampling import MAX_LOGPROBS
+from kvasir.server.errors import InvalidRequestError
+from kvasir.server.requests.builder import RequestOptions
 
 _AnyPrompts = (
     str

@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from server.api.openai.chat_schemas import ChatBody, NamedTool
-from server.engine.grammar.constraints import Grammar
-from server.engine.sequence import FinishReason
-from server.errors import InvalidRequestError
-from server.requests.completion import Completion, Delta
-from server.requests.service import Service
-from server.text.answer import AnswerParser, AnswerPiece
-from server.text.chat_format import ChatFormat
-from server.text.reasoning import ReasoningFormat, ReasoningParser
-from server.text.tool_calls import ToolCallParser
-from server.text.tool_formats import ToolCallFormat
-from server.text.tool_grammar import calls_in_text, calls_only, reasoning_before
+from kvasir.server.api.openai.chat_schemas import ChatBody, NamedTool
+from kvasir.server.engine.grammar.constraints import Grammar
+from kvasir.server.engine.sequence import FinishReason
+from kvasir.server.errors import InvalidRequestError
+from kvasir.server.requests.completion import Completion, Delta
+from kvasir.server.requests.service import Service
+from kvasir.server.text.answer import AnswerParser, AnswerPiece
+from kvasir.server.text.chat_format import ChatFormat
+from kvasir.server.text.reasoning import ReasoningFormat, ReasoningParser
+from kvasir.server.text.tool_calls import ToolCallParser
+from kvasir.server.text.tool_formats import ToolCallFormat
+from kvasir.server.text.tool_grammar import calls_in_text, calls_only, reasoning_before
 
 
 @dataclass(frozen=True, slots=True)

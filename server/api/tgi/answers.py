@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field, Json
 
-from server.api import schemas
+from kvasir.server.api import schemas
 
 
 class GenerateError(schemas.ResponseBody):

@@ -12,20 +12,20 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from server.api.embeddings.tei import EncoderInfo, encoder_info
-from server.api.http import responses
-from server.api.http.body import TextRoute
-from server.api.http.pieces import LazyList, compact
-from server.api.http.responses import GENERATE_ERRORS, finite, streamed
-from server.api.structured import tgi_grammar
-from server.api.tgi.answers import Generated, GenerateEvent, Info
-from server.api.tgi.schemas import CompatibleBody, GenerateBody
-from server.engine.sampling import TokenLogprobs
-from server.engine.sequence import FinishReason
-from server.errors import InvalidRequestError
-from server.requests.completion import Choice, Delta
-from server.requests.service import Service
-from server.text.detokenizer import token_text
+from kvasir.server.api.embeddings.tei import EncoderInfo, encoder_info
+from kvasir.server.api.http import responses
+from kvasir.server.api.http.body import TextRoute
+from kvasir.server.api.http.pieces import LazyList, compact
+from kvasir.server.api.http.responses import GENERATE_ERRORS, finite, streamed
+from kvasir.server.api.structured import tgi_grammar
+from kvasir.server.api.tgi.answers import Generated, GenerateEvent, Info
+from kvasir.server.api.tgi.schemas import CompatibleBody, GenerateBody
+from kvasir.server.engine.sampling import TokenLogprobs
+from kvasir.server.engine.sequence import FinishReason
+from kvasir.server.errors import InvalidRequestError
+from kvasir.server.requests.completion import Choice, Delta
+from kvasir.server.requests.service import Service
+from kvasir.server.text.detokenizer import token_text
 
 router = APIRouter(route_class=TextRoute)
 

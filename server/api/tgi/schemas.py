@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from server.api import schemas
-from server.api.structured import TGIFormat
-from server.api.target import TargetFields
-from server.engine.sampling import MAX_LOGPROBS
+from kvasir.server.api import schemas
+from kvasir.server.api.structured import TGIFormat
+from kvasir.server.api.target import TargetFields
+from kvasir.server.engine.sampling import MAX_LOGPROBS
 
 
 class GenerateParameters(schemas.SamplingFields, TargetFields):

@@ -12,10 +12,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from time import perf_counter
 from typing import Protocol
 
-from server.engine.encoder.sequence import EncoderOutput, EncoderSequence
-from server.engine.engine import StepStats
-from server.engine.sampling import Floats
-from server.engine.sequence import FinishReason, SequenceStatus
+from kvasir.server.engine.encoder.sequence import EncoderOutput, EncoderSequence
+from kvasir.server.engine.engine import StepStats
+from kvasir.server.engine.sampling import Floats
+from kvasir.server.engine.sequence import FinishReason, SequenceStatus
 
 TOKEN_BUDGET = 256  # of a run, unless another one is set
 MAX_PADDING = 1.5  # ratio of the positions of a run's rows to its tokens

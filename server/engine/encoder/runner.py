@@ -10,15 +10,15 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 
-from model.config import TransformerConfig
-from model.machine import usable_cpus
-from model.onnx.runtime import onnxruntime
-from model.packing import HIDDEN_OUTPUT, VECTORS_OUTPUT, pack
-from server.engine.encoder.sequence import EncoderSequence
-from server.engine.engine import check_max_model_len
-from server.engine.machine import SPIN_MICROSECONDS, return_freed_memory
-from server.engine.sampling import Floats
-from server.engine.session import open_session, shrinking
+from kvasir.model.config import TransformerConfig
+from kvasir.model.machine import usable_cpus
+from kvasir.model.onnx.runtime import onnxruntime
+from kvasir.model.packing import HIDDEN_OUTPUT, VECTORS_OUTPUT, pack
+from kvasir.server.engine.encoder.sequence import EncoderSequence
+from kvasir.server.engine.engine import check_max_model_len
+from kvasir.server.engine.machine import SPIN_MICROSECONDS, return_freed_memory
+from kvasir.server.engine.sampling import Floats
+from kvasir.server.engine.session import open_session, shrinking
 
 
 class EncoderRunner:

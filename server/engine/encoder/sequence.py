@@ -5,9 +5,9 @@ from __future__ import annotations
 import collections.abc
 from dataclasses import dataclass
 
-from server.engine.engine import TokenOutput
-from server.engine.sampling import Floats
-from server.engine.sequence import Sequence
+from kvasir.server.engine.engine import TokenOutput
+from kvasir.server.engine.sampling import Floats
+from kvasir.server.engine.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from model.onnx.runtime import onnxruntime
-from server.engine.gpu.cuda_runtime import DeviceBuffer, check_capability
-from server.engine.gpu.errors import NoDeviceError
-from server.engine.gpu.outputs import Stream
-from server.engine.session import KVInput
+from kvasir.model.onnx.runtime import onnxruntime
+from kvasir.server.engine.gpu.cuda_runtime import DeviceBuffer, check_capability
+from kvasir.server.engine.gpu.errors import NoDeviceError
+from kvasir.server.engine.gpu.outputs import Stream
+from kvasir.server.engine.session import KVInput
 
 _CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 _WARNING, _FATAL = 2, 4  # ONNX Runtime's severities; the first is its default

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from server.engine.gpu.errors import NoDeviceError
+from kvasir.server.engine.gpu.errors import NoDeviceError
 
 # Major compute capabilities with machine code in ONNX Runtime's wheel, and the least minor ones. It
 # has no code that the driver could translate for others.

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from model.bundle import INVERSE_TEMPERATURES_INPUT
-from model.onnx.runtime import onnxruntime
-from server.engine.gpu.outputs import DeviceOutputs, Stream
-from server.engine.gpu.runner import Inputs
-from server.engine.logits import Logits
-from server.engine.sampling import Floats
+from kvasir.model.bundle import INVERSE_TEMPERATURES_INPUT
+from kvasir.model.onnx.runtime import onnxruntime
+from kvasir.server.engine.gpu.outputs import DeviceOutputs, Stream
+from kvasir.server.engine.gpu.runner import Inputs
+from kvasir.server.engine.logits import Logits
+from kvasir.server.engine.sampling import Floats
 
 logger = logging.getLogger("kvasir")
 

@@ -7,10 +7,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from model.bundle import CANDIDATES_OUTPUT
-from model.onnx.runtime import onnxruntime
-from server.engine.logits import Candidates, Logits
-from server.engine.sampling import Floats
+from kvasir.model.bundle import CANDIDATES_OUTPUT
+from kvasir.model.onnx.runtime import onnxruntime
+from kvasir.server.engine.logits import Candidates, Logits
+from kvasir.server.engine.sampling import Floats
 
 
 class Buffer(Protocol):

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from model.bundle import INVERSE_TEMPERATURES_INPUT
-from server.engine.batch import Chunk, StepBatch
-from server.engine.kv.blocks import KVBlocks
-from server.engine.logits import Logits
+from kvasir.model.bundle import INVERSE_TEMPERATURES_INPUT
+from kvasir.server.engine.batch import Chunk, StepBatch
+from kvasir.server.engine.kv.blocks import KVBlocks
+from kvasir.server.engine.logits import Logits
 
 _DENSE_TOKENS = 2**14  # of one layer: 64 MiB at 8 heads of 128 channels in 16 bits
 

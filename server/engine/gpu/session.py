@@ -8,26 +8,26 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from model.bundle import CANDIDATES_OUTPUT, INVERSE_TEMPERATURES_INPUT, KV_BLOCK_SIZE, Device
-from model.config import TransformerConfig
-from model.onnx.runtime import onnxruntime
-from server.engine.engine import check_max_model_len, warm_up
-from server.engine.gpu.cuda import (
+from kvasir.model.bundle import CANDIDATES_OUTPUT, INVERSE_TEMPERATURES_INPUT, KV_BLOCK_SIZE, Device
+from kvasir.model.config import TransformerConfig
+from kvasir.model.onnx.runtime import onnxruntime
+from kvasir.server.engine.engine import check_max_model_len, warm_up
+from kvasir.server.engine.gpu.cuda import (
     bind_blocks_at,
     bind_cuda_blocks,
     open_capturing_session,
     open_cuda_session,
     require_cuda,
 )
-from server.engine.gpu.cuda_runtime import CudaStream, free_memory
-from server.engine.gpu.errors import NoDeviceError
-from server.engine.gpu.graphs import DecodeGraphs, warn_without_graphs, without_graph
-from server.engine.gpu.outputs import Buffer, DeviceOutputs, Stream
-from server.engine.gpu.runner import Inputs, PagedRunner
-from server.engine.gpu.webgpu import bind_webgpu_blocks, open_webgpu_session, require_webgpu
-from server.engine.kv.blocks import KVBlocks
-from server.engine.logits import Candidates, Logits, most_logits
-from server.engine.session import KVInput, check_shape, kv_inputs
+from kvasir.server.engine.gpu.cuda_runtime import CudaStream, free_memory
+from kvasir.server.engine.gpu.errors import NoDeviceError
+from kvasir.server.engine.gpu.graphs import DecodeGraphs, warn_without_graphs, without_graph
+from kvasir.server.engine.gpu.outputs import Buffer, DeviceOutputs, Stream
+from kvasir.server.engine.gpu.runner import Inputs, PagedRunner
+from kvasir.server.engine.gpu.webgpu import bind_webgpu_blocks, open_webgpu_session, require_webgpu
+from kvasir.server.engine.kv.blocks import KVBlocks
+from kvasir.server.engine.logits import Candidates, Logits, most_logits
+from kvasir.server.engine.session import KVInput, check_shape, kv_inputs
 
 _MEMORY_SHARE = 0.9
 

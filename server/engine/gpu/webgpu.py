@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from model.onnx.runtime import onnxruntime
-from server.engine.gpu.cuda import open_on_gpu
-from server.engine.gpu.errors import NoDeviceError
-from server.engine.session import KVInput
+from kvasir.model.onnx.runtime import onnxruntime
+from kvasir.server.engine.gpu.cuda import open_on_gpu
+from kvasir.server.engine.gpu.errors import NoDeviceError
+from kvasir.server.engine.session import KVInput
 
 _MEMORY = "webgpu"  # ONNX Runtime's name of the adapter's memory
 

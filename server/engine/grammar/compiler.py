@@ -19,7 +19,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
-from server.engine.grammar.constraints import (
+from kvasir.server.engine.grammar.constraints import (
     JSON_OPTIONS,
     Constraint,
     Grammar,

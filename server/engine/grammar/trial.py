@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-from model.limited_process import LimitedProcess, answer, limit_memory, limit_time, messages
-from server.engine.grammar.compiler import GrammarCompiler
-from server.engine.grammar.constraints import Grammar, GrammarError
+from kvasir.model.limited_process import LimitedProcess, answer, limit_memory, limit_time, messages
+from kvasir.server.engine.grammar.compiler import GrammarCompiler
+from kvasir.server.engine.grammar.constraints import Grammar, GrammarError
 
 CPU_SECONDS = 0.5
 MEMORY_BYTES = 32 * 2**20

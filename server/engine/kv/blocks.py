@@ -12,7 +12,7 @@ from collections import OrderedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from server.engine.kv.prefix_cache import BlockCache
+from kvasir.server.engine.kv.prefix_cache import BlockCache
 
 
 class KVBlocks:

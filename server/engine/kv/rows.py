@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from server.engine.kv.prefix_cache import PrefixCache
+from kvasir.server.engine.kv.prefix_cache import PrefixCache
 
 MAX_PROMPT_ROWS = 8
 MAX_CHUNKS_PER_STEP = 8  # each may be a run of its own, which reads every weight

@@ -10,8 +10,8 @@ from typing import Self
 
 import numpy as np
 
-from server.engine.kv.prefix_cache import PrefixCache
-from server.engine.kv.rows import KVShape, RowMemory
+from kvasir.server.engine.kv.prefix_cache import PrefixCache
+from kvasir.server.engine.kv.rows import KVShape, RowMemory
 
 
 class SourceRows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from server.engine.kv.prefix_cache import BlockCache
+from kvasir.server.engine.kv.prefix_cache import BlockCache
 
 
 class MovableRows(Protocol):

@@ -11,21 +11,21 @@ from pathlib import Path
 
 import numpy as np
 
-from model.bundle import cache_names
-from model.config import TransformerConfig
-from model.machine import available_memory, usable_cpus
-from model.onnx.runtime import onnxruntime
-from model.packing import SOURCE_OUTPUT, pack
-from server.engine.batch import Chunk, StepBatch
-from server.engine.encoder.engine import MAX_PADDING
-from server.engine.engine import check_max_model_len
-from server.engine.kv.rows import KVShape
-from server.engine.kv.source_rows import SourceRows
-from server.engine.logits import Logits
-from server.engine.machine import SPIN_MICROSECONDS
-from server.engine.runner import TOKEN_BLOCK, RowBinding
-from server.engine.sampling import Floats
-from server.engine.session import check_shape, open_session
+from kvasir.model.bundle import cache_names
+from kvasir.model.config import TransformerConfig
+from kvasir.model.machine import available_memory, usable_cpus
+from kvasir.model.onnx.runtime import onnxruntime
+from kvasir.model.packing import SOURCE_OUTPUT, pack
+from kvasir.server.engine.batch import Chunk, StepBatch
+from kvasir.server.engine.encoder.engine import MAX_PADDING
+from kvasir.server.engine.engine import check_max_model_len
+from kvasir.server.engine.kv.rows import KVShape
+from kvasir.server.engine.kv.source_rows import SourceRows
+from kvasir.server.engine.logits import Logits
+from kvasir.server.engine.machine import SPIN_MICROSECONDS
+from kvasir.server.engine.runner import TOKEN_BLOCK, RowBinding
+from kvasir.server.engine.sampling import Floats
+from kvasir.server.engine.session import check_shape, open_session
 
 
 class Seq2SeqRunner:

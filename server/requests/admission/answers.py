@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from server.engine.machine import return_freed_memory
-from server.errors import InvalidRequestError, OverloadedError
-from server.requests.text_worker import TextWorker
+from kvasir.server.engine.machine import return_freed_memory
+from kvasir.server.errors import InvalidRequestError, OverloadedError
+from kvasir.server.requests.text_worker import TextWorker
 
 # Of the largest size. One is written while it is sent, and takes a fifth of that until then.
 _MOST_AT_ONCE = 4

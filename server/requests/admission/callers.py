@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from server.errors import OverloadedError
+from kvasir.server.errors import OverloadedError
 
 
 @dataclass(slots=True, eq=False)

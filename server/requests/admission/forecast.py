@@ -12,7 +12,7 @@ from heapq import heapify, heapreplace
 from statistics import fmean
 from typing import NamedTuple, Self
 
-from server.engine.engine import StepStats
+from kvasir.server.engine.engine import StepStats
 
 # The share of a measured time to count on. The load may ease, and a request that could then be in
 # time is admitted.

@@ -9,12 +9,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 
-from server.engine.engine import Engine
-from server.engine.sequence import is_background
-from server.errors import ContextLengthError, InvalidRequestError, OverloadedError, UnavailableError
-from server.requests.admission.forecast import LEAST_SHARE, Snapshot, Work
-from server.requests.completion import CompletionRequest
-from server.requests.embedding import EmbeddingRequest
+from kvasir.server.engine.engine import Engine
+from kvasir.server.engine.sequence import is_background
+from kvasir.server.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    OverloadedError,
+    UnavailableError,
+)
+from kvasir.server.requests.admission.forecast import LEAST_SHARE, Snapshot, Work
+from kvasir.server.requests.completion import CompletionRequest
+from kvasir.server.requests.embedding import EmbeddingRequest
 
 Request = CompletionRequest | EmbeddingRequest
 # A request that will probably be late must get its slot SLACK times its run time before the

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, Json
 
-from server.api.openai.answers import ChatTokenLogprob
-from server.api.schemas import ResponseBody, Size
+from kvasir.server.api.openai.answers import ChatTokenLogprob
+from kvasir.server.api.schemas import ResponseBody, Size
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 

@@ -8,19 +8,19 @@ from functools import partial
 from time import time
 from typing import Any
 
-from server.api.http.pieces import LazyList, Written, compact, together, written
-from server.api.http.responses import Formatter
-from server.api.openai.formatting import JSON, token_logprobs
-from server.api.openai.responses.items import PREFIXES, sealed
-from server.api.openai.responses.schemas import ENCRYPTED, LOGPROBS, ResponsesBody
-from server.api.openai.responses.store import Key, ResponseStore, Stored
-from server.api.openai.tools import AnswerForm, AnswerReader
-from server.engine.sampling import TokenLogprobs
-from server.engine.sequence import FinishReason
-from server.requests.completion import CompletionRequest, Delta
-from server.requests.service import Service
-from server.text.answer import AnswerPiece, Reasoning
-from server.text.tool_calls import ToolCallPiece
+from kvasir.server.api.http.pieces import LazyList, Written, compact, together, written
+from kvasir.server.api.http.responses import Formatter
+from kvasir.server.api.openai.formatting import JSON, token_logprobs
+from kvasir.server.api.openai.responses.items import PREFIXES, sealed
+from kvasir.server.api.openai.responses.schemas import ENCRYPTED, LOGPROBS, ResponsesBody
+from kvasir.server.api.openai.responses.store import Key, ResponseStore, Stored
+from kvasir.server.api.openai.tools import AnswerForm, AnswerReader
+from kvasir.server.engine.sampling import TokenLogprobs
+from kvasir.server.engine.sequence import FinishReason
+from kvasir.server.requests.completion import CompletionRequest, Delta
+from kvasir.server.requests.service import Service
+from kvasir.server.text.answer import AnswerPiece, Reasoning
+from kvasir.server.text.tool_calls import ToolCallPiece
 
 _ENDS = {"completed": "completed", "failed": "failed"}  # statuses and events; others: incomplete
 _REASONS = {"length": "max_output_tokens", "timeout": "timeout"}

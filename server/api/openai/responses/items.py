@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from server.api.openai.chat_schemas import Part
-from server.api.openai.formatting import JSON
-from server.api.schemas import Items
+from kvasir.server.api.openai.chat_schemas import Part
+from kvasir.server.api.openai.formatting import JSON
+from kvasir.server.api.schemas import Items
 
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of the ids of items
 _TEXTS = ("input_text", "output_text", "text")

@@ -11,9 +11,9 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from server.api.http.body import TextRoute
-from server.api.http.pieces import compact, written
-from server.api.http.responses import (
+from kvasir.server.api.http.body import TextRoute
+from kvasir.server.api.http.pieces import compact, written
+from kvasir.server.api.http.responses import (
     errors,
     held_response,
     models_of,
@@ -22,20 +22,20 @@ from server.api.http.responses import (
     state_of,
     streamed,
 )
-from server.api.openai.chat import prepare
-from server.api.openai.chat_schemas import ChatBody
-from server.api.openai.formatting import JSON
-from server.api.openai.responses.answers import (
+from kvasir.server.api.openai.chat import prepare
+from kvasir.server.api.openai.chat_schemas import ChatBody
+from kvasir.server.api.openai.formatting import JSON
+from kvasir.server.api.openai.responses.answers import (
     DeletedResponse,
     InputItems,
     ModelResponse,
     ResponseEvent,
 )
-from server.api.openai.responses.formatting import ResponseFormatter
-from server.api.openai.responses.items import PREFIXES
-from server.api.openai.responses.schemas import ResponsesBody
-from server.api.openai.responses.store import Key, ResponseStore
-from server.errors import InvalidRequestError
+from kvasir.server.api.openai.responses.formatting import ResponseFormatter
+from kvasir.server.api.openai.responses.items import PREFIXES
+from kvasir.server.api.openai.responses.schemas import ResponsesBody
+from kvasir.server.api.openai.responses.store import Key, ResponseStore
+from kvasir.server.errors import InvalidRequestError
 
 router = APIRouter(route_class=TextRoute)
 

@@ -6,14 +6,14 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from server.api import schemas
-from server.api.openai.chat_schemas import ChatBody, Function
-from server.api.openai.formatting import JSON
-from server.api.openai.responses.items import AnyItem, messages_of
-from server.api.schemas import Items, RequestBody
-from server.api.structured import JSONSchema
-from server.engine.sampling import MAX_LOGPROBS
-from server.errors import InvalidRequestError
+from kvasir.server.api import schemas
+from kvasir.server.api.openai.chat_schemas import ChatBody, Function
+from kvasir.server.api.openai.formatting import JSON
+from kvasir.server.api.openai.responses.items import AnyItem, messages_of
+from kvasir.server.api.schemas import Items, RequestBody
+from kvasir.server.api.structured import JSONSchema
+from kvasir.server.engine.sampling import MAX_LOGPROBS
+from kvasir.server.errors import InvalidRequestError
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 

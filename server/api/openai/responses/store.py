@@ -7,9 +7,9 @@ from collections import Counter, OrderedDict
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
-from server.api.http.pieces import Written
-from server.api.openai.formatting import JSON
-from server.errors import NotFoundError
+from kvasir.server.api.http.pieces import Written
+from kvasir.server.api.openai.formatting import JSON
+from kvasir.server.errors import NotFoundError
 
 Key = tuple[bytes, str]  # the salt of the caller that it belongs to, and its id
 

@@ -5,23 +5,29 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
-from commands.console.progress import on_interrupt
+from kvasir.commands.console.progress import on_interrupt
 
 # Ctrl-C during these imports ends the process as a signal does, without a traceback.
 with on_interrupt(signal.SIG_DFL):
     import typer
 
-    from commands.bench import bench_embed, bench_engine, bench_model, bench_seq2seq, bench_serve
-    from commands.chat import chat
-    from commands.console.output import Command, CommandGroup
-    from commands.doctor import doctor
-    from commands.explain import explain
-    from commands.export import export, verify
-    from commands.generate import generate
-    from commands.import_ import import_
-    from commands.pull import pull
-    from commands.serve import serve
-    from commands.train import train
+    from kvasir.commands.bench import (
+        bench_embed,
+        bench_engine,
+        bench_model,
+        bench_seq2seq,
+        bench_serve,
+    )
+    from kvasir.commands.chat import chat
+    from kvasir.commands.console.output import Command, CommandGroup
+    from kvasir.commands.doctor import doctor
+    from kvasir.commands.explain import explain
+    from kvasir.commands.export import export, verify
+    from kvasir.commands.generate import generate
+    from kvasir.commands.import_ import import_
+    from kvasir.commands.pull import pull
+    from kvasir.commands.serve import serve
+    from kvasir.commands.train import train
 
 # The panel of the help, the function, and an example, which also names the command.
 _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (

@@ -1,0 +1,199 @@
+"""A model directory in this process, without a server: what `kvasir.load` returns."""
+
+from __future__ import annotations
+
+import collections.abc
+import math
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvasir.model.bundle import GenerationDefaults, ModelBundle
+from kvasir.model.chat_template import ChatTemplate
+from kvasir.server.engine.encoder.engine import EncoderEngine
+from kvasir.server.engine.encoder.sequence import EncoderSequence
+from kvasir.server.engine.engine import Engine
+from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sequence import FinishReason, Sequence
+from kvasir.server.process.engine_builder import build_encoder_engine, build_engine, check_model
+from kvasir.server.requests.admission.queue import check_length
+from kvasir.server.settings import load_settings
+from kvasir.server.text.chat_format import ChatFormat
+from kvasir.server.text.detokenizer import Detokenizer, StopChecker
+
+NEW_TOKENS = 128  # by default, if as many fit
+
+Prompt = str | collections.abc.Sequence[Mapping[str, Any]]
+
+
+class Piece(NamedTuple):
+    """The text that a token adds, if any yet. The last piece has a finish reason and no token.
+
+    probability: the raw model's, if `SamplingParams.logprobs` asks for it.
+    """
+
+    text: str
+    token_id: int | None
+    finish_reason: FinishReason | None = None
+    probability: float | None = None
+
+
+def complete(
+    engine: Engine, bundle: ModelBundle, prompt_ids: list[int], params: SamplingParams
+) -> Iterator[Piece]:
+    """Yield the pieces of a completion; `check_length` must have accepted the prompt.
+
+    Raises ValueError while another one of this engine has not been read to its end.
+    """
+    if engine.has_work:
+        raise ValueError("another answer has not ended: read it to its end, or close it")
+    ending_ids = frozenset(bundle.config.eos_token_ids)
+    prefix = list(bundle.config.target_prefix)
+    sequence = Sequence(0, prompt_ids, params, ending_ids, perf_counter(), target_prefix=prefix)
+    text, reason = Detokenizer(bundle.tokenizer, () if prefix else prompt_ids), None
+    engine.add(sequence)
+    try:
+        while engine.has_work:
+            for output in engine.step()[0]:
+                reason = output.finish_reason
+                if output.token_id is not None and reason is not FinishReason.STOP:
+                    probability = math.exp(output.logprobs.logprob) if output.logprobs else None
+                    yield Piece(text.push(output.token_id), output.token_id, None, probability)
+        yield Piece(text.flush(), None, reason)
+    finally:
+        engine.abort(sequence.id)  # if its reader has left
+
+
+class Model:
+    """A loaded model directory, for one caller at a time. Close it, or use it in a `with` block.
+
+    settings: those of `kvasir serve`, such as threads. Raises StartupError and ValueError, in one
+    line, for what cannot be loaded here.
+    """
+
+    def __init__(self, directory: str | Path, **settings: Any) -> None:
+        known = load_settings(model=Path(directory), **{"max_num_seqs": 1} | settings)
+        self.bundle = check_model(known)
+        self._engine: Engine | EncoderEngine | None = (
+            build_engine(known, self.bundle)
+            if self.bundle.config.pooling is None
+            else build_encoder_engine(known, self.bundle)
+        )
+
+    def generate(self, prompt: Prompt, **options: Any) -> str:
+        """Return the text after a prompt; the options are those of `stream`."""
+        return "".join(self.stream(prompt, **options))
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop: collections.abc.Sequence[str] = (),
+    ) -> Iterator[str]:
+        """Yield the text after a prompt as it comes.
+
+        prompt: a text, or the messages of a chat, each with a role and content. max_tokens: 128 by
+        default, or as many as fit. Sampling defaults to what the model recommends, with a new seed
+        each time. stop: texts that end it, and are left out. Raises ContextLengthError if the
+        prompt is too long, ChatTemplateError, and ValueError for a model that makes vectors.
+        """
+        given = GenerationDefaults(temperature=temperature, top_k=top_k, top_p=top_p)
+        checker = StopChecker(tuple(stop))
+        ids, params = self.plan(prompt, given, max_tokens=max_tokens, seed=seed)
+        for piece in self.pieces(ids, params):
+            text = checker.push(piece.text)
+            if piece.finish_reason is not None:
+                text += checker.flush()
+            if text:
+                yield text
+            if checker.stopped:
+                return
+
+    def plan(
+        self,
+        prompt: Prompt,
+        given: GenerationDefaults,
+        *,
+        max_tokens: int | None = None,
+        seed: int | None = None,
+        logprobs: int | None = None,
+    ) -> tuple[list[int], SamplingParams]:
+        """Return a prompt's tokens and the parameters after it. Raises as `stream` does."""
+        engine, tokenizer = self._generating(), self.bundle.tokenizer
+        is_text = isinstance(prompt, str)
+        text = prompt if isinstance(prompt, str) else self._rendered(prompt)
+        ids = tokenizer.encode(text, add_special_tokens=is_text).ids
+        n_given = len(self.bundle.config.target_prefix)
+        if max_tokens is None:
+            max_tokens = max(1, min(NEW_TOKENS, engine.limits.after(len(ids)) - n_given))
+        check_length(len(ids), max_tokens, engine, n_given)
+        fields: dict[str, Any] = self.bundle.default_sampling.given() | given.given()
+        seed = secrets.randbits(64) if seed is None else seed
+        return ids, SamplingParams(max_tokens=max_tokens, seed=seed, logprobs=logprobs, **fields)
+
+    def pieces(self, prompt_ids: list[int], params: SamplingParams) -> Iterator[Piece]:
+        """Yield the pieces of a completion of what `plan` returned."""
+        return complete(self._generating(), self.bundle, prompt_ids, params)
+
+    def embed(self, texts: collections.abc.Sequence[str]) -> NDArray[np.float32]:
+        """Return the vectors of texts [n_texts, d_out], as the model pools them.
+
+        Raises ValueError for a model that continues texts, and for a text that is empty or longer
+        than the model takes.
+        """
+        engine = self._engine
+        if not isinstance(engine, EncoderEngine):
+            raise ValueError(f"{self.bundle.path} continues texts and makes no vectors of them")
+        found: dict[int, NDArray[np.float32]] = {}
+        encodings = self.bundle.tokenizer.encode_batch_fast(list(texts))
+        for place, encoding in enumerate(encodings):
+            if not 1 <= len(encoding.ids) <= engine.max_model_len:
+                raise ValueError(
+                    f"text {place} has {len(encoding.ids)} tokens; the model takes 1 to "
+                    f"{engine.max_model_len}"
+                )
+        params, now = SamplingParams(max_tokens=0), perf_counter()
+        for i, encoding in enumerate(encodings):
+            engine.add(EncoderSequence(i, encoding.ids, params, frozenset(), now))
+        while engine.has_work:
+            for output in engine.step()[0]:
+                assert output.vectors is not None
+                found[output.sequence_id] = output.vectors
+        return np.array([found[i] for i in range(len(encodings))], dtype=np.float32)
+
+    def close(self) -> None:
+        """Free the model's memory."""
+        self._engine = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _e: BaseException | None, _t: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _generating(self) -> Engine:
+        if self._engine is None:
+            raise ValueError(f"{self.bundle.path} has been closed; load it again")
+        if not isinstance(self._engine, Engine):
+            raise ValueError(f"{self.bundle.path} makes vectors of texts and cannot continue them")
+        return self._engine
+
+    def _rendered(self, messages: collections.abc.Sequence[Mapping[str, Any]]) -> str:
+        if self.bundle.chat_template is None:
+            raise ValueError(f"{self.bundle.path} has no chat template; give a text")
+        template = ChatTemplate(self.bundle.chat_template, self.bundle.special_tokens)
+        known = [dict(message) for message in messages]
+        return ChatFormat(template).render(known, add_generation_prompt=True)

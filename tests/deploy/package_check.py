@@ -1,0 +1,87 @@
+"""Build the wheel and the sdist, and use the wheel as a stranger does.
+
+python -m tests.deploy.package_check works in build/package. Needs a package index.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+from kvasir.server.process.local_server import run_server
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build/package"
+_LIBRARY = """import kvasir
+with kvasir.load(kvasir.__path__[0] + "/stdlib") as model:
+    print(model.generate("def ", max_tokens=4, temperature=0))"""
+
+
+def run(*command: str | Path, cwd: Path | str = ROOT) -> str:
+    """Return what a command prints. Raises CalledProcessError, with it, if it fails."""
+    return subprocess.run(command, cwd=cwd, check=True, capture_output=True, text=True).stdout
+
+
+def environment(name: str, *packages: str | Path) -> Path:
+    """Make an environment with packages, and return the folder of its commands."""
+    venv.create(BUILD / name, clear=True, with_pip=True)
+    pip: list[str | Path] = [
+        BUILD / name / "bin/pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+    ]
+    run(*pip, "-c", ROOT / "constraints.txt", *packages)
+    return BUILD / name / "bin"
+
+
+def main() -> None:
+    """Print what was checked."""
+    shutil.rmtree(BUILD, ignore_errors=True)
+    tools = environment("tools", "build", "check-wheel-contents", "twine")
+    run(tools / "python", "-m", "build", "--outdir", BUILD / "dist")
+    (wheel,), files = (BUILD / "dist").glob("*.whl"), sorted((BUILD / "dist").iterdir())
+    run(tools / "twine", "check", "--strict", *files)
+    run(tools / "check-wheel-contents", wheel)
+    stranger = environment("stranger", f"{wheel}[cpu]")
+    run(stranger / "pip", "check")
+    installed = run(stranger / "pip", "show", "--files", "kvasir-lm").partition("Files:\n")[2]
+    folders = {line.strip().split("/")[0] for line in installed.splitlines()} - {".."}
+    packages = {folder for folder in folders if not folder.endswith(".dist-info")}
+    assert packages == {"kvasir"}, packages
+    with tempfile.TemporaryDirectory() as empty:
+        text = run(stranger / "python", "-c", _LIBRARY, cwd=empty)
+        command: list[str | Path] = [
+            "env",
+            "-C",
+            empty,
+            stranger / "kvasir",
+            "serve",
+            "--host",
+            "127.0.0.1",
+        ]
+        with run_server([*command, "--port", "0"]) as ready:
+            body = {"prompt": "def ", "max_tokens": 4, "temperature": 0}
+            url = f"http://127.0.0.1:{ready['port']}/v1/completions"
+            with urlopen(Request(url, json.dumps(body).encode())) as answer:
+                served = json.load(answer)["choices"][0]["text"]
+    assert text == served + "\n", (text, served)
+    run(stranger / "pip", "uninstall", "--yes", "onnxruntime")
+    serve: list[str | Path] = [stranger / "kvasir", "serve"]
+    refused = subprocess.run(serve, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1, refused
+    assert refused.stderr.endswith("install it with: pip install 'kvasir-lm[cpu]'\n"), refused
+    print(f"{wheel.name}: {wheel.stat().st_size} bytes; it serves, and continues {served!r}")  # noqa: T201
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"{error}\n{error.stdout}{error.stderr}")
