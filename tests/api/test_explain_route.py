@@ -243,4 +243,4 @@ async def test_one_is_explained_three_wait_and_others_are_refused(
     assert len(built) == 5
     assert len(set(map(id, built))) == 1  # loaded once
     if sys.platform == "linux":
-        assert min(nicenesses) > os.getpriority(os.PRIO_PROCESS, 0)
+        assert min(nicenesses) >= min(19, os.getpriority(os.PRIO_PROCESS, 0) + 1)

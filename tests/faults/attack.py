@@ -135,8 +135,13 @@ def job(names: list[str], server: Victim, seed: int, *, few: bool = False) -> di
     return {"names": names, "port": server.port, "folder": folder, "seed": seed, "few": few}
 
 
-def stand(row: Row, clients: Clients, told: dict[str, Any], alone: float = 0.0) -> None:
-    """Fill in the figures of an attack beside streams that were alone for some seconds."""
+def stand(
+    row: Row, clients: Clients, told: dict[str, Any], alone: float = 0.0, *, settles: bool = True
+) -> None:
+    """Fill in the figures of an attack beside streams that were alone for some seconds.
+
+    settles: wait for the memory to be given back, too.
+    """
     server, watch, attackers = clients
     before, n_files = server.reset_peak(), n_open(server)
     try:
@@ -156,7 +161,8 @@ def stand(row: Row, clients: Clients, told: dict[str, Any], alone: float = 0.0) 
         row.lost.append(f"the server ended with {server.popen.returncode}")
         return
     row.grown, until = server.memory("VmHWM") - before, perf_counter() + _SETTLED
-    while _is_unsettled(server, before + MOST_GROWTH // 8, n_files) and perf_counter() < until:
+    most = before + MOST_GROWTH // 8 if settles else 2**62
+    while _is_unsettled(server, most, n_files) and perf_counter() < until:
         sleep(_PAUSE)
     row.kept = server.memory("VmRSS") - before
     row.lost += [f"{left:g} rows are still held"] if (left := n_rows(server)) else []

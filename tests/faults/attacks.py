@@ -64,7 +64,7 @@ ATTACKS = {
     "half_closed": Attack(connections.half_closed, 60, 8),
     "slow_readers": Attack(connections.slow_readers, 5, 2, ("--send-timeout", "2")),
     "disconnects": Attack(connections.disconnects, 1000, 150),
-    "large_answers": Attack(texts.large_answers, 10, 5),
+    "large_answers": Attack(texts.large_answers, 10, 2),
     "large_bodies": Attack(texts.large_bodies, 300, 8),
     "abandoned_texts": Attack(texts.abandoned_texts, 200, 10),
     "hostile_grammars": Attack(texts.hostile_grammars, 60, 2),
@@ -78,7 +78,7 @@ ATTACKS = {
     "foreign_pages": Attack(foreign_pages, 2000, 100, OF_PAGES),
     "neighbours": Attack(neighbours, 600, 40),
     "newline_files": Attack(batch_files.newline_files, 199, 18),
-    "full_disk": Attack(batch_files.full_disk, 12, 3, n_disk=8 * 2**20),
+    "full_disk": Attack(batch_files.full_disk, 12, 2, n_disk=8 * 2**20),
     "hostile_templates": Attack(
         hostile_models.hostile_templates, 24, 0, models=hostile_models.write_templates
     ),
