@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
-from time import sleep
 from typing import Any
 
 from kvasir.server.requests.text_worker import TextWorker
@@ -125,5 +124,4 @@ def _next(pieces: Iterator[bytes]) -> bytes:
         found += piece
         if len(found) >= PIECE:
             break
-        sleep(0)  # release the interpreter's lock, for which others would wait 5 ms
     return bytes(found)
