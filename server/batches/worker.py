@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from time import monotonic, sleep, time
+from time import monotonic, time
 from typing import TypeVar, get_args
 
 from kvasir.model.files import in_words
@@ -168,7 +168,6 @@ class BatchWorker:
             for step in steps:
                 if step is not None or monotonic() > end:
                     return step, False
-                sleep(0)  # release the interpreter's lock, for which streams would wait 5 ms
             return None, True
 
         while True:

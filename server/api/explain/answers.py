@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from time import sleep
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -127,6 +126,5 @@ def _rows(name: str, matrix: Floats) -> Iterator[bytes]:
     """Yield a field of an object, a matrix [n, …], row by row."""
     yield b',"%s":[' % name.encode()
     for i, row in enumerate(matrix):
-        sleep(0)  # release the interpreter's lock, for which others would wait 5 ms
         yield (b"," if i else b"") + to_json(row.tolist())
     yield b"]"
