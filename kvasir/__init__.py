@@ -9,8 +9,8 @@ In Python it loads an exported model, in this process and without PyTorch:
         for text in model.stream("import os", temperature=0):
             print(text, end="")
 
-`load`, `Model` and this package's errors are all that keeps its form from version to version; the
-rooms below it are private. They are the folders beside it: `kvasir/model` is a link to `model`.
+`load` and `Model` keep their form from version to version; all else is private. The rooms are the
+folders beside this package: `kvasir/model` is a link to `model`.
 """
 
 from __future__ import annotations

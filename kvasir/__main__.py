@@ -52,7 +52,7 @@ _BENCHES: tuple[tuple[Callable[..., None], str], ...] = (
 _ABOUT = "Train a decoder language model, or take a published one; export it to ONNX, serve it."
 _EXAMPLES = "\n".join([example for _, _, example in _COMMANDS] + [_BENCHES[-1][1]])
 _PUBLISHED = "A published model: kvasir export SmolLM2-135M/ --out artifacts/smollm2"
-_AT_ONCE = "To see it at once: kvasir serve examples/stdlib"
+_AT_ONCE = "To see it at once: kvasir serve"
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, pretty_exceptions_enable=False)
 bench = typer.Typer(no_args_is_help=True, help="Measure speed: the engine, or servers.")

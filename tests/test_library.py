@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import kvasir
 from kvasir.export.directory import export_checkpoint
+from kvasir.model.bundle import EMBEDDING_FILE
 from kvasir.model.checkpoint import save_checkpoint
 from kvasir.model.config import Pooling
 from kvasir.model.tokenizer import train_tokenizer
+from tests.faults.damage import with_file
 from tests.random_models import make_config, make_decoder
+from tests.serving import CHAT_TEMPLATE
 
 STDLIB = Path(__file__).parent.parent / "examples/stdlib"
 TEXTS = ["def a(): pass", "import os", "x" * 40]
+QUERIES = [f"find {text}" for text in TEXTS]
 
 
 def test_a_text_is_the_same_whole_in_pieces_and_from_the_command() -> None:
@@ -29,8 +37,9 @@ def test_a_text_is_the_same_whole_in_pieces_and_from_the_command() -> None:
         assert "".join(model.stream("def ", max_tokens=9, seed=4)) == text
         assert ended.stdout == text + "\n"
         middle = text[3:6]
-        ended_early = model.generate("def ", max_tokens=9, seed=4, stop=[middle])
-        assert ended_early == text.partition(middle)[0]
+        for stop in (middle, [middle, "\0"]):
+            ended_early = model.generate("def ", max_tokens=9, seed=4, stop=stop)
+            assert ended_early == text.partition(middle)[0]
 
 
 def test_a_reader_may_leave_but_two_cannot_read_at_once() -> None:
@@ -40,10 +49,32 @@ def test_a_reader_may_leave_but_two_cannot_read_at_once() -> None:
         next(first)
         with pytest.raises(ValueError, match="has not ended"):
             model.generate("a", max_tokens=20, temperature=0)
-        first.close()  # type: ignore[attr-defined]
+        first.close()
         assert model.generate("a", max_tokens=20, temperature=0) == whole
-    with pytest.raises(ValueError, match="closed"):
-        model.generate("a")
+    for use in (partial(model.generate, "a"), partial(model.embed, ["a"])):
+        with pytest.raises(ValueError, match="closed"):
+            use()
+
+
+def test_wrong_options_are_named() -> None:
+    wrong: dict[str, Any] = {"temperature": -1, "top_k": "x", "top_p": 2, "max_tokens": 0}
+    with kvasir.load(STDLIB) as model:
+        for name, value in wrong.items():
+            with pytest.raises(ValueError, match=f"^{name} [^\n]*must be [^\n]+$"):
+                model.generate("a", **{name: value})
+        with pytest.raises(ValueError, match="stop text"):
+            model.generate("a", stop=[""])
+        with pytest.raises(ValueError, match="makes no vectors"):
+            model.embed(["a"])
+        with pytest.raises(ValueError, match="no chat template"):
+            model.generate([{"role": "user", "content": "a"}])
+
+
+def test_a_chat_is_its_templates_text(tmp_path: Path) -> None:
+    folder = with_file(tmp_path / "model", "chat_template.jinja", CHAT_TEMPLATE.encode())
+    with kvasir.load(folder) as model:
+        answer = model.generate([{"role": "user", "content": "def"}], max_tokens=9, seed=1)
+        assert answer == model.generate("u>def\na>", max_tokens=9, seed=1)
 
 
 def test_vectors_are_the_networks(tmp_path: Path) -> None:
@@ -52,14 +83,23 @@ def test_vectors_are_the_networks(tmp_path: Path) -> None:
     )
     network = make_decoder(config).eval()
     tokenizer = train_tokenizer(TEXTS * 4, config.vocab_size)
-    save_checkpoint(tmp_path / "run", 1, network, tokenizer, {}, {})
+    embedding = {"prompts": {"query": "find ", "document": ""}, "default_prompt_name": "query"}
+    files = {EMBEDDING_FILE: json.dumps(embedding).encode()}
+    save_checkpoint(tmp_path / "run", 1, network, tokenizer, {}, {}, extra_files=files)
     export_checkpoint(tmp_path / "run", tmp_path / "model", precision="fp32")
     with kvasir.load(tmp_path / "model") as model:
-        vectors = model.embed(TEXTS)
+        vectors = model.embed(TEXTS, prompt_name="document")
+        assert np.array_equal(model.embed(TEXTS), model.embed(QUERIES, prompt_name="document"))
+        empty: list[str] = []
+        for one in (empty, "a"):
+            with pytest.raises(ValueError, match="list of at least one text"):
+                model.embed(one)
+        with pytest.raises(ValueError, match="no prompt 'passage'; it has query, document"):
+            model.embed(["a"], prompt_name="passage")
         with pytest.raises(ValueError, match="vectors"):
             model.generate("a")
         with pytest.raises(ValueError, match="text 1 has 0 tokens"):
-            model.embed(["a", ""])
+            model.embed(["a", ""], prompt_name="document")
     for text, vector in zip(TEXTS, vectors, strict=True):
         ids = torch.tensor([tokenizer.encode(text).ids])
         expected = network.encode(ids, torch.tensor([ids.shape[1]]))[0]

@@ -24,8 +24,6 @@ def check_model(settings: Settings, name: str | None = None) -> ModelBundle:
 
     Raises StartupError if it is damaged or cannot be served here.
     """
-    if onnxruntime_version() is None:
-        raise StartupError(f"this needs onnxruntime; install it with: {install_command('cpu')}")
     path = settings.models[name or settings.model_name]
     try:
         bundle = load_bundle(path)
@@ -33,6 +31,8 @@ def check_model(settings: Settings, name: str | None = None) -> ModelBundle:
         raise StartupError(str(error)) from None
     device = bundle.manifest.device
     if device == "cpu":
+        if onnxruntime_version() is None:
+            raise StartupError(f"this needs onnxruntime; install it with: {install_command('cpu')}")
         return bundle
     from kvasir.server.engine.gpu.session import BACKENDS  # noqa: PLC0415  imports ONNX Runtime
 

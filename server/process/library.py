@@ -5,7 +5,9 @@ from __future__ import annotations
 import collections.abc
 import math
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
+from contextlib import closing
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -13,9 +15,9 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
 from kvasir.model.bundle import GenerationDefaults, ModelBundle
-from kvasir.model.chat_template import ChatTemplate
 from kvasir.server.engine.encoder.engine import EncoderEngine
 from kvasir.server.engine.encoder.sequence import EncoderSequence
 from kvasir.server.engine.engine import Engine
@@ -23,11 +25,12 @@ from kvasir.server.engine.sampling import SamplingParams
 from kvasir.server.engine.sequence import FinishReason, Sequence
 from kvasir.server.process.engine_builder import build_encoder_engine, build_engine, check_model
 from kvasir.server.requests.admission.queue import check_length
-from kvasir.server.settings import load_settings
+from kvasir.server.requests.service import chat_format
+from kvasir.server.settings import describe_fault, load_settings
 from kvasir.server.text.chat_format import ChatFormat
 from kvasir.server.text.detokenizer import Detokenizer, StopChecker
 
-NEW_TOKENS = 128  # by default, if as many fit
+_NEW_TOKENS = 128  # by default, if as many fit
 
 Prompt = str | collections.abc.Sequence[Mapping[str, Any]]
 
@@ -46,7 +49,7 @@ class Piece(NamedTuple):
 
 def complete(
     engine: Engine, bundle: ModelBundle, prompt_ids: list[int], params: SamplingParams
-) -> Iterator[Piece]:
+) -> Generator[Piece]:
     """Yield the pieces of a completion; `check_length` must have accepted the prompt.
 
     Raises ValueError while another one of this engine has not been read to its end.
@@ -78,13 +81,10 @@ class Model:
     """
 
     def __init__(self, directory: str | Path, **settings: Any) -> None:
-        known = load_settings(model=Path(directory), **{"max_num_seqs": 1} | settings)
-        self.bundle = check_model(known)
-        self._engine: Engine | EncoderEngine | None = (
-            build_engine(known, self.bundle)
-            if self.bundle.config.pooling is None
-            else build_encoder_engine(known, self.bundle)
-        )
+        self._settings = load_settings(model=Path(directory), **{"max_num_seqs": 1} | settings)
+        self.bundle = check_model(self._settings)
+        build = build_engine if self.bundle.config.pooling is None else build_encoder_engine
+        self._loaded: Engine | EncoderEngine | None = build(self._settings, self.bundle)
 
     def generate(self, prompt: Prompt, **options: Any) -> str:
         """Return the text after a prompt; the options are those of `stream`."""
@@ -99,26 +99,35 @@ class Model:
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int | None = None,
-        stop: collections.abc.Sequence[str] = (),
-    ) -> Iterator[str]:
+        stop: str | collections.abc.Sequence[str] = (),
+    ) -> Generator[str]:
         """Yield the text after a prompt as it comes.
 
         prompt: a text, or the messages of a chat, each with a role and content. max_tokens: 128 by
         default, or as many as fit. Sampling defaults to what the model recommends, with a new seed
-        each time. stop: texts that end it, and are left out. Raises ContextLengthError if the
-        prompt is too long, ChatTemplateError, and ValueError for a model that makes vectors.
+        each time. stop: texts that end it, and are left out. At its first text it raises
+        ContextLengthError if the prompt is too long, ChatTemplateError, and ValueError for options
+        out of range, a model that makes vectors, and while another stream has not ended.
         """
-        given = GenerationDefaults(temperature=temperature, top_k=top_k, top_p=top_p)
-        checker = StopChecker(tuple(stop))
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if "" in stops:
+            raise ValueError("a stop text is empty; leave it out")
+        try:
+            given = GenerationDefaults(temperature=temperature, top_k=top_k, top_p=top_p)
+        except ValidationError as error:
+            (name,), value = error.errors()[0]["loc"], error.errors()[0]["input"]
+            raise ValueError(f"{name} = {value!r} {describe_fault(error)}") from None
+        checker = StopChecker(stops)
         ids, params = self.plan(prompt, given, max_tokens=max_tokens, seed=seed)
-        for piece in self.pieces(ids, params):
-            text = checker.push(piece.text)
-            if piece.finish_reason is not None:
-                text += checker.flush()
-            if text:
-                yield text
-            if checker.stopped:
-                return
+        with closing(self.pieces(ids, params)) as pieces:
+            for piece in pieces:
+                text = checker.push(piece.text)
+                if piece.finish_reason is not None:
+                    text += checker.flush()
+                if text:
+                    yield text
+                if checker.stopped:
+                    return
 
     def plan(
         self,
@@ -135,46 +144,60 @@ class Model:
         text = prompt if isinstance(prompt, str) else self._rendered(prompt)
         ids = tokenizer.encode(text, add_special_tokens=is_text).ids
         n_given = len(self.bundle.config.target_prefix)
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1")
         if max_tokens is None:
-            max_tokens = max(1, min(NEW_TOKENS, engine.limits.after(len(ids)) - n_given))
+            max_tokens = max(1, min(_NEW_TOKENS, engine.limits.after(len(ids)) - n_given))
         check_length(len(ids), max_tokens, engine, n_given)
         fields: dict[str, Any] = self.bundle.default_sampling.given() | given.given()
         seed = secrets.randbits(64) if seed is None else seed
         return ids, SamplingParams(max_tokens=max_tokens, seed=seed, logprobs=logprobs, **fields)
 
-    def pieces(self, prompt_ids: list[int], params: SamplingParams) -> Iterator[Piece]:
+    def pieces(self, prompt_ids: list[int], params: SamplingParams) -> Generator[Piece]:
         """Yield the pieces of a completion of what `plan` returned."""
         return complete(self._generating(), self.bundle, prompt_ids, params)
 
-    def embed(self, texts: collections.abc.Sequence[str]) -> NDArray[np.float32]:
-        """Return the vectors of texts [n_texts, d_out], as the model pools them.
+    def embed(
+        self, texts: collections.abc.Sequence[str], *, prompt_name: str | None = None
+    ) -> NDArray[np.float32]:
+        """Return the vectors of texts [n_texts, d_out], as the server does.
 
-        Raises ValueError for a model that continues texts, and for a text that is empty or longer
-        than the model takes.
+        prompt_name: the model's prompt to put before each text; the default is the model's choice.
+        Raises ValueError for a model that makes no vectors, for an unknown prompt, and for a text
+        that is empty or longer than the model takes.
         """
-        engine = self._engine
-        if not isinstance(engine, EncoderEngine):
-            raise ValueError(f"{self.bundle.path} continues texts and makes no vectors of them")
-        found: dict[int, NDArray[np.float32]] = {}
-        encodings = self.bundle.tokenizer.encode_batch_fast(list(texts))
+        engine, known = self._encoding(), self.bundle.embedding
+        name = prompt_name or known.default_prompt_name
+        if name is not None and name not in known.prompts:
+            names = ", ".join(known.prompts) or "none"
+            raise ValueError(f"the model has no prompt {name!r}; it has {names}")
+        if isinstance(texts, str) or not texts:
+            raise ValueError(f"texts is {texts!r}; give a list of at least one text")
+        before = "" if name is None else known.prompts[name]
+        encodings = self.bundle.tokenizer.encode_batch_fast([before + text for text in texts])
         for place, encoding in enumerate(encodings):
             if not 1 <= len(encoding.ids) <= engine.max_model_len:
                 raise ValueError(
                     f"text {place} has {len(encoding.ids)} tokens; the model takes 1 to "
                     f"{engine.max_model_len}"
                 )
-        params, now = SamplingParams(max_tokens=0), perf_counter()
-        for i, encoding in enumerate(encodings):
-            engine.add(EncoderSequence(i, encoding.ids, params, frozenset(), now))
-        while engine.has_work:
-            for output in engine.step()[0]:
-                assert output.vectors is not None
-                found[output.sequence_id] = output.vectors
-        return np.array([found[i] for i in range(len(encodings))], dtype=np.float32)
+        found: dict[int, NDArray[np.float32]] = {}
+        params, now, ids = SamplingParams(max_tokens=0), perf_counter(), range(len(encodings))
+        try:
+            for i, encoding in zip(ids, encodings, strict=True):
+                engine.add(EncoderSequence(i, encoding.ids, params, frozenset(), now))
+            while engine.has_work:
+                for output in engine.step()[0]:
+                    assert output.vectors is not None
+                    found[output.sequence_id] = output.vectors
+        finally:
+            for i in ids:
+                engine.abort(i)  # after Ctrl-C some would be left
+        return np.array([found[i] for i in ids], dtype=np.float32)
 
     def close(self) -> None:
         """Free the model's memory."""
-        self._engine = None
+        self._loaded = None
 
     def __enter__(self) -> Self:
         return self
@@ -184,16 +207,31 @@ class Model:
     ) -> None:
         self.close()
 
-    def _generating(self) -> Engine:
-        if self._engine is None:
+    @property
+    def _engine(self) -> Engine | EncoderEngine:
+        if self._loaded is None:
             raise ValueError(f"{self.bundle.path} has been closed; load it again")
-        if not isinstance(self._engine, Engine):
+        return self._loaded
+
+    def _generating(self) -> Engine:
+        if not isinstance(engine := self._engine, Engine):
             raise ValueError(f"{self.bundle.path} makes vectors of texts and cannot continue them")
-        return self._engine
+        return engine
+
+    def _encoding(self) -> EncoderEngine:
+        pooling = self.bundle.config.pooling
+        if not isinstance(engine := self._engine, EncoderEngine) or pooling is None:
+            raise ValueError(f"{self.bundle.path} continues texts and makes no vectors of them")
+        if pooling.labels:
+            labels = ", ".join(pooling.labels)
+            raise ValueError(f"{self.bundle.path} makes no vectors, but scores of {labels}")
+        return engine
+
+    @cached_property
+    def _chats(self) -> ChatFormat | None:
+        return chat_format(self._settings, self.bundle)
 
     def _rendered(self, messages: collections.abc.Sequence[Mapping[str, Any]]) -> str:
-        if self.bundle.chat_template is None:
+        if self._chats is None:
             raise ValueError(f"{self.bundle.path} has no chat template; give a text")
-        template = ChatTemplate(self.bundle.chat_template, self.bundle.special_tokens)
-        known = [dict(message) for message in messages]
-        return ChatFormat(template).render(known, add_generation_prompt=True)
+        return self._chats.render([dict(one) for one in messages], add_generation_prompt=True)

@@ -25,7 +25,7 @@ _LOG_INTERVAL = 10.0  # seconds between two log lines on too many connections
 
 
 class Connection(Protocol):
-    """What the limits need of a connection."""
+    """The part of a connection that the limits use."""
 
     transport: asyncio.Transport
 

@@ -74,7 +74,7 @@ class Service:
         self.added_ids = {token.content: i for i, token in added.items()}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.grammars = Grammars(bundle)
-        self.chat = _chat_format(settings, bundle)
+        self.chat = chat_format(settings, bundle)
         self.engine = AsyncEngine(partial(Metrics, server=metrics, model=self.name))
         self.metrics = self.engine.metrics
         makes_text = self.task == "generate"
@@ -232,7 +232,8 @@ def onnxruntime_version() -> str | None:
     return None
 
 
-def _chat_format(settings: Settings, bundle: ModelBundle) -> ChatFormat | None:
+def chat_format(settings: Settings, bundle: ModelBundle) -> ChatFormat | None:
+    """Return the form of a model's chats, if it has a template. Raises StartupError."""
     if bundle.chat_template is None:
         return None
     try:
