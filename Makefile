@@ -26,10 +26,11 @@ test: $(VENV)/.dev  ## Run the tests; ARGS="-k name" selects some
 	@$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS) || { code=$$?; \
 		test $$code -lt 4 || $(BIN)/python -m pytest -q --collect-only $(ARGS) | tail -n 5; exit $$code; }
 
-lint: $(VENV)/.dev  ## Check style, formatting and types
+lint: $(VENV)/.dev  ## Check style, formatting, types and workflows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/zizmor --offline --quiet --min-severity medium .github/workflows
 
 train: $(VENV)/.train  ## Train on CORPUS=DIR into RUN=DIR; ARGS="--steps 500"
 	$(BIN)/kvasir train $(CORPUS) --out $(RUN) $(ARGS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
@@ -89,7 +90,8 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def imports(path: Path) -> set[str]:
+@cache
+def imports(path: Path) -> frozenset[str]:
     """Names of the modules that a file imports, at any depth; ours are without `kvasir.`."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -99,7 +101,7 @@ def imports(path: Path) -> set[str]:
             assert node.level == 0, f"{path}: a relative import"
             assert node.module is not None
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name.removeprefix("kvasir.") for name in found}
+    return frozenset(name.removeprefix("kvasir.") for name in found)
 
 
 def covers(prefix: str, name: str) -> bool:
