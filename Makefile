@@ -162,7 +162,7 @@ build/validate/.ready: pyproject.toml constraints.txt  # Helm's engine needs Pyt
 
 build/docs/.ready: constraints.txt
 	$(PYTHON) -m venv build/docs
-	build/docs/bin/pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs-material
+	build/docs/bin/pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs-material 'mkdocstrings[python]'
 	cd build/docs && for _ in 1 2 3; do npm pack --silent mermaid@11.17.2 && break; sleep 5; done
 	tar -xzf build/docs/mermaid-*.tgz -C build/docs package/dist/mermaid.min.js
 	@touch $@
