@@ -52,7 +52,8 @@ def make_random_model(
     check_precision(precision, device)
     config = preset(name, **({} if max_model_len is None else {"max_model_len": max_model_len}))
     if config.pooling is not None:
-        raise ValueError(f"{name} generates no text; measure encoders with: kvasir bench embed")
+        measured = "measure encoders with: kvasir bench serve DIR --workload embed"
+        raise ValueError(f"{name} generates no text; {measured}")
     source = f"{_PREFIX}-{name}-{device}-{precision}-{kv_cache}-{_fingerprint(config)}"
     manifest = out / MANIFEST_FILE
     found = json.loads(manifest.read_bytes())["source"]["name"] if manifest.is_file() else ""
