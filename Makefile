@@ -43,7 +43,10 @@ bench: $(VENV)/.train  ## Measure engine and server, random weights; PRESET=tiny
 	$(BIN)/kvasir bench serve $(ARGS) "$$($(BIN)/kvasir bench model --preset $(PRESET) --precision int8)"
 
 loadtest: $(VENV)/.serve build/loadtest/.ready  ## Load MODEL=DIR for a minute, by Locust; LOAD="-u 32"
-	$(BIN)/python -m kvasir.loadtest.locust.run build/loadtest/bin/locust $(MODEL) build/loadtest-report \
+	rm -rf build/loadtest-report && mkdir -p build/loadtest-report
+	$(BIN)/python -m kvasir.server.process.local_server $(MODEL) build/loadtest/bin/locust -f loadtest/locust/locustfile.py \
+		--headless --only-summary --csv build/loadtest-report/locust --html build/loadtest-report/report.html \
+		--report build/loadtest-report/report.png \
 		-u 16 -r 100 -t 1m --pace step --slo "ttft:p99:2500 itl:p99:200 errors:1" $(LOAD)
 
 validate: build/validate/.ready  ## Check the deployment files; ARGS=--strict: skip no check

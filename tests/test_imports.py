@@ -72,7 +72,7 @@ RULES = {
         *("server.engine", "server.telemetry", "server.text", "server.requests", "server.batches"),
     ),
     "server.process": (*WITHOUT_TORCH, "server"),
-    "loadtest.locust": ("loadtest.sse_client", "server.process.local_server"),
+    "loadtest.locust": ("loadtest.sse_client",),
     "loadtest": ("model", "export", "server.engine", "server.process.local_server"),
     "commands": ROOMS,
     "kvasir": ("commands",),
