@@ -110,7 +110,7 @@ gpu-wheels: $(VENV)/.serve  ## Pack the wheels of gpu-check in pieces into OUT=D
 
 webgpu-check: build/webgpu/.ready  ## Check WebGPU as root on a software adapter; ADAPTER=1: on this machine's
 	$(if $(ADAPTER),,sh loadtest/webgpu_root.sh build/webgpu/root) build/webgpu/bin/python \
-		-m kvasir.loadtest.webgpu_check build/webgpu/models
+		-m kvasir.loadtest.gpu_check --device webgpu build/webgpu/models build/webgpu/check.json
 
 example: $(VENV)/.train  ## Train and replace the example model (takes an hour)
 	if test -d runs/stdlib; then $(BIN)/kvasir train --resume --out runs/stdlib; else \
