@@ -44,7 +44,10 @@ bench: $(VENV)/.train  ## Measure engine and server, random weights; PRESET=tiny
 	$(BIN)/kvasir bench serve $(ARGS) "$$($(BIN)/kvasir bench model --preset $(PRESET) --precision int8)"
 
 loadtest: $(VENV)/.serve build/loadtest/.ready  ## Load MODEL=DIR for a minute, by Locust; LOAD="-u 32"
-	$(BIN)/python -m kvasir.loadtest.locust.run build/loadtest/bin/locust $(MODEL) build/loadtest-report \
+	rm -rf build/loadtest-report && mkdir -p build/loadtest-report
+	$(BIN)/python -m kvasir.server.process.local_server $(MODEL) build/loadtest/bin/locust -f loadtest/locust/locustfile.py \
+		--headless --only-summary --csv build/loadtest-report/locust --html build/loadtest-report/report.html \
+		--report build/loadtest-report/report.png \
 		-u 16 -r 100 -t 1m --pace step --slo "ttft:p99:2500 itl:p99:200 errors:1" $(LOAD)
 
 validate: build/validate/.ready  ## Check the deployment files; ARGS=--strict: skip no check
@@ -108,7 +111,7 @@ gpu-wheels: $(VENV)/.serve  ## Pack the wheels of gpu-check in pieces into OUT=D
 
 webgpu-check: build/webgpu/.ready  ## Check WebGPU as root on a software adapter; ADAPTER=1: on this machine's
 	$(if $(ADAPTER),,sh loadtest/webgpu_root.sh build/webgpu/root) build/webgpu/bin/python \
-		-m kvasir.loadtest.webgpu_check build/webgpu/models
+		-m kvasir.loadtest.gpu_check --device webgpu build/webgpu/models build/webgpu/check.json
 
 example: $(VENV)/.train  ## Train and replace the example model (takes an hour)
 	if test -d runs/stdlib; then $(BIN)/kvasir train --resume --out runs/stdlib; else \

@@ -11,13 +11,7 @@ from kvasir.commands.console.progress import on_interrupt
 with on_interrupt(signal.SIG_DFL):
     import typer
 
-    from kvasir.commands.bench import (
-        bench_embed,
-        bench_engine,
-        bench_model,
-        bench_seq2seq,
-        bench_serve,
-    )
+    from kvasir.commands.bench import bench_engine, bench_model, bench_serve
     from kvasir.commands.chat import chat
     from kvasir.commands.console.output import Command, CommandGroup
     from kvasir.commands.doctor import doctor
@@ -45,8 +39,6 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
 _BENCHES: tuple[tuple[Callable[..., None], str], ...] = (
     (bench_model, "kvasir bench model --preset smollm2-135m --precision int8"),
     (bench_engine, "kvasir bench engine --preset smollm2-135m --precision int8"),
-    (bench_embed, "kvasir bench embed artifacts/mine http://localhost:8001"),
-    (bench_seq2seq, "kvasir bench seq2seq artifacts/mine http://localhost:8001"),
     (bench_serve, "kvasir bench serve artifacts/mine --workload 16x128/64"),
 )
 _ABOUT = "Train a decoder language model, or take a published one; export it to ONNX, serve it."

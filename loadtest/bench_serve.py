@@ -1,10 +1,9 @@
-"""Benchmarks over HTTP: workloads on one server, or on two servers in alternating rounds."""
+"""Benchmarks over HTTP: workloads on one server, or on several in alternating rounds."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from numpy.random import Generator
 
 from kvasir.loadtest.load import Prompts, Workload, closed_loop, open_loop
 from kvasir.loadtest.serve_figures import Limits, Measured, Round, ServeFigures, good
-from kvasir.loadtest.sse_client import StreamedCompletion, Target, complete
+from kvasir.loadtest.sse_client import Client, StreamedCompletion, Target
 from kvasir.model.progress import Progress, followed, unheard
 from kvasir.server.process.local_server import serve_locally
 
@@ -32,7 +31,7 @@ class Plan:
 
     workloads: list[Workload]
     rounds: int = 3
-    requests: int | None = None  # in a round; by default three times the concurrency
+    requests: int | None = None  # in a round; by default as many as the workload says
     warm_up: int | None = None  # requests before the rounds; by default the concurrency
     rate: float | None = None  # requests a second of an open loop; None is a closed loop
     timeout: float = 300.0  # seconds for a request
@@ -49,39 +48,39 @@ class Plan:
 def bench_serve(
     servers: dict[str, Server], plan: Plan, api_key: str | None, progress: Progress = unheard
 ) -> ServeFigures:
-    """Measure one server or two.
+    """Measure servers, which are named by letters.
 
     Raises ValueError for an invalid URL, ChildProcessError for a directory that cannot be served,
     and ConnectionError for a server that answers no request.
     """
     with ExitStack() as stack:
-        clients = {}
+        loads = {}
         for letter, server in servers.items():
             url = server.address
             if "://" not in url:
                 progress(f"starting {url}", 0, 0)
                 url = stack.enter_context(serve_locally(Path(url)))
-            clients[letter] = _Client(Target(url, api_key), server.extra, plan)
-        rows = uvloop.run(_measure(clients, plan, progress))
+            loads[letter] = _Load(Target(url, api_key), server.extra, plan)
+        rows = uvloop.run(_measure(loads, plan, progress))
     about = {letter: server.address for letter, server in servers.items()}
     names = ("rounds", "requests", "warm_up", "rate", "limits", "vocab_size", "seed")
     return ServeFigures(about | {name: getattr(plan, name) for name in names}, rows)
 
 
 async def _measure(
-    clients: dict[str, _Client], plan: Plan, progress: Progress
+    loads: dict[str, _Load], plan: Plan, progress: Progress
 ) -> dict[str, dict[str, Measured]]:
     """Run each workload on all servers, after a warm-up; return answers by workload and server."""
     rows: dict[str, dict[str, Measured]] = {}
     prompts = Prompts(plan.vocab_size, plan.seed)
     for workload in plan.workloads:
         progress(f"{workload}, warm-up", 0, 0)
-        for client in clients.values():
+        for load in loads.values():
             n = workload.concurrency if plan.warm_up is None else plan.warm_up
-            await client.send(prompts.bodies(workload, n, client.extra), workload)
+            await load.send(prompts.bodies(workload, n, load.extra), workload)
         for _ in followed(range(plan.rounds), f"{workload}, rounds", progress):
-            for letter, client in clients.items():
-                for part, waves in (await client.run_round(workload, prompts)).items():
+            for letter, load in loads.items():
+                for part, waves in (await load.run_round(workload, prompts)).items():
                     if waves:
                         row = rows.setdefault(f"{workload}{part}", {})
                         row.setdefault(letter, Measured(workload, plan.limits)).waves.append(waves)
@@ -89,8 +88,8 @@ async def _measure(
 
 
 @dataclass(frozen=True, slots=True)
-class _Client:
-    """A client of one server."""
+class _Load:
+    """The requests to one server."""
 
     target: Target
     extra: dict[str, Any]
@@ -101,8 +100,8 @@ class _Client:
 
         A shared prefix makes two parts: the first wave computes it, the later ones find it cached.
         """
-        size = workload.concurrency
-        bodies = prompts.bodies(workload, self.plan.requests or 3 * size, self.extra)
+        n, size = self.plan.requests or workload.n_requests, workload.concurrency
+        bodies = prompts.bodies(workload, n, self.extra)
         if not workload.shared_len:
             return {"": [await self.send(bodies, workload, prompts.generator)]}
         starts = range(0, len(bodies), size)
@@ -116,11 +115,11 @@ class _Client:
 
         Raises ConnectionError if none succeeds: a hanging server would cost every timeout.
         """
-        ask = partial(complete, self.target, limit=self.plan.timeout)
-        if self.plan.rate is not None and generator is not None:
-            answers = await open_loop(ask, bodies, self.plan.rate, generator)
-        else:
-            answers = await closed_loop(ask, bodies, workload.concurrency)
+        with closing(Client(self.target, self.plan.timeout, workload.route)) as client:
+            if self.plan.rate is not None and generator is not None:
+                answers = await open_loop(client.ask, bodies, self.plan.rate, generator)
+            else:
+                answers = await closed_loop(client.ask, bodies, workload.concurrency)
         if answers and not good(answers):
             failed = f"{self.target.url} answered none of {len(answers)} requests"
             raise ConnectionError(f"{failed}: {answers[0].error}")

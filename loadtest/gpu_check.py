@@ -1,52 +1,66 @@
-"""Checks and measurements on an NVIDIA GPU: parity with PyTorch, promises, speed beside a peer.
+"""Checks and measurements on a GPU: parity with PyTorch, promises, speed beside a peer.
 
-The most important come first, and every figure is written as it comes, so that a run which ends
-early has answered something.
+python -m kvasir.loadtest.gpu_check MODELS FIGURES [--device webgpu] writes random models into the
+one folder, and the figures into the other file as they come, the most important first, so that a
+run which ends early has answered something.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import platform
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
+import typer
+from rich.console import Console
 
 from kvasir.export.paged_graph import KV_DTYPES
 from kvasir.loadtest.bench_engine import DECODE_BATCHES, bench_engine
-from kvasir.loadtest.gpu_log import FigureLog
-from kvasir.loadtest.gpu_peer import NEW, PROMPT, Peer, answer_speed
-from kvasir.loadtest.gpu_promises import check_figures, check_promises, generate
+from kvasir.loadtest.gpu_peer import Peer, measure_engine, measure_peer
+from kvasir.loadtest.gpu_promises import (
+    SkippedError,
+    check_figures,
+    check_promises,
+    open_runner,
+)
 from kvasir.loadtest.gpu_steps import (
     check_memory,
     check_replays,
     measure_copy,
     measure_mixed,
     measure_step,
-    open_runner,
 )
-from kvasir.loadtest.random_model import make_random_model
-from kvasir.model.bundle import PRECISIONS, load_bundle
+from kvasir.loadtest.random_model import folder_name, make_random_model
+from kvasir.loadtest.sse_client import Target, complete
+from kvasir.model.bundle import KV_BLOCK_SIZE, PRECISIONS, Device, load_bundle
 from kvasir.model.presets import preset
-from kvasir.server.engine.engine import Engine
-from kvasir.server.engine.gpu.cuda import require_cuda
-from kvasir.server.engine.gpu.session import open_gpu_runner
+from kvasir.server.engine.gpu.session import BACKENDS
+from kvasir.server.engine.kv.rows import KVShape
+from kvasir.server.process.local_server import serve_locally
 
 PRESETS = ("smollm2-135m", "llama3.2-1b")
 _CONTEXTS = (512, 8192)
 _LONGEST = 16384  # of rows, for the longer contexts and the steps until all sequences decode
-_SHOWN = {"max_logit_error", "greedy_agreement", "near_ties", "positions"}
-_SHARED_LENGTHS = tuple(range(20, 740, 30))  # of prompts without their shared beginnings
-_KV_BYTES = 2**30, 2**28, 2**32  # of a sequence alone, of several with too few, of many
-_PACKAGES = ("onnxruntime-gpu", "torch", "transformers", "nvidia-cublas", "nvidia-cudnn-cu13")
+_KV_BYTES = 2**32  # of many sequences
+_PACKAGES = (
+    *("onnxruntime-gpu", "onnxruntime", "onnxruntime-ep-webgpu"),
+    *("torch", "transformers", "nvidia-cublas", "nvidia-cudnn-cu13"),
+)
+_SOFTWARE = "ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER"
+# A decoder for WebGPU that a software adapter can bear; its rows have up to three blocks.
+_SMALL = {"scale": 3, "n_layer": 2, "max_model_len": 640}
 
 # Decode steps to measure: name, temperature, as CUDA graphs. A nucleus of random logits is as small
 # as a trained model's at a low temperature; at others it takes whole rows.
@@ -69,191 +83,218 @@ _KERNELS: tuple[dict[str, dict[str, str]], dict[str, dict[str, str]]] = (
         "fpA_intB products": {_CUDNN: "0", "ORT_FPA_INTB_GEMM": "1"},
     },
 )
-# Share of tokens as in a sequence's run alone.
-_MIN_EQUAL = 0.9
 
 
-def describe_machine() -> dict[str, Any]:
-    """Return the card and the versions. Raises NoDeviceError where no card can be used."""
-    require_cuda()
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
+class Sequences(NamedTuple):
+    """Sequences that are run alone and then together.
+
+    lengths: of prompts without their shared beginnings. n_blocks: of a sequence alone, and of
+    `max_num_seqs` together, which are too few.
+    """
+
+    lengths: tuple[int, ...]
+    n_blocks: tuple[int, int]
+    max_num_seqs: int
+    n_new: int
+    chunk_size: int
+
+
+_SEQUENCES = {
+    "cuda": Sequences(tuple(range(20, 740, 30)), (8, 32), 16, 32, 512),
+    "webgpu": Sequences((20, 130, 40, 50, 7, 60, 33, 70, 9), (3, 12), 4, 12, 128),
+}
+
+
+class FigureLog:
+    """Figures on the screen and in a file as they come. A failure costs only its own figure."""
+
+    def __init__(self, output: Path) -> None:
+        self._output = output
+        self.figures: dict[str, Any] = {}
+        self.failures: list[str] = []
+
+    def note(
+        self, name: str, measure: Callable[..., Any], *arguments: Any, **settings: str
+    ) -> None:
+        """Measure something in an environment, or note why that failed or was skipped.
+
+        ONNX Runtime reads its environment when a session is opened.
+        """
         try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
-    driver = "unknown"
+            with patch.dict(os.environ, settings):
+                figure = measure(*arguments)
+        except SkippedError as reason:
+            figure = {"skipped": str(reason)}
+        except Exception as error:  # a card, a driver or a peer may raise anything
+            self.failures.append(name)
+            figure = {"failed": f"{type(error).__name__}: {error}"}
+        self.figures[name] = figure
+        Console().print(name, figure, markup=False)
+        self._output.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self.figures, indent=2, default=asdict)
+        self._output.write_text(f"{text}\n", encoding="utf-8")
+
+
+def describe_machine(device: Device) -> dict[str, Any]:
+    """Return the card and the versions. Raises NoDeviceError where no card can be used."""
+    BACKENDS[device].require()
+    about = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            about[package] = version(package)
+    if device == "cuda":
+        about["card"] = torch.cuda.get_device_name()
     if tool := shutil.which("nvidia-smi"):
         query = [tool, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
         result = subprocess.run(query, capture_output=True, text=True, check=False)  # noqa: S603
-        driver = result.stdout.strip()
-    return {"card": torch.cuda.get_device_name(), "driver": driver, **versions}
+        about["driver"] = result.stdout.strip()
+    return about
 
 
-def check_parity(
-    folder: Path,
-    name: str,
-    precision: str,
-    kv_cache: str | None = None,
-    max_model_len: int | None = None,
-) -> dict[str, Any]:
+def check_parity(folder: Path, name: str, precision: str, device: Device, **shape: Any) -> Any:
     """Export a preset and verify it on the GPU. Raises AssertionError if its results are wrong.
 
     Figures of 8-bit keys and values have no limits yet.
     """
-    make_random_model(
-        name, precision, folder, "cuda", kv_cache=kv_cache, max_model_len=max_model_len
-    )
+    make_random_model(name, precision, folder, device, **shape)
     figures = load_bundle(folder).manifest.verification
-    if kv_cache is None:
+    if "kv_cache" not in shape:
         check_figures(figures, precision)
-    return figures.model_dump(include=_SHOWN)
+    shown = {"max_logit_error", "greedy_agreement", "near_ties", "positions"}
+    return figures.model_dump(include=shown)
 
 
-def with_settings(settings: dict[str, str], measure: Callable[..., Any], *arguments: Any) -> Any:
-    """Measure in an environment; ONNX Runtime reads it when a session is opened."""
-    known = dict(os.environ)
-    os.environ |= settings
-    try:
-        return measure(*arguments)
-    finally:
-        os.environ.clear()
-        os.environ |= known
-
-
-def measure_alone(name: str, precision: str, cache: Path) -> dict[str, Any]:
-    """Measure the engine; see `bench_engine`."""
-    return asdict(bench_engine(name, precision, None, cache, "cuda"))
-
-
-def check_engine(folder: Path, smallest: float = _MIN_EQUAL) -> float:
+def check_engine(folder: Path, smallest: float = 0.9) -> float:
     """Return the share of tokens as in a sequence's run alone; see `check_promises`."""
     bundle = load_bundle(folder)
-    longest = min(2048, bundle.config.max_model_len)
-    open_one = partial(
-        open_gpu_runner, "cuda", bundle.graph_path, bundle.config, max_model_len=longest
-    )
+    config, sequences = bundle.config, _SEQUENCES[bundle.manifest.device]
+    shape = KVShape(config.n_layer, config.n_kv_head, config.head_dim)
+    alone, together = (n * KV_BLOCK_SIZE * shape.token_bytes(2) for n in sequences.n_blocks)
+    longest = min(2048, config.max_model_len)
+    options = {"max_model_len": longest, "chunk_size": sequences.chunk_size}
     share = check_promises(
-        partial(open_one, max_num_seqs=1, kv_cache_bytes=_KV_BYTES[0]),
-        partial(open_one, max_num_seqs=16, kv_cache_bytes=_KV_BYTES[1]),
-        _SHARED_LENGTHS,
-        n_new=32,
-        chunk_size=512,
+        partial(open_runner, folder, 1, kv_cache_bytes=alone, **options),
+        partial(open_runner, folder, sequences.max_num_seqs, kv_cache_bytes=together, **options),
+        sequences.lengths,
+        n_new=sequences.n_new,
+        chunk_size=sequences.chunk_size,
     )
     assert share >= smallest, f"only {share:.1%} of tokens are those of the sequence alone"
     return share
 
 
-def measure_engine(folder: Path, batch: int) -> float:
-    """Return new tokens per second for `batch` simultaneous prompts, prefill included."""
-    bundle = load_bundle(folder)
-    runner = open_gpu_runner(
-        "cuda",
-        bundle.graph_path,
-        bundle.config,
-        max_num_seqs=batch,
-        max_model_len=PROMPT + NEW,
-        kv_cache_bytes=_KV_BYTES[2],
-        keep_prompts=False,
-    )
-    engine = Engine(runner, chunk_size=2048)
-    return answer_speed(batch, runner.vocab_size, lambda prompts: generate(engine, prompts, NEW))
+def check_stream(folder: Path) -> str:
+    """Stream a completion from `kvasir serve`, and return its events."""
+    body = {"prompt": "once upon", "max_tokens": 16, "ignore_eos": True, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    with serve_locally(folder, "--kv-cache-memory", "64MiB", "--max-num-seqs", "2") as url:
+        answer = asyncio.run(complete(Target(url), json.dumps(body).encode(), 300))
+    assert answer.error is None, answer.error
+    assert answer.n_tokens == 16, f"{answer.n_tokens} tokens came"
+    return f"{answer.n_tokens} tokens in {len(answer.event_times)} events"
 
 
-def check_correctness(log: FigureLog, cache: Path) -> None:
+def check_webgpu(log: FigureLog, cache: Path) -> None:
+    """Check every precision and a stream; measure hardware, since software says nothing of it."""
+    for precision in PRECISIONS["webgpu"]:
+        folder = cache / folder_name("tiny", precision, "webgpu")
+        shutil.rmtree(folder, ignore_errors=True)  # another adapter may have verified it
+        check = partial(check_parity, folder, "tiny", precision, "webgpu", **_SMALL)
+        log.note(f"{precision}: parity", check)
+    folder = cache / folder_name("tiny", PRECISIONS["webgpu"][0], "webgpu")
+    log.note("tokens as alone", check_engine, folder)
+    log.note("stream over HTTP", check_stream, folder)
+    for batch in () if _SOFTWARE in os.environ else (1, 8):
+        log.note(f"batch {batch}, tokens/s", measure_engine, folder, batch)
+
+
+def check_cuda(log: FigureLog, cache: Path) -> None:
     """Compare every precision, and 8-bit keys and values, with PyTorch and with runs alone."""
-    first, *others = PRECISIONS["cuda"]
-    for precision in (first, *others):
+    first, last = PRECISIONS["cuda"][0], PRESETS[-1]
+    for precision in PRECISIONS["cuda"]:
         settings = {_CUDNN: "0"} | (_SAID if precision == first else {})
         for name in PRESETS:
-            title, folder = f"{name} {precision}", cache / f"{name}-cuda-{precision}"
-            log.note(
-                f"{title}: parity", with_settings, settings, check_parity, folder, name, precision
-            )
+            title, folder = f"{name} {precision}", cache / folder_name(name, precision, "cuda")
+            parity = partial(check_parity, folder, name, precision, "cuda")
+            log.note(f"{title}: parity", parity, **settings)
             if precision == first:
-                log.note(f"{title}: tokens as alone", with_settings, settings, check_engine, folder)
-    batches = DECODE_BATCHES["cuda"]
+                log.note(f"{title}: tokens as alone", check_engine, folder, **settings)
+    folder, batches = cache / folder_name(last, first, "cuda"), DECODE_BATCHES["cuda"]
     for batch in sorted({batches[0], batches[-1]}):
-        folder = cache / f"{PRESETS[-1]}-cuda-{first}"
-        title = f"{PRESETS[-1]} {first}, batch {batch}: graphs beside eager runs"
-        log.note(title, check_replays, folder, batch, _REPLAYED, _KV_BYTES[2])
+        title = f"{last} {first}, batch {batch}: graphs beside eager runs"
+        log.note(title, check_replays, folder, batch, _REPLAYED, _KV_BYTES)
     for kind in KV_DTYPES:
-        name = PRESETS[-1]
-        title, folder = f"{name} {first}, keys and values in {kind}", cache / f"{name}-kv-{kind}"
-        log.note(f"{title}: figures", check_parity, folder, name, first, kind)
+        title, folder = f"{last} {first}, keys and values in {kind}", cache / f"{last}-kv-{kind}"
+        parity = partial(check_parity, folder, last, first, "cuda", kv_cache=kind)
+        log.note(f"{title}: figures", parity)
         log.note(f"{title}: tokens as alone", check_engine, folder, 0.0)
+
+
+def measure_alone(log: FigureLog, cache: Path, precision: str) -> None:
+    """Measure the engine in a precision with each choice of kernels; see `bench_engine`."""
+    for name in PRESETS:
+        for kernels, settings in _KERNELS[precision in ("int8", "int4")].items():
+            title = f"{name} {precision}: engine alone, {kernels}"
+            log.note(title, bench_engine, name, precision, None, cache, "cuda", **settings)
 
 
 def measure_steps(log: FigureLog, cache: Path) -> None:
     """Measure the parts of the largest preset's decode step by context and batch."""
     name, precision = PRESETS[-1], PRECISIONS["cuda"][0]
-    folder, batches = cache / f"{name}-long", DECODE_BATCHES["cuda"]
-    title = f"{name} {precision}"
-    log.note(f"{title}, long rows: parity", check_parity, folder, name, precision, None, _LONGEST)
+    folder, title = cache / f"{name}-long", f"{name} {precision}"
+    parity = partial(check_parity, folder, name, precision, "cuda", max_model_len=_LONGEST)
+    log.note(f"{title}, long rows: parity", parity)
     for context in _CONTEXTS:
-        for batch in batches:
+        for batch in DECODE_BATCHES["cuda"]:
+            part = f"{title}, context {context}, batch {batch}"
             for how, temperature, captures in _STEPS:
-                if temperature and context != _CONTEXTS[0]:
-                    continue  # the host's part does not depend on the context
-
-                def measure(
-                    batch: int, context: int, temperature: float, captures: bool
-                ) -> dict[str, Any]:
-                    runner = open_runner(folder, batch, captures=captures)
-                    return measure_step(runner, batch, context, temperature)
-
-                part = f"{title}, context {context}, batch {batch}, {how}: step"
-                log.note(part, measure, batch, context, temperature, captures)
-            part = f"{title}, context {context}, batch {batch}, beside a prompt"
-            log.note(f"{part}: step", measure_mixed, folder, batch, context)
-    for batch in batches:
+                # The host's part does not depend on the context.
+                if not temperature or context == _CONTEXTS[0]:
+                    measure = partial(measure_step, captures=captures)
+                    log.note(f"{part}, {how}: step", measure, folder, batch, context, temperature)
+            log.note(f"{part}, beside a prompt: step", measure_mixed, folder, batch, context)
+    for batch in DECODE_BATCHES["cuda"]:
         log.note(f"copy of logits, batch {batch}", measure_copy, batch, preset(name).vocab_size)
 
 
-def compare(log: FigureLog, cache: Path, device: str) -> None:
-    """Measure whole answers beside transformers. device: the peer's."""
+def compare(log: FigureLog, cache: Path, peer: str) -> None:
+    """Measure whole answers beside transformers. peer: its device."""
+    first = PRECISIONS["cuda"][0]
     for name in PRESETS:
-        folder = cache / f"{name}-cuda-{PRECISIONS['cuda'][0]}"
+        folder = cache / folder_name(name, first, "cuda")
         for batch in DECODE_BATCHES["cuda"]:
-            title = f"{name} {PRECISIONS['cuda'][0]}, batch {batch}"
-            log.note(f"{title}: kvasir", measure_engine, folder, batch)
-            # A new one each time: its first requests set its manager's size.
+            title = f"{name} {first}, batch {batch}"
+            measure = partial(measure_engine, kv_cache_bytes=_KV_BYTES)
+            log.note(f"{title}: kvasir", measure, folder, batch)
             for how, run in (("static", Peer.static), ("continuous", Peer.continuous)):
-
-                def measure(name: str, run: Callable[[Peer, int], float], batch: int) -> Any:
-                    peer = Peer(preset(name), device)
-                    return {"attention": peer.attention, "tokens/s": run(peer, batch)}
-
-                log.note(f"{title}: transformers, {how}", measure, name, run, batch)
+                log.note(f"{title}: transformers, {how}", measure_peer, name, run, batch, peer)
             torch.cuda.empty_cache()
 
 
-def main(cache: Path, output: Path, device: str = "cuda") -> int:
-    """Check and measure, the most important first. Returns the number of parts that failed.
-
-    device: of PyTorch, for the peer.
-    """
+def check(cache: Path, output: Path, device: Device = "cuda", peer: str = "cuda") -> list[str]:
+    """Check and measure, the most important first. Returns the parts that failed."""
     log = FigureLog(output)
-    log.note("machine", describe_machine)
+    log.note("machine", describe_machine, device)
     if log.failures:
-        return 1  # without a card nothing else can run
-    check_correctness(log, cache)
-    first = PRECISIONS["cuda"][0]
-
-    def alone(precision: str) -> None:
-        for name in PRESETS:
-            for kernels, settings in _KERNELS[precision in ("int8", "int4")].items():
-                title = f"{name} {precision}: engine alone, {kernels}"
-                log.note(title, with_settings, settings, measure_alone, name, precision, cache)
-
-    alone(first)
+        return log.failures  # without a card nothing else can run
+    if device == "webgpu":
+        check_webgpu(log, cache)
+        return log.failures
+    first, *others = PRECISIONS["cuda"]
+    check_cuda(log, cache)
+    measure_alone(log, cache, first)
     measure_steps(log, cache)
-    compare(log, cache, device)
-    for precision in PRECISIONS["cuda"][1:]:
-        alone(precision)
-    log.note("compute-sanitizer", check_memory, cache / f"{PRESETS[0]}-cuda-{first}")
-    return len(log.failures)
+    compare(log, cache, peer)
+    for precision in others:
+        measure_alone(log, cache, precision)
+    log.note("compute-sanitizer", check_memory, cache / folder_name(PRESETS[0], first, "cuda"))
+    return log.failures
+
+
+def main(models: Path, figures: Path, device: Device = "cuda") -> None:
+    """Check a GPU; exit code 1 if a part failed."""
+    raise typer.Exit(int(bool(check(models, figures, device))))
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
+    typer.run(main)

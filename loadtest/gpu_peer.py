@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
@@ -15,8 +16,12 @@ import numpy as np
 import torch
 
 from kvasir.loadtest.bench_engine import seconds_of
-from kvasir.loadtest.gpu_log import SkippedError
+from kvasir.loadtest.gpu_promises import SkippedError, generate, open_runner
+from kvasir.model.bundle import load_bundle
 from kvasir.model.config import TransformerConfig
+from kvasir.model.presets import preset
+from kvasir.server.engine.engine import Engine
+from kvasir.server.engine.gpu.session import BACKENDS
 
 PROMPT, NEW = 128, 64  # tokens of a sequence
 _ROUNDS = 3
@@ -34,6 +39,21 @@ def answer_speed(
         assert lengths == [NEW] * batch, "an answer ended early"
 
     return batch * NEW / median(seconds_of(run, _ROUNDS))
+
+
+def measure_engine(folder: Path, batch: int, **options: Any) -> float:
+    """Return new tokens per second for `batch` simultaneous prompts, prefill included."""
+    options |= {"max_model_len": PROMPT + NEW, "keep_prompts": False}
+    runner = open_runner(folder, batch, **options)
+    chunk_size = BACKENDS[load_bundle(folder).manifest.device].chunk_size
+    engine = Engine(runner, chunk_size=chunk_size)
+    return answer_speed(batch, runner.vocab_size, lambda prompts: generate(engine, prompts, NEW))
+
+
+def measure_peer(name: str, run: Callable[[Peer, int], float], batch: int, device: str) -> Any:
+    """Measure a new peer: the first requests of one set the size of its manager."""
+    peer = Peer(preset(name), device)
+    return {"attention": peer.attention, "tokens/s": run(peer, batch)}
 
 
 class Peer:

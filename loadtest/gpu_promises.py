@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
-from kvasir.model.bundle import Verification
+from kvasir.model.bundle import Verification, load_bundle
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.gpu.runner import PagedRunner
+from kvasir.server.engine.gpu.session import open_gpu_runner
 from kvasir.server.engine.sampling import SamplingParams
 from kvasir.server.engine.sequence import Sequence
 
@@ -19,6 +22,22 @@ from kvasir.server.engine.sequence import Sequence
 _LIMITS = {"bf16": (0.25, 0.95), "fp16": (0.05, 0.98), "int8": (0.35, 0.9), "int4": (3.0, 0.35)}
 _ABORTED = frozenset({3, 7})
 _ABORT_AFTER = 5  # tokens
+
+
+class SkippedError(Exception):
+    """A figure that this machine cannot give, and why."""
+
+
+def open_runner(folder: Path, max_num_seqs: int, **options: Any) -> PagedRunner:
+    """Open a model directory on the GPU that it was exported for; see `open_gpu_runner`."""
+    bundle = load_bundle(folder)
+    return open_gpu_runner(
+        bundle.manifest.device,
+        bundle.graph_path,
+        bundle.config,
+        max_num_seqs=max_num_seqs,
+        **options,
+    )
 
 
 def check_figures(figures: Verification, precision: str) -> None:

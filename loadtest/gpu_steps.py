@@ -22,13 +22,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from kvasir.export.tail import MAX_CANDIDATES
 from kvasir.loadtest.bench_engine import seconds_of
-from kvasir.loadtest.gpu_log import SkippedError
-from kvasir.loadtest.gpu_promises import generate
-from kvasir.model.bundle import load_bundle
+from kvasir.loadtest.gpu_promises import SkippedError, generate, open_runner
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.gpu.runner import PagedRunner
-from kvasir.server.engine.gpu.session import DeviceModel, open_gpu_runner
+from kvasir.server.engine.gpu.session import DeviceModel
 from kvasir.server.engine.sampling import SamplingParams
 from kvasir.server.engine.sequence import Sequence, SequenceStatus
 
@@ -39,19 +37,6 @@ _BESIDE = 512  # tokens of a prompt beside decodes
 _TOLERANCE = 0.25
 _STEPS, _PROFILED = 24, 8
 _KERNELS = 8  # that are named, the longest first
-
-
-def open_runner(folder: Path, max_num_seqs: int, *, captures: bool = True) -> PagedRunner:
-    """Open a model directory on the GPU for sequences that share nothing."""
-    bundle = load_bundle(folder)
-    return open_gpu_runner(
-        "cuda",
-        bundle.graph_path,
-        bundle.config,
-        max_num_seqs=max_num_seqs,
-        keep_prompts=False,
-        captures=captures,
-    )
 
 
 def start_decodes(
@@ -83,9 +68,10 @@ def start_decodes(
 
 
 def measure_step(
-    runner: PagedRunner, batch: int, context: int, temperature: float
+    folder: Path, batch: int, context: int, temperature: float, *, captures: bool
 ) -> dict[str, Any]:
     """Return the median parts of a step of decodes; raises as `start_decodes`."""
+    runner = open_runner(folder, batch, keep_prompts=False, captures=captures)
     engine = start_decodes(runner, batch, context, _STEPS + _PROFILED, temperature)
     seconds, in_model = [], []
     for _ in range(_STEPS):
@@ -115,7 +101,7 @@ def measure_mixed(folder: Path, batch: int, context: int) -> dict[str, float]:
     In the prompt's run, attention does not split a decode's context over the GPU; a run of their
     own reads the weights again.
     """
-    runner = open_runner(folder, batch + 1)
+    runner = open_runner(folder, batch + 1, keep_prompts=False)
     engine = start_decodes(runner, batch, context, 2 * _STEPS)
     generator, times = np.random.default_rng(1), {}
     for name, apart in (("one run, ms", False), ("decodes apart, ms", True)):
@@ -138,19 +124,11 @@ def check_replays(folder: Path, batch: int, n_tokens: int, kv_cache_bytes: int) 
 
     Raises AssertionError if they differ, or if decodes run without graphs.
     """
-    bundle = load_bundle(folder)
     runners = [
-        open_gpu_runner(
-            "cuda",
-            bundle.graph_path,
-            bundle.config,
-            max_num_seqs=batch,
-            kv_cache_bytes=kv_cache_bytes,
-            captures=captures,
-        )
+        open_runner(folder, batch, kv_cache_bytes=kv_cache_bytes, captures=captures)
         for captures in (True, False)
     ]
-    tokens = np.random.default_rng(0).integers(bundle.config.vocab_size, size=(batch, n_tokens))
+    tokens = np.random.default_rng(0).integers(runners[0].vocab_size, size=(batch, n_tokens))
     sequences = [_admit(runner, tokens) for runner in runners]
     differences, n_same, slowest = [], 0, 0.0
     for place in range(n_tokens):
@@ -202,10 +180,11 @@ def kernel_milliseconds(work: Callable[[], object]) -> dict[str, float]:
     with profile(activities=[activity]) as profiled:
         for _ in range(_PROFILED):
             work()
-    found = {
-        one.key: one.self_device_time_total / 1e3 / _PROFILED for one in profiled.key_averages()
-    }
-    return {name: found[name] for name in sorted(found, key=lambda name: -found[name])}
+    times = [
+        (kernel.self_device_time_total / 1e3 / _PROFILED, kernel.key)
+        for kernel in profiled.key_averages()
+    ]
+    return {name: milliseconds for milliseconds, name in sorted(times, reverse=True)}
 
 
 def measure_copy(batch: int, vocab_size: int) -> dict[str, float]:
@@ -243,10 +222,7 @@ def check_memory(folder: Path) -> str:
 
 def run_shortly(folder: Path) -> None:
     """Run one prefill and two decodes."""
-    bundle = load_bundle(folder)
-    runner = open_gpu_runner(
-        "cuda", bundle.graph_path, bundle.config, max_num_seqs=1, kv_cache_bytes=2**26
-    )
+    runner = open_runner(folder, 1, kv_cache_bytes=2**26)
     print(generate(Engine(runner, chunk_size=64), [list(range(37))], 3))  # noqa: T201
 
 

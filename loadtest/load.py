@@ -1,57 +1,102 @@
-"""Workloads of a benchmark: different prompts of exact lengths, in a closed or an open loop."""
+"""Workloads of a benchmark: different requests of exact lengths, in a closed or an open loop."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
+from pydoc_data.topics import topics
 from typing import Any, Self, cast
 
 import numpy as np
 
-from kvasir.loadtest.sse_client import StreamedCompletion
+from kvasir.loadtest.sse_client import COMPLETIONS, StreamedCompletion
 
 Ask = Callable[[bytes], Awaitable[StreamedCompletion]]
+SAME, VECTOR = "same", "vector"
+_WORDS_PER_TOKEN = 0.75
+_FORM = re.compile(
+    rf"([1-9]\d*)x(?:(\d+)\+)?([1-9]\d*)(?:-([1-9]\d*))?/([1-9]\d*|{SAME}|{VECTOR})(?:/([1-9]\d*))?"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests of `input_len` tokens after a prefix of `shared_len`, the same for a whole round."""
+    """Requests of `input_len` tokens after a prefix of `shared_len`, the same for a whole round.
+
+    output_len: tokens of a streamed completion; SAME for a completion in one piece that may become
+    as long as its source, as encoder-decoders write it; VECTOR for the embedding of a text.
+    longest: inputs have log-uniform lengths up to it; 0 if all have the same.
+    """
 
     concurrency: int
     input_len: int
-    output_len: int
+    output_len: int | str
     shared_len: int = 0
+    longest: int = 0
+    beams: int = 1
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse `16x128/64` or `8x512+64/32`. Raises ValueError for anything else."""
-        match = re.fullmatch(r"([1-9]\d*)x(?:(\d+)\+)?([1-9]\d*)/([1-9]\d*)", text)
-        if match is None:
-            form = "CONCURRENCYxINPUT/OUTPUT, as in 16x128/64 or 8x512+64/32"
-            raise ValueError(f"a workload is {form}, not {text!r}")
-        concurrency, shared, n_in, n_out = (int(n or 0) for n in match.groups())
-        return cls(concurrency, n_in, n_out, shared)
+        """Parse `16x128/64`, `8x512+64/32`, `16x8-64/same/4` or `16x8-256/vector`.
+
+        Raises ValueError for anything else.
+        """
+        if match := _FORM.fullmatch(text):
+            concurrency, shared, n_in, longest, beams = (
+                int(match[i] or 0) for i in (1, 2, 3, 4, 6)
+            )
+            n_out = match[5] if match[5] in (SAME, VECTOR) else int(match[5])
+            if n_out != VECTOR or not (shared or beams):
+                return cls(concurrency, n_in, n_out, shared, longest, beams or 1)
+        form = "CONCURRENCYxINPUT/OUTPUT, as in 16x128/64, 8x512+64/32 or 16x8-256/vector"
+        raise ValueError(f"a workload is {form}, not {text!r}")
 
     def __str__(self) -> str:
         shared = f"{self.shared_len}+" if self.shared_len else ""
-        return f"{self.concurrency}x{shared}{self.input_len}/{self.output_len}"
+        longest = f"-{self.longest}" if self.longest else ""
+        beams = f"/{self.beams}" if self.beams > 1 else ""
+        lengths = f"{shared}{self.input_len}{longest}/{self.output_len}"
+        return f"{self.concurrency}x{lengths}{beams}"
+
+    @property
+    def route(self) -> str:
+        """The path that is asked."""
+        return "/v1/embeddings" if self.output_len == VECTOR else COMPLETIONS
+
+    @property
+    def lengths(self) -> tuple[int, int] | None:
+        """Tokens in and out of every request, or None if they differ."""
+        if isinstance(self.output_len, str) or self.longest:
+            return None
+        return self.shared_len + self.input_len, self.output_len
+
+    @property
+    def n_requests(self) -> int:
+        """Requests of a round, unless a plan has another number."""
+        return max(30, 12 * self.concurrency) if self.output_len == VECTOR else 3 * self.concurrency
 
 
-SUITE = tuple(
-    Workload.parse(text)
-    for text in ("1x128/64", "4x128/64", "16x128/64", "1x512/32", "8x512/32", "8x512+64/32")
-)
+SUITES = {
+    name: [Workload.parse(text) for text in texts.split()]
+    for name, texts in {
+        "text": "1x128/64 4x128/64 16x128/64 1x512/32 8x512/32 8x512+64/32",
+        "seq2seq": "16x8-64/same 1x8-64/same 16x8-64/same/4",
+        "embed": "16x8-256/vector 1x16/vector",
+    }.items()
+}
 
 
 class Prompts:
-    """A source of request bodies whose prompts are random token ids, no two of them equal.
+    """A source of request bodies, no two of them equal.
 
-    The lower half of the vocabulary is not used: it holds the special tokens and single bytes,
-    which may decode to no text.
+    Prompts are random token ids. The lower half of the vocabulary is not used: it holds the special
+    tokens and single bytes, which may decode to no text. Texts to embed are English words.
     """
 
     def __init__(self, vocab_size: int, seed: int) -> None:
@@ -59,18 +104,48 @@ class Prompts:
         self._vocab_size = vocab_size
 
     def bodies(self, workload: Workload, n: int, extra: dict[str, Any]) -> list[bytes]:
-        """Encode n requests with the fields `extra`. Each call draws a new shared prefix."""
+        """Encode n requests with the fields `extra`. Each call draws a new shared prefix.
+
+        Lengths that vary are the same in each call, in another order.
+        """
         shared = self._draw(workload.shared_len)
-        fields = {
-            "max_tokens": workload.output_len, "temperature": 0, "ignore_eos": True,
-            "stream": True, "stream_options": {"include_usage": True},
-        } | extra  # fmt: skip
-        prompts = (shared + self._draw(workload.input_len) for _ in range(n))
-        return [json.dumps({"prompt": prompt} | fields).encode() for prompt in prompts]
+        longest = workload.longest or workload.input_len
+        lengths = self.generator.permutation(np.geomspace(workload.input_len, longest, n).round())
+        return [
+            json.dumps(self._body(workload, shared, int(n_in)) | extra).encode() for n_in in lengths
+        ]
+
+    def _body(self, workload: Workload, shared: list[int], n_in: int) -> dict[str, Any]:
+        if workload.output_len == VECTOR:
+            return {"input": self._draw_text(n_in), "encoding_format": "float"}
+        n_out = n_in if workload.output_len == SAME else workload.output_len
+        body = {"prompt": shared + self._draw(n_in), "max_tokens": n_out, "temperature": 0}
+        if workload.beams > 1:
+            return body | {"num_beams": workload.beams}
+        if workload.output_len == SAME:
+            return body
+        usage = {"include_usage": True}
+        return body | {"ignore_eos": True, "stream": True, "stream_options": usage}
 
     def _draw(self, n: int) -> list[int]:
         ids = self.generator.integers(self._vocab_size // 2, self._vocab_size, size=n)
         return cast("list[int]", ids.tolist())
+
+    def _draw_text(self, n_tokens: int) -> str:
+        words, n = english_words(), max(1, round(n_tokens * _WORDS_PER_TOKEN))
+        start = int(self.generator.integers(len(words) - n))
+        return " ".join(words[start : start + n])
+
+
+@cache
+def english_words() -> list[str]:
+    """Return the words of Python's manual in their order.
+
+    Rare words are left out: a text with many of them would have more tokens than models take.
+    """
+    words = re.findall(r"(?<!\S)[a-z]{1,10}(?!\S)", " ".join(topics.values()))
+    counts = Counter(words)
+    return [word for word in words if counts[word] >= 5]
 
 
 async def closed_loop(

@@ -41,19 +41,21 @@ def make_random_model(
     progress: Progress = unheard,
     *,
     kv_cache: str | None = None,
-    max_model_len: int | None = None,
+    scale: float = 1.0,
+    **shape: int,
 ) -> Path:
     """Write a preset's model directory to `out`, unless the present exporter has written it before.
 
-    kv_cache, max_model_len: see `export_checkpoint`; the second may be longer than the preset's.
-    Raises ValueError for an unknown preset or precision, and FileExistsError if `out` holds
-    anything else.
+    kv_cache: see `export_checkpoint`. scale: of all matrices; in a small model only large ones make
+    attention matter. shape: replaces what the preset has. Raises ValueError for an unknown preset
+    or precision, and FileExistsError if `out` holds anything else.
     """
     check_precision(precision, device)
-    config = preset(name, **({} if max_model_len is None else {"max_model_len": max_model_len}))
+    config = preset(name, **shape)
     if config.pooling is not None:
-        raise ValueError(f"{name} generates no text; measure encoders with: kvasir bench embed")
-    source = f"{_PREFIX}-{name}-{device}-{precision}-{kv_cache}-{_fingerprint(config)}"
+        measured = "measure encoders with: kvasir bench serve DIR --workload embed"
+        raise ValueError(f"{name} generates no text; {measured}")
+    source = f"{_PREFIX}-{name}-{device}-{precision}-{kv_cache}-{scale}-{_fingerprint(config)}"
     manifest = out / MANIFEST_FILE
     found = json.loads(manifest.read_bytes())["source"]["name"] if manifest.is_file() else ""
     if found == source:
@@ -63,7 +65,11 @@ def make_random_model(
     torch.manual_seed(0)
     with TemporaryDirectory() as folder:
         run, text = Path(folder) / source, Path(__file__)  # any text verifies int8's random weights
-        save_checkpoint(run, 0, Transformer(config), dummy_tokenizer(config.vocab_size), {}, {})
+        decoder = Transformer(config)
+        with torch.no_grad():
+            for parameter in decoder.parameters():
+                parameter.mul_(scale if parameter.dim() > 1 else 1)
+        save_checkpoint(run, 0, decoder, dummy_tokenizer(config.vocab_size), {}, {})
         export_checkpoint(
             run, out, device=device, precision=precision, kv_cache=kv_cache, text=text,
             progress=progress,

@@ -1,8 +1,9 @@
-"""Figures of served requests: percentiles, throughput, goodput and ratios of two servers.
+"""Figures of served requests: percentiles, throughput, goodput and ratios of servers.
 
 TTFT: from sending a request to its first event with text. ITL: every gap between such events. TPOT:
 the time after the first event divided by the number of tokens after the first. E2E: from sending to
-the end. Events of one read make no gap; an answer of one read has neither ITL nor TPOT.
+the end, the only latency of an answer in one piece. Events of one read make no gap; an answer of
+one read has neither ITL nor TPOT.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from rich.table import Column, Table
 from kvasir.loadtest.load import Workload
 from kvasir.loadtest.sse_client import StreamedCompletion
 
-PERCENTILES = (50, 90, 99)
+PERCENTILES = (50, 90, 95, 99)
+_SHOWN = (50, 90, 99)  # in a table
 LATENCIES: dict[str, Callable[[StreamedCompletion], list[float]]] = {
-    "ttft": lambda answer: [answer.ttft],
+    "ttft": lambda answer: [answer.ttft] if answer.event_times else [],
     "itl": lambda answer: answer.gaps,
     "tpot": lambda answer: [] if answer.tpot is None else [answer.tpot],
     "e2e": lambda answer: [answer.e2e],
 }
 Limits = dict[str, float]  # by latency: most milliseconds of a good request
 Round = list[list[StreamedCompletion]]  # waves, one after the other
-RATIO = "A/B"
 
 
 def parse_limits(text: str) -> Limits:
@@ -58,7 +59,11 @@ def figures(waves: Round, limits: Limits) -> dict[str, float]:
     seconds = sum(max(a.ended for a in wave) - min(a.sent for a in wave) for wave in waves)
     found: dict[str, float] = {}
     if answers:
-        found["output_tokens_per_second"] = sum(answer.n_tokens for answer in answers) / seconds
+        if n_tokens := sum(answer.n_tokens for answer in answers):
+            found["output_tokens_per_second"] = n_tokens / seconds
+        else:
+            n_tokens = sum((answer.usage or {}).get("prompt_tokens", 0) for answer in answers)
+            found["input_tokens_per_second"] = n_tokens / seconds
         found["requests_per_second"] = len(answers) / seconds
         if limits:
             found["goodput"] = sum(_keeps(answer, limits) for answer in answers) / seconds
@@ -104,14 +109,17 @@ class Measured:
             notes.append(f"{of} requests failed, the first: {errors[0]}")
         if any(answer.usage is None for answer in answers):
             notes.append("the server sends no usage, so events are counted as tokens")
-        wanted = (workload.shared_len + workload.input_len, workload.output_len)
-        lengths = {
-            ((one.usage or {}).get("prompt_tokens") or wanted[0], one.n_tokens) for one in answers
-        }
-        for n_in, n_out in sorted(lengths - {wanted}):
-            notes.append(f"not what was asked for: {n_in} tokens in, {n_out} out")
+        if wanted := workload.lengths:
+            lengths = {
+                ((answer.usage or {}).get("prompt_tokens") or wanted[0], answer.n_tokens)
+                for answer in answers
+            }
+            for n_in, n_out in sorted(lengths - {wanted}):
+                notes.append(f"not what was asked for: {n_in} tokens in, {n_out} out")
         n_tokens = sum(answer.n_tokens for answer in answers)
         n_events = sum(len(answer.event_times) for answer in answers)
+        if not n_events:  # the answers came in one piece
+            return notes
         n_joined = n_events - sum(1 + len(answer.gaps) for answer in answers)
         if n_joined > 0.02 * n_events:
             share = f"{n_joined / n_events:.0%} of events"
@@ -147,26 +155,28 @@ class ServeFigures:
         rows = {}
         for label, row in self.rows.items():
             servers = {letter: measured.as_json() for letter, measured in row.items()}
-            rows[label] = {"servers": servers, RATIO: ratios(servers)}
+            rows[label] = {"servers": servers} | ratios(servers)
         return self.about | {"workloads": rows}
 
     def tables(self) -> list[str | Table]:
         """Return the settings, the tables and the notes for a terminal."""
         rows: dict[str, dict[str, dict[str, float]]] = {}
-        notes = []
+        notes: list[str] = []
         for label, row in self.as_json()["workloads"].items():
-            rows[label] = {letter: one["median"] for letter, one in row["servers"].items()}
-            rows[label][RATIO] = row[RATIO]
-            for letter, one in row["servers"].items():
+            servers = row.pop("servers")
+            rows[label] = {letter: one["median"] for letter, one in servers.items()} | row
+            if row and not notes:
+                ratio = ", ".join(row)
+                notes.append(f"{ratio}: A is better if throughput is above 1 and times are below 1")
+            for letter, one in servers.items():
                 notes += [f"{label}, {letter}: {note}" for note in one["notes"]]
-        if any(row[RATIO] for row in rows.values()):
-            notes.insert(0, "A/B: A is better if throughput is above 1 and times are below 1")
         names = dict.fromkeys(name for row in rows.values() for name in chain(*row.values()))
         parts: list[str | Table] = [f"{key}: {value}" for key, value in self.about.items() if value]
         parts.append(_table("throughput", [name for name in names if "_ms_" not in name], rows))
         for pair in (("ttft", "itl"), ("tpot", "e2e")):
-            latencies = [f"{name}_ms_p{p}" for name in pair for p in PERCENTILES]
-            parts.append(_table("milliseconds", latencies, rows))
+            latencies = [f"{name}_ms_p{p}" for name in pair for p in _SHOWN]
+            if shown := [name for name in latencies if name in names]:
+                parts.append(_table("milliseconds", shown, rows))
         return parts + notes
 
 
@@ -178,7 +188,7 @@ def _table(title: str, names: list[str], rows: dict[str, dict[str, dict[str, flo
     for label, row in rows.items():
         for letter, found in row.items():
             if found:
-                form = "{:.2f} x".format if letter == RATIO else _significant
+                form = "{:.2f} x".format if "/" in letter else _significant
                 cells = (form(found[name]) if name in found else "-" for name in names)
                 table.add_row(label, letter, *cells)
         table.add_section()
@@ -190,9 +200,14 @@ def _significant(value: float) -> str:
     return f"{value:,.{0 if value >= 1000 else 1 if value >= 10 else 2}f}"
 
 
-def ratios(servers: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Divide the first server's medians by the second's; return {} for a single server."""
-    first, *others = (figures["median"] for figures in servers.values())
+def ratios(servers: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Divide the first server's medians by those of each other, whose letter names the ratios."""
+    (first, *others), medians = servers, {name: one["median"] for name, one in servers.items()}
     return {
-        name: first[name] / other[name] for other in others for name in first if other.get(name)
+        f"{first}/{other}": {
+            name: value / medians[other][name]
+            for name, value in medians[first].items()
+            if medians[other].get(name)
+        }
+        for other in others
     }

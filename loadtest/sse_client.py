@@ -1,13 +1,14 @@
-"""A lean client of one streamed completion or chat on an OpenAI-compatible server.
+"""A lean client of a server's completions, chats or embeddings, streamed or in one piece.
 
-The client often shares its processors with the server that it measures, so it opens one connection
-a request, parses HTTP in C and creates few objects.
+The client often shares its processors with the server that it measures, so it keeps connections
+open, parses HTTP in C and creates few objects.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter
@@ -16,10 +17,15 @@ from urllib.parse import urlsplit
 
 import httptools
 
+COMPLETIONS = "/v1/completions"
+
 
 @dataclass(slots=True)
 class StreamedCompletion:
-    """The events of one streamed answer, fed by any reader. Times are seconds of `perf_counter`."""
+    """The events of one answer, fed by any reader. Times are seconds of `perf_counter`.
+
+    An answer that comes in one piece has no events.
+    """
 
     sent: float = 0.0
     event_times: list[float] = field(default_factory=list)  # arrivals of events with text
@@ -57,6 +63,14 @@ class StreamedCompletion:
         if not self.event_times:
             self.fail("the answer holds no text")
 
+    def read_whole(self, body: bytes, now: float) -> None:
+        """Parse an answer that came in one piece, which must have the server's token counts."""
+        self.ended = now
+        try:
+            self.usage = dict(json.loads(body)["usage"])
+        except (LookupError, TypeError, ValueError):
+            self.fail(f"the answer is no JSON with usage: {body[:100]!r}")
+
     def fail(self, error: str) -> None:
         """Note why the answer is incomplete. The first reason is kept."""
         self.error = self.error or error
@@ -64,7 +78,9 @@ class StreamedCompletion:
     @property
     def n_tokens(self) -> int:
         """Generated tokens as the server counted them, or else the number of events with text."""
-        return len(self.event_times) if self.usage is None else int(self.usage["completion_tokens"])
+        if self.usage is None:
+            return len(self.event_times)
+        return int(self.usage.get("completion_tokens", 0))
 
     @property
     def ttft(self) -> float:
@@ -101,7 +117,7 @@ def error_message(body: Any) -> str:
 
 
 class Target:
-    """The completions endpoint of a server. Raises ValueError for an invalid URL."""
+    """A server, by its URL. Raises ValueError for an invalid one."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         parts = urlsplit(url)
@@ -109,33 +125,37 @@ class Target:
             raise ValueError(f"{url!r} is not a URL such as http://localhost:8000")
         self.url, self.host, self.secure = url, parts.hostname, parts.scheme == "https"
         self.port = parts.port or (443 if self.secure else 80)
-        root = parts.path.rstrip("/").removesuffix("/completions").removesuffix("/v1")
-        self._head = (
-            f"POST {root}/v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\n"
-            "Content-Type: application/json\r\nConnection: close\r\n"
-        )
+        self._root = parts.path.rstrip("/").removesuffix("/completions").removesuffix("/v1")
+        self._fields = f"Host: {parts.netloc}\r\nContent-Type: application/json\r\n"
         if api_key:
-            self._head += f"Authorization: Bearer {api_key}\r\n"
+            self._fields += f"Authorization: Bearer {api_key}\r\n"
 
-    def request(self, body: bytes) -> bytes:
+    def request(self, body: bytes, route: str = COMPLETIONS, connection: str = "close") -> bytes:
         """Return the bytes of an HTTP request."""
-        return f"{self._head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+        head = f"POST {self._root}{route} HTTP/1.1\r\n{self._fields}Connection: {connection}\r\n"
+        return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-class _Exchange(asyncio.Protocol):
-    """One request, sent as soon as its connection is open, and its response."""
+class _Connection(asyncio.Protocol):
+    """A connection, on which one request follows the other."""
 
-    def __init__(self, request: bytes) -> None:
-        self.answer = StreamedCompletion()
-        self.over: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        self._request = request
-        self._parser = httptools.HttpResponseParser(self)
-        self._error_body = b""
-        self._now = 0.0
+    transport: asyncio.WriteTransport
+    is_reusable = False
+    _over: asyncio.Future[str | None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.answer.sent = perf_counter()
-        cast(asyncio.WriteTransport, transport).write(self._request)
+        self.transport = cast(asyncio.WriteTransport, transport)
+
+    async def exchange(self, request: bytes, answer: StreamedCompletion) -> str | None:
+        """Send a request and feed its answer; return why the answer is incomplete."""
+        self._answer, self._body, self._is_whole = answer, b"", False
+        self._parser, self.is_reusable = httptools.HttpResponseParser(self), False
+        if self.transport.is_closing():
+            return "the connection broke off"
+        self._over = asyncio.get_running_loop().create_future()
+        answer.sent = perf_counter()
+        self.transport.write(request)
+        return await self._over
 
     def data_received(self, data: bytes) -> None:
         self._now = perf_counter()
@@ -144,45 +164,84 @@ class _Exchange(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._end(f"the response is not HTTP: {error}")
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"content-type":
+            self._is_whole = value.startswith(b"application/json")
+
     def on_body(self, body: bytes) -> None:
-        if self._parser.get_status_code() == 200:
-            self.answer.feed(body, self._now)
+        if self._is_whole or self._parser.get_status_code() != 200:
+            self._body += body
         else:
-            self._error_body += body
+            self._answer.feed(body, self._now)
 
     def on_message_complete(self) -> None:
-        status = self._parser.get_status_code()
-        if status != 200:
-            self._end(f"HTTP {status}: {error_message(self._error_body)}")
+        self.is_reusable = self._parser.should_keep_alive()
+        if (status := self._parser.get_status_code()) != 200:
+            self._end(f"HTTP {status}: {error_message(self._body)}")
             return
-        self.answer.finish(self._now)
+        if self._is_whole:
+            self._answer.read_whole(self._body, self._now)
+        else:
+            self._answer.finish(self._now)
         self._end(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.is_reusable = False
         self._end(f"the connection broke off{f': {exc}' if exc else ''}")
 
     def _end(self, error: str | None) -> None:
-        if not self.over.done():
-            self.over.set_result(error)
+        if self._over is not None and not self._over.done():
+            self._over.set_result(error)
+
+
+class Client:
+    """Requests to a route of a server, over connections that are kept open until `close`.
+
+    limit: seconds for an answer.
+    """
+
+    def __init__(self, target: Target, limit: float, route: str = COMPLETIONS) -> None:
+        self._target, self._limit, self._route = target, limit, route
+        self._idle: list[_Connection] = []
+
+    async def ask(self, body: bytes) -> StreamedCompletion:
+        """Request one answer. A failure, or more than `limit` seconds, sets its `error`."""
+        answer, connection = StreamedCompletion(), None
+        request = self._target.request(body, self._route, "keep-alive")
+        try:
+            async with asyncio.timeout(self._limit):
+                connection = await self._connect()
+                failure = await connection.exchange(request, answer)
+        except TimeoutError:
+            failure = f"no whole answer within {self._limit:g} s"
+        except OSError as error:
+            failure = f"no connection to {self._target.host}:{self._target.port}: {error}"
+        finally:
+            if connection is not None and connection.is_reusable:
+                self._idle.append(connection)
+            elif connection is not None:
+                connection.transport.abort()
+        if failure:
+            answer.fail(failure)
+        return answer
+
+    async def _connect(self) -> _Connection:
+        while self._idle:
+            if (connection := self._idle.pop()).is_reusable:
+                return connection
+        loop, target = asyncio.get_running_loop(), self._target
+        _, connection = await loop.create_connection(
+            _Connection, target.host, target.port, ssl=target.secure or None
+        )
+        return connection
+
+    def close(self) -> None:
+        """Close the connections."""
+        for connection in self._idle:
+            connection.transport.abort()
 
 
 async def complete(target: Target, body: bytes, limit: float) -> StreamedCompletion:
-    """Request one completion. A failure, or more than `limit` seconds, sets its `error`."""
-    exchange = _Exchange(target.request(body))
-    transport = None
-    try:
-        async with asyncio.timeout(limit):
-            transport, _ = await asyncio.get_running_loop().create_connection(
-                lambda: exchange, target.host, target.port, ssl=target.secure or None
-            )
-            failure = await exchange.over
-    except TimeoutError:
-        failure = f"no whole answer within {limit:g} s"
-    except OSError as error:
-        failure = f"no connection to {target.host}:{target.port}: {error}"
-    finally:
-        if transport is not None:
-            transport.abort()
-    if failure:
-        exchange.answer.fail(failure)
-    return exchange.answer
+    """Request one completion over a connection of its own; see `Client.ask`."""
+    with closing(Client(target, limit)) as client:
+        return await client.ask(body)

@@ -11,9 +11,8 @@ from typing import Any
 
 from tests.fake_runner import TIMEOUT
 
-Respond = Callable[
-    [dict[str, Any]], tuple[int, Iterable[bytes]]
-]  # body -> status, pieces of the response's body
+# body -> status, and pieces of the stream, or JSON
+Respond = Callable[[dict[str, Any]], tuple[int, Iterable[bytes] | dict[str, Any]]]
 
 
 class FakeCompletions:
@@ -24,8 +23,9 @@ class FakeCompletions:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.paths: list[str] = []
+        self.connections: set[tuple[str, int]] = set()
         self.step: threading.Semaphore | None = None
-        self.breaks_off = False
+        self.breaks_off = self.closes = False  # before an answer's end, after it
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -45,8 +45,14 @@ class FakeCompletions:
         self.bodies.append(body)
         self.headers.append(dict(handler.headers))
         self.paths.append(handler.path)
+        self.connections.add(handler.client_address)
         status, pieces = self.respond(body)
         handler.send_response(status)
+        if isinstance(pieces, dict):
+            pieces = [json.dumps(pieces).encode()]
+            handler.send_header("Content-Type", "application/json")
+        if self.closes:
+            handler.send_header("Connection", "close")
         handler.send_header("Transfer-Encoding", "chunked")
         handler.end_headers()
         for piece in pieces:
@@ -56,7 +62,7 @@ class FakeCompletions:
                 assert self.step.acquire(timeout=TIMEOUT)
         if not self.breaks_off:
             handler.wfile.write(b"0\r\n\r\n")
-        handler.close_connection = True
+        handler.close_connection = self.breaks_off or self.closes
 
 
 @contextmanager

@@ -73,7 +73,7 @@ RULES = {
         *("server.engine", "server.telemetry", "server.text", "server.requests", "server.batches"),
     ),
     "server.process": (*WITHOUT_TORCH, "server"),
-    "loadtest.locust": ("loadtest.sse_client", "server.process.local_server"),
+    "loadtest.locust": ("loadtest.sse_client",),
     "loadtest": ("model", "export", "server.engine", "server.process.local_server"),
     "commands": ROOMS,
     "kvasir": ("commands",),
@@ -186,8 +186,7 @@ def test_a_missing_package_is_named_with_its_extra(package: str, arguments: list
 
 
 # Their help says so where they need a checkout; the others run in the server's image.
-OF_A_CHECKOUT = {"export", "verify", "bench model", "bench engine", "bench embed", "bench seq2seq"}
-OF_A_CHECKOUT |= {"bench serve"}
+OF_A_CHECKOUT = {"export", "verify", "bench model", "bench engine", "bench serve"}
 COMMANDS = {
     example.split(" ", 3)[1] if panel != "bench" else " ".join(example.split()[1:3]): function
     for panel, function, example in (

@@ -38,7 +38,7 @@ COMMANDS = (
     "doctor",
     "bench serve",
 )
-BENCHES = ("bench model", "bench engine", "bench embed", "bench serve")
+BENCHES = ("bench model", "bench engine", "bench serve")
 PLAIN = {"COLUMNS": "80", "_TYPER_FORCE_DISABLE_TERMINAL": "1"}
 
 

@@ -182,8 +182,8 @@ def grafana_has_the_dashboard(stack: Stack) -> str:
 
 
 def load_profile_ends(stack: Stack) -> str:
-    requests = ROOT / FOLDER / "report/requests.csv"
-    requests.unlink(missing_ok=True)
+    picture = ROOT / FOLDER / "report/report.png"
+    picture.unlink(missing_ok=True)
     verdict = "every limit was kept"
     try:
         stack.compose("run", "--rm", "--no-TTY", "load")
@@ -193,7 +193,7 @@ def load_profile_ends(stack: Stack) -> str:
         if not missed or any("requests failed" in line for line in missed):
             raise
         verdict = "; ".join(missed)
-    return f"{len(requests.read_text(encoding='utf-8').splitlines()) - 1} requests; {verdict}"
+    return f"{verdict}; a picture of {picture.stat().st_size} bytes"
 
 
 def stop_waits_for_streams(stack: Stack) -> str:

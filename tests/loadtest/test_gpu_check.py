@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 
 from kvasir.loadtest import bench_engine, gpu_check, gpu_peer, gpu_steps
-from kvasir.loadtest.gpu_check import check_parity, main
-from kvasir.loadtest.gpu_log import FigureLog, SkippedError
+from kvasir.loadtest.gpu_check import FigureLog, Sequences, check, check_parity
 from kvasir.loadtest.gpu_peer import Peer
-from kvasir.loadtest.gpu_promises import check_figures, check_promises
+from kvasir.loadtest.gpu_promises import SkippedError, check_figures, check_promises
 from kvasir.loadtest.random_model import make_random_model
-from kvasir.model.bundle import Verification
+from kvasir.model.bundle import PRECISIONS, Verification
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.presets import PRESETS, preset
 from kvasir.server.engine.gpu.runner import PagedRunner
 from kvasir.server.engine.gpu.session import BACKENDS
 from tests.engine.test_paged_runner import exported, make_engine
 from tests.engine.test_session import NO_GPU
+from tests.numpy_session import numpy_backend
 from tests.recording_session import recording_backend
 
 __all__ = ["exported"]  # a fixture
@@ -77,26 +77,26 @@ def test_promises_are_checked_on_the_graph_in_numpy(exported: tuple[Transformer,
         assert isinstance(engine.runner, PagedRunner)
         return engine.runner
 
-    check = partial(
+    promises = partial(
         check_promises,
         partial(open_runner, 8, 1),
         n_new=6,
         chunk_size=16,
         lengths=(3, 9, 5, 4, 7, 2, 6, 5, 8),
     )
-    assert check(together=partial(open_runner, 9, 4)) == 1.0
+    assert promises(together=partial(open_runner, 9, 4)) == 1.0
     wrong = open_runner(9, 4)
     slots = wrong.kv.slots
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wrong.kv, "slots", lambda rows, positions: slots(rows, positions)[::-1])
         with pytest.raises(AssertionError):
-            assert check(together=lambda: wrong) == 1.0
+            assert promises(together=lambda: wrong) == 1.0
 
 
 @NO_GPU
 def test_parity_fails_without_a_gpu(tmp_path: Path) -> None:
     report = FigureLog(tmp_path / "figures.json")
-    report.note("parity", lambda: check_parity(tmp_path / "tiny", "tiny", "bf16"))
+    report.note("parity", check_parity, tmp_path / "tiny", "tiny", "bf16", "cuda")
     assert report.failures == ["parity"]
     assert "NoDeviceError" in report.figures["parity"]["failed"]
 
@@ -108,17 +108,21 @@ def version_on_a_card(package: str) -> str:
     return version(package)
 
 
+SMALL = {"vocab_size": 300, "n_layer": 1, "d_model": 32, "n_head": 2, "n_kv_head": 1}
+SMALL |= {"head_dim": 16, "d_ff": 32, "max_model_len": 600}
+LENGTHS = (3, 9, 5, 4, 7, 2, 6, 5)  # of prompts
+
+
 @pytest.fixture
 def small_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A GPU in numpy, with presets, prompts and batches that it can bear."""
-    shape = {"vocab_size": 300, "n_layer": 1, "d_model": 32, "n_head": 2, "n_kv_head": 1}
-    shape |= {"head_dim": 16, "d_ff": 32, "max_model_len": 600}
-    monkeypatch.setitem(PRESETS, "small", preset("tiny", **shape))
+    monkeypatch.setitem(PRESETS, "small", preset("tiny", **SMALL))
     monkeypatch.setitem(BACKENDS, "cuda", recording_backend(2**20))
-    monkeypatch.setattr(gpu_check, "require_cuda", lambda: None)
     monkeypatch.setattr("kvasir.export.directory.version", version_on_a_card)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "numpy")
     monkeypatch.setattr(bench_engine, "measure_gpu", lambda: (1e9, 1e12))
+    sequences = Sequences(LENGTHS, (8, 8), 16, 32, 512)
+    monkeypatch.setitem(gpu_check._SEQUENCES, "cuda", sequences)
     monkeypatch.setitem(bench_engine.DECODE_BATCHES, "cuda", (2,))
     monkeypatch.setitem(bench_engine.PREFILL_TOKENS, "cuda", (4,))
     for module, name, value in (
@@ -126,10 +130,9 @@ def small_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (gpu_check, "_CONTEXTS", (5, 300, 715)),
         (gpu_check, "_LONGEST", 720),
         (gpu_check, "_REPLAYED", 260),
-        (gpu_check, "_KV_BYTES", (2**17, 2**17, 2**17)),
-        (gpu_check, "_SHARED_LENGTHS", (3, 9, 5, 4, 7, 2, 6, 5)),
-        *((module, "NEW", 3) for module in (gpu_check, gpu_peer)),
-        *((module, "PROMPT", 4) for module in (gpu_check, gpu_peer)),
+        (gpu_check, "_KV_BYTES", 2**17),
+        (gpu_peer, "NEW", 3),
+        (gpu_peer, "PROMPT", 4),
         (gpu_peer, "_ROUNDS", 1),
         (bench_engine, "_PROMPT_TOKENS", 4),
         (bench_engine, "_DECODE_STEPS", 3),
@@ -149,9 +152,9 @@ def small_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("small_card")
 def test_the_whole_check_runs_in_numpy(tmp_path: Path) -> None:
-    n_failed = main(tmp_path / "models", tmp_path / "figures.json", "cpu")
+    failed = check(tmp_path / "models", tmp_path / "figures.json", peer="cpu")
     figures = json.loads((tmp_path / "figures.json").read_text())
-    assert n_failed == 0, {name: one for name, one in figures.items() if "failed" in str(one)}
+    assert not failed, {name: figures[name] for name in failed}
     skipped = {name for name, one in figures.items() if "skipped" in str(one)}
     assert skipped == {
         "copy of logits, batch 2",  # without CUDA
@@ -172,6 +175,25 @@ def test_the_whole_check_runs_in_numpy(tmp_path: Path) -> None:
     assert str(tmp_path / "models" / "small-cuda-bf16") in figures["compute-sanitizer"]
 
 
+def test_the_check_of_webgpu_runs_in_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a stream of a server, which is a process of its own, and without short weights."""
+    backend = numpy_backend(2**20)._replace(open_stream=None, kv_cache_bytes=2**24)
+    monkeypatch.setitem(BACKENDS, "webgpu", backend)
+    monkeypatch.setitem(PRECISIONS, "webgpu", ("fp16",))
+    monkeypatch.setattr(gpu_check, "check_stream", lambda folder: folder.name)
+    monkeypatch.setattr(gpu_check, "_SMALL", {"scale": 3} | SMALL)
+    monkeypatch.setitem(gpu_check._SEQUENCES, "webgpu", Sequences(LENGTHS, (3, 6), 2, 4, 64))
+    monkeypatch.setattr(gpu_peer, "NEW", 3)
+    monkeypatch.setattr(gpu_peer, "PROMPT", 4)
+    failed = check(tmp_path / "models", tmp_path / "figures.json", "webgpu")
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert not failed, {name: figures[name] for name in failed}
+    assert figures["fp16: parity"]["max_logit_error"] < 0.05
+    assert figures["tokens as alone"] == 1.0
+    assert figures["stream over HTTP"] == "tiny-webgpu-fp16"
+    assert figures["batch 8, tokens/s"] > 0
+
+
 @pytest.mark.usefixtures("small_card")
 def test_compute_sanitizer_gets_a_prefill_and_two_decodes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -190,5 +212,5 @@ def test_compute_sanitizer_gets_a_prefill_and_two_decodes(
 
 @NO_GPU
 def test_the_check_ends_at_once_without_a_card(tmp_path: Path) -> None:
-    assert main(tmp_path / "models", tmp_path / "figures.json") == 1
+    assert check(tmp_path / "models", tmp_path / "figures.json") == ["machine"]
     assert list(json.loads((tmp_path / "figures.json").read_text())) == ["machine"]

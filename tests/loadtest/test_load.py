@@ -5,24 +5,29 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from itertools import chain
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from kvasir.loadtest.load import SUITE, Prompts, Workload, closed_loop, open_loop
+from kvasir.loadtest.load import SUITES, Prompts, Workload, closed_loop, open_loop
 from kvasir.loadtest.sse_client import StreamedCompletion
 
 
 def test_workloads_are_written_as_they_are_parsed() -> None:
-    for text in (*map(str, SUITE), "3x5/7", "2x64+32/8"):
+    for text in (*map(str, chain(*SUITES.values())), "3x5/7", "2x64+32/8", "4x8-99/64"):
         assert str(Workload.parse(text)) == text
     workload = Workload.parse("8x512+64/32")
     assert workload == Workload(concurrency=8, input_len=64, output_len=32, shared_len=512)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "16x128", "0x128/64", "1x0/4", "1x4/0", "x4/4", "1x-4/4", "1x4/4 "]
+    "text",
+    [
+        *("", "16x128", "0x128/64", "1x0/4", "1x4/0", "x4/4", "1x-4/4", "1x4/4 ", "1x4/words"),
+        *("1x8-/4", "2x9+4/vector", "2x4/vector/4"),
+    ],
 )
 def test_an_invalid_workload_is_named(text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(repr(text))):
@@ -60,6 +65,29 @@ def test_a_request_asks_for_an_exact_length_and_takes_more_fields() -> None:
     del fields["prompt"]
     stream = {"stream": True, "stream_options": {"include_usage": True}}
     assert fields == {"max_tokens": 6, "ignore_eos": True} | stream | extra
+
+
+@pytest.mark.parametrize(("text", "key"), [("9x8-64/same/4", "prompt"), ("9x8-64/vector", "input")])
+def test_lengths_are_log_uniform_and_the_same_for_every_server(text: str, key: str) -> None:
+    prompts, workload = Prompts(vocab_size=300, seed=1), Workload.parse(text)
+    rounds = [
+        [json.loads(body) for body in prompts.bodies(workload, 21, {"model": "m"})] for _ in "AB"
+    ]
+    inputs = [[body[key] for body in bodies] for bodies in rounds]
+    if key == "prompt":
+        assert {(body["num_beams"], body["max_tokens"]) for body in rounds[0]} == {
+            (4, len(prompt)) for prompt in inputs[0]
+        }
+    else:
+        inputs = [[text.split() for text in texts] for texts in inputs]
+    assert not any("stream" in body or body["model"] != "m" for body in rounds[0])
+    lengths = [[len(one) for one in of_server] for of_server in inputs]
+    assert lengths[0] != lengths[1]
+    assert sorted(lengths[0]) == sorted(lengths[1])
+    scale = 1 if key == "prompt" else 0.75  # words of a token
+    wanted = [scale * 8 * 8 ** (i / 20) for i in range(21)]
+    assert sorted(lengths[0]) == pytest.approx(wanted, abs=1)
+    assert inputs[0] != inputs[1]
 
 
 class Clients:

@@ -149,4 +149,15 @@ def test_rows_have_medians_over_rounds_and_ratios_of_two_servers() -> None:
         medians = [median(figures(waves, limits)[key] for waves in rounds[x]) for x in "AB"]
         assert [found["servers"][x]["median"][key] for x in "AB"] == medians
         assert found["A/B"][key] == medians[0] / medians[1]
-    assert ratios({"A": row["A"].as_json()}) == {}
+    medians_of = {letter: measured.as_json() for letter, measured in row.items()}
+    assert ratios({"A": medians_of["A"]}) == {}
+    assert ratios(medians_of | {"C": medians_of["A"]}).keys() == {"A/B", "A/C"}
+
+
+def test_an_answer_in_one_piece_has_only_its_end() -> None:
+    whole = StreamedCompletion(1.0, [], 1.5, {"prompt_tokens": 7})
+    found = figures([[whole, whole]], {})
+    assert latency_names(found) == {"e2e"}
+    assert found["requests_per_second"] == 4
+    assert found["input_tokens_per_second"] == 28
+    assert Measured(Workload.parse("2x8-64/vector"), {}, [[[whole]]]).notes == []

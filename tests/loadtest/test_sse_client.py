@@ -6,10 +6,12 @@ import asyncio
 import json
 import socket
 import threading
+from contextlib import closing
+from typing import Any
 
 import pytest
 
-from kvasir.loadtest.sse_client import StreamedCompletion, Target, complete
+from kvasir.loadtest.sse_client import Client, StreamedCompletion, Target, complete
 from tests.fake_completions import DONE, event, fake_completions, usage, well
 from tests.fake_runner import TIMEOUT
 
@@ -134,16 +136,55 @@ def test_no_server_and_no_url() -> None:
         Target("localhost:8000")
 
 
-def test_a_server_that_does_not_speak_http() -> None:
-    def greet(listener: socket.socket) -> None:
+WHOLE = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+BROKEN = {
+    b"": "the connection broke off",
+    b"HTTP/1.1 200": "the connection broke off",
+    WHOLE + b"Content-Length: 99\r\n\r\n{}": "the connection broke off",
+    WHOLE + b"Transfer-Encoding: chunked\r\n\r\n1f\r\n{}": "the connection broke off",
+    b"220 mail.example\r\n": "the response is not HTTP: ",
+    WHOLE + b"Content-Length: x\r\n\r\n": "the response is not HTTP: ",
+    b"HTTP/1.1 503 No\r\nContent-Length: 4\r\n\r\n\xffbad": "HTTP 503: \ufffdbad",
+    **{
+        WHOLE
+        + b"Content-Length: %d\r\n\r\n%s" % (len(body), body): "the answer is no JSON with usage"
+        for body in (b"", b"[]", b"{}", b'{"usage": null}')
+    },
+}
+
+
+@pytest.mark.parametrize("response", BROKEN)
+def test_a_broken_response_is_one_error(response: bytes) -> None:
+    def answer(listener: socket.socket) -> None:
         connection, _ = listener.accept()
         with connection:
             connection.recv(4096)
-            connection.sendall(b"220 mail.example\r\n")
+            connection.sendall(response)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=greet, args=(listener,))
+        thread = threading.Thread(target=answer, args=(listener,))
         thread.start()
-        answer = ask(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        answered = ask(f"http://127.0.0.1:{listener.getsockname()[1]}")
         thread.join(TIMEOUT)
-    assert (answer.error or "").startswith("the response is not HTTP: ")
+    assert (answered.error or "").startswith(BROKEN[response])
+
+
+@pytest.mark.parametrize("keeps_open", [True, False])
+def test_requests_that_follow_one_another_share_a_connection(keeps_open: bool) -> None:
+    def respond(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        n_prompt = len(body["prompt"])
+        return (
+            (200, {"usage": {"prompt_tokens": n_prompt}}) if n_prompt else (429, {"error": "full"})
+        )
+
+    async def ask_in_turn(url: str) -> list[StreamedCompletion]:
+        with closing(Client(Target(url), TIMEOUT)) as client:
+            return [await client.ask(b'{"prompt": %s}' % ids) for ids in (b"[7]", b"[]", b"[1, 2]")]
+
+    with fake_completions(respond) as fake:
+        fake.closes = not keeps_open
+        answers = asyncio.run(ask_in_turn(fake.url))
+    assert [answer.error for answer in answers] == [None, "HTTP 429: full", None]
+    assert [answer.usage and answer.usage["prompt_tokens"] for answer in answers] == [1, None, 2]
+    assert all(answer.e2e > 0 and not answer.event_times for answer in answers[::2])
+    assert len(fake.connections) == (1 if keeps_open else 3)

@@ -1,4 +1,4 @@
-"""Lengths of a load test are spread around their median; users follow the time."""
+"""Lengths of a load test are spread around their median; users follow the time; limits parse."""
 
 from __future__ import annotations
 
@@ -7,7 +7,25 @@ from statistics import median
 
 import pytest
 
-from kvasir.loadtest.locust.traffic import draw_length, draw_words, spike, step
+from kvasir.loadtest.locust.traffic import Limit, draw_length, draw_words, parse_slo, spike, step
+
+INVALID = (
+    "ttft ttft:p99 ttft:p99:x ttft:p99:1:2 ttft:p0:1 ttft:p101:1 ttft:p99:nan ttft:p99:inf "
+    "ttft:p99:-1 tpot:p99:1 errors errors:101 errors:-1 errors:nan errors:1:2 : p99:1"
+)
+
+
+def test_limits_are_parsed() -> None:
+    limits = [Limit("ttft", 99, 2500), Limit("itl", 99.9, 40), Limit("errors", 0, 1.5)]
+    assert parse_slo("ttft:p99:2500  itl:99.9:40 errors:1.5") == limits
+    assert parse_slo("") == []
+
+
+@pytest.mark.parametrize("text", INVALID.split())
+def test_an_invalid_limit_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a limit") as raised:
+        parse_slo(f"errors:1 {text}")
+    assert repr(text) in str(raised.value)
 
 
 @pytest.mark.parametrize("middle", [3, 64, 1000])
