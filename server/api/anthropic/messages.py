@@ -12,19 +12,19 @@ from fastapi import APIRouter, Request
 from pydantic_core import from_json
 from starlette.responses import JSONResponse, Response
 
-from kvasir.server.api.anthropic.answers import AnthropicMessage, MessageEvent, TokenCount
+from kvasir.server.api.anthropic.answers import AnthropicMessage, TokenCount
 from kvasir.server.api.anthropic.conversion import chat_body
 from kvasir.server.api.anthropic.schemas import CountTokensBody, MessagesBody
 from kvasir.server.api.http.body import TextRoute
 from kvasir.server.api.http.pieces import compact
 from kvasir.server.api.http.responses import (
     BODY_ERRORS,
+    STREAMED,
     Formatter,
     event,
     respond,
     service_of,
     state_of,
-    streamed,
 )
 from kvasir.server.api.openai.chat import prepare, render
 from kvasir.server.api.openai.formatting import JSON, join
@@ -49,7 +49,7 @@ _GROWING = {
 }
 
 
-@router.post("/v1/messages", response_model=AnthropicMessage, responses=streamed(MessageEvent))
+@router.post("/v1/messages", response_model=AnthropicMessage, responses=STREAMED)
 async def messages(request: Request, body: MessagesBody) -> Response:
     """Answer in a conversation, as Anthropic does."""
     service, state = service_of(request), state_of(request.scope)

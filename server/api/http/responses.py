@@ -15,7 +15,6 @@ from functools import partial
 from typing import Annotated, Any, TypeVar, cast
 
 from fastapi import Depends, Query
-from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -84,14 +83,13 @@ READ_ERRORS = errors(401, 403, 429)
 MODEL_ERRORS = errors(401, 403, 404, 429)
 BODY_ERRORS = errors(400, 401, 403, 404, 413, 429)
 GENERATE_ERRORS = errors(400, 401, 403, 404, 413, 429, 504)
-
-
-def streamed(event: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """Return the `responses` of a route that can stream events; `routes` adds their schema."""
-    schema = {"$ref": f"#/components/schemas/{event.__name__}"}
-    content = {"text/event-stream": {"schema": schema}}
-    about = "The answer. A stream is server-sent events."
-    return GENERATE_ERRORS | {200: {"description": about, "content": content}}
+# The `responses` of a route that can stream.
+STREAMED = GENERATE_ERRORS | {
+    200: {
+        "description": "The answer. A stream is server-sent events.",
+        "content": {"text/event-stream": {}},
+    }
+}
 
 
 def models_of(scope: Scope) -> Models:

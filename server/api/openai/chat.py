@@ -11,8 +11,8 @@ from starlette.responses import Response
 from kvasir.model.chat_template import ChatTemplateError
 from kvasir.server.api.http.body import TextRoute
 from kvasir.server.api.http.pieces import LazyList
-from kvasir.server.api.http.responses import respond, service_of, state_of, streamed
-from kvasir.server.api.openai.answers import Chat, ChatEvent
+from kvasir.server.api.http.responses import STREAMED, respond, service_of, state_of
+from kvasir.server.api.openai.answers import Chat
 from kvasir.server.api.openai.chat_schemas import ChatBody, Conversation
 from kvasir.server.api.openai.formatting import JSON, OpenAIFormatter, join, token_logprobs
 from kvasir.server.api.openai.tools import AnswerForm, AnswerReader
@@ -26,7 +26,7 @@ from kvasir.server.text.chat_format import ChatFormat
 router = APIRouter(route_class=TextRoute)
 
 
-@router.post("/v1/chat/completions", response_model=Chat, responses=streamed(ChatEvent))
+@router.post("/v1/chat/completions", response_model=Chat, responses=STREAMED)
 async def chat_completions(request: Request, body: ChatBody) -> Response:
     """Answer in a conversation, as OpenAI does."""
     wanted, form = await prepare(request, body)

@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from kvasir.server.api.http.body import TextRoute
 from kvasir.server.api.http.pieces import LazyList, compact
-from kvasir.server.api.http.responses import finite, respond, service_of, state_of, streamed
-from kvasir.server.api.openai.answers import Completion, CompletionEvent
+from kvasir.server.api.http.responses import STREAMED, finite, respond, service_of, state_of
+from kvasir.server.api.openai.answers import Completion
 from kvasir.server.api.openai.formatting import JSON, OpenAIFormatter
 from kvasir.server.api.openai.schemas import CompletionsBody
 from kvasir.server.engine.sampling import TokenLogprobs
@@ -26,7 +26,7 @@ router = APIRouter(route_class=TextRoute)
 DEFAULT_MAX_TOKENS = 16
 
 
-@router.post("/v1/completions", response_model=Completion, responses=streamed(CompletionEvent))
+@router.post("/v1/completions", response_model=Completion, responses=STREAMED)
 async def completions(request: Request, body: CompletionsBody) -> Response:
     """Continue prompts, as OpenAI does."""
     service, state = service_of(request), state_of(request.scope)

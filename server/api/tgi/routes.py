@@ -16,9 +16,9 @@ from kvasir.server.api.embeddings.tei import EncoderInfo, encoder_info
 from kvasir.server.api.http import responses
 from kvasir.server.api.http.body import TextRoute
 from kvasir.server.api.http.pieces import LazyList, compact
-from kvasir.server.api.http.responses import GENERATE_ERRORS, finite, streamed
+from kvasir.server.api.http.responses import GENERATE_ERRORS, STREAMED, finite
 from kvasir.server.api.structured import tgi_grammar
-from kvasir.server.api.tgi.answers import Generated, GenerateEvent, Info
+from kvasir.server.api.tgi.answers import Generated, Info
 from kvasir.server.api.tgi.schemas import CompatibleBody, GenerateBody
 from kvasir.server.engine.sampling import TokenLogprobs
 from kvasir.server.engine.sequence import FinishReason
@@ -38,13 +38,13 @@ async def generate(request: Request, body: GenerateBody) -> Response:
     return await _generate(request, body)
 
 
-@router.post("/generate_stream", response_class=Response, responses=streamed(GenerateEvent))
+@router.post("/generate_stream", response_class=Response, responses=STREAMED)
 async def generate_stream(request: Request, body: GenerateBody) -> Response:
     """Continue a text as a stream."""
     return await _generate(request, body, stream=True)
 
 
-@router.post("/", response_model=list[Generated], responses=streamed(GenerateEvent))
+@router.post("/", response_model=list[Generated], responses=STREAMED)
 async def generate_either(request: Request, body: CompatibleBody) -> Response:
     """Continue a text; stream if `stream` is true. For TGI's clients that know a base URL only."""
     return await _generate(request, body, stream=body.stream)

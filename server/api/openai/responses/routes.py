@@ -14,13 +14,13 @@ from starlette.responses import Response
 from kvasir.server.api.http.body import TextRoute
 from kvasir.server.api.http.pieces import compact, written
 from kvasir.server.api.http.responses import (
+    STREAMED,
     errors,
     held_response,
     models_of,
     respond,
     service_of,
     state_of,
-    streamed,
 )
 from kvasir.server.api.openai.chat import prepare
 from kvasir.server.api.openai.chat_schemas import ChatBody
@@ -29,7 +29,6 @@ from kvasir.server.api.openai.responses.answers import (
     DeletedResponse,
     InputItems,
     ModelResponse,
-    ResponseEvent,
 )
 from kvasir.server.api.openai.responses.formatting import ResponseFormatter
 from kvasir.server.api.openai.responses.items import PREFIXES
@@ -42,7 +41,7 @@ router = APIRouter(route_class=TextRoute)
 _ERRORS = errors(400, 401, 403, 404, 429)
 
 
-@router.post("/v1/responses", response_model=ModelResponse, responses=streamed(ResponseEvent))
+@router.post("/v1/responses", response_model=ModelResponse, responses=STREAMED)
 async def create_response(request: Request, body: ResponsesBody) -> Response:
     """Answer a conversation of items, as OpenAI's Responses API does."""
     service, store = service_of(request), _store(request)
