@@ -12,8 +12,9 @@ from kvasir.server.api.anthropic.schemas import (
     MessagesBody,
     ToolResultBlock,
 )
-from kvasir.server.api.openai.chat_schemas import ChatBody, TextPart
+from kvasir.server.api.openai.chat_schemas import ChatBody
 from kvasir.server.api.openai.formatting import JSON, join
+from kvasir.server.api.openai.schemas import TextPart
 from kvasir.server.api.schemas import SamplingFields
 from kvasir.server.errors import InvalidRequestError
 

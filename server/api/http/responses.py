@@ -226,7 +226,7 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class Formatter(ABC):
-    """The form of a completion's response: `chunk` if it is streamed, else `add` and `whole`."""
+    """The form of a completion's response: a stream shows the parts of which `whole` is made."""
 
     end = b""  # the last event of a stream
     keep_alive = KEEP_ALIVE
@@ -237,12 +237,24 @@ class Formatter(ABC):
         self.tokenizer = service.bundle.tokenizer
 
     @abstractmethod
-    def chunk(self, delta: Delta) -> Written:
-        """Return the events for a delta, if it has anything to show."""
+    def parts(self, delta: Delta) -> Iterator[Any]:
+        """Yield what a delta adds, if it has anything to show."""
 
     @abstractmethod
+    def event(self, part: Any) -> Written:
+        """Return the event of a part."""
+
+    def chunk(self, delta: Delta) -> Written:
+        """Return the events for a delta."""
+        return together([self.event(part) for part in self.parts(delta)])
+
+    def keep(self, part: Any) -> None:  # noqa: B027  (most forms keep what `parts` yields)
+        """Add a part to the whole, if `parts` has not done so."""
+
     def add(self, delta: Delta) -> None:
         """Keep the content of a delta."""
+        for part in self.parts(delta):
+            self.keep(part)
 
     @abstractmethod
     def whole(self) -> Any:

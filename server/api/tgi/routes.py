@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -118,18 +119,18 @@ class GenerateFormatter(responses.Formatter):
         self._as_list = isinstance(body, CompatibleBody)
         self._samples: dict[int, _Shown] = {}
 
-    def add(self, delta: Delta) -> None:
-        """Keep a delta's text and tokens."""
+    def parts(self, delta: Delta) -> Iterator[Delta]:
+        """Keep a delta's text and tokens; yield it, for the form takes time."""
         shown = self._samples.setdefault(delta.choice.index, _Shown(delta.choice))
         shown.text += delta.text
         if delta.prompt_logprobs is not None:
             shown.prompt_logprobs = delta.prompt_logprobs
         if delta.logprobs is not None:
             shown.scored.append((delta.logprobs, delta.text))
+        yield delta
 
-    def chunk(self, delta: Delta) -> bytes:
+    def event(self, delta: Delta) -> bytes:
         """Return the event for a delta; the last one has the whole text."""
-        self.add(delta)
         sample = self._samples[delta.choice.index]
         token: dict[str, Any] = {"id": 0, "text": delta.text, "logprob": 0.0}
         token["special"] = not delta.text
@@ -161,9 +162,8 @@ class GenerateFormatter(responses.Formatter):
         return [shown] if self._as_list else shown
 
     def _text(self, sample: _Shown) -> str:
-        return (
-            sample.choice.prompt.text if self._parameters.return_full_text else ""
-        ) + sample.text
+        lead = sample.choice.prompt.text if self._parameters.return_full_text else ""
+        return lead + sample.text
 
     def _whole_details(self, sample: _Shown) -> dict[str, Any]:
         scored, n_top = sample.scored, self._parameters.top_n_tokens
