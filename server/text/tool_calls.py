@@ -183,33 +183,33 @@ class ToolCallParser:
 
     def _read_named(self, opening: str, head: re.Pattern[str]) -> Reading:
         """Read a call whose name precedes its arguments."""
-        while (found := head.match(text := self._buffer.lstrip())) is None:
+        while (match := head.match(text := self._buffer.lstrip())) is None:
             if "{" in text or len(text) > _MAX_HEAD:
                 return self._show(opening)
             if self._is_end:
                 return self._end_early(opening)
             yield
-        self._begin_call(found[1], text[found.end() :])
+        self._begin_call(match[1], text[match.end() :])
         return (yield from self._read_arguments())
 
     def _read_tagged(self, opening: str) -> Reading:
         """Read a call whose arguments have tags; each is passed on once it is complete."""
-        while (found := _FUNCTION.match(text := self._buffer.lstrip())) is None:
+        while (match := _FUNCTION.match(text := self._buffer.lstrip())) is None:
             begins = "<function=".startswith(text[:10]) and ">" not in text
             if not begins or len(text) > _MAX_HEAD:
                 return self._show(opening)
             if self._is_end:
                 return self._end_early(opening)
             yield
-        name, before = found[1], "{"
-        self._begin_call(name, text[found.end() :])
+        name, before = match[1], "{"
+        self._begin_call(name, text[match.end() :])
         self.is_in_call = True
         while self.is_in_call:
             text = self._buffer.lstrip()
-            if found := _PARAMETER.match(text):
-                argument = {found[1]: value_of(found[2], self._schemas.get(name, {}), found[1])}
+            if match := _PARAMETER.match(text):
+                argument = {match[1]: value_of(match[2], self._schemas.get(name, {}), match[1])}
                 self._add(before + json.dumps(argument, ensure_ascii=False)[1:-1])
-                self._buffer, before = text[found.end() :], ", "
+                self._buffer, before = text[match.end() :], ", "
             elif "<parameter=".startswith(text[:11]):  # of which the end is to come
                 if self._is_end:
                     self._buffer = ""

@@ -167,7 +167,7 @@ class MessageFormatter(Formatter):
         if choice.shown_reason == "tool_calls":
             reason = "tool_use"
         elif choice.finish_reason is FinishReason.STOP:
-            stop = choice.stops.found
+            stop = choice.stops.stop_string
             reason = "end_turn" if stop is None else "stop_sequence"
         elif choice.finish_reason is FinishReason.LENGTH and choice.n_tokens < self._max_tokens:
             reason = "model_context_window_exceeded"

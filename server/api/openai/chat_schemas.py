@@ -270,12 +270,12 @@ class ChatBody(OpenAIBody, Conversation):
         """The functions that may be called."""
         allowed = self.allowed_names
         functions = [tool.function for tool in self.tools]
-        return [one for one in functions if allowed is None or one.name in allowed]
+        return [function for function in functions if allowed is None or function.name in allowed]
 
     @property
     def holds_calls(self) -> bool:
         """True if calls, where the model makes any, must be valid."""
-        return self.allowed_names is not None or any(one.strict for one in self.functions)
+        return self.allowed_names is not None or any(f.strict for f in self.functions)
 
     @property
     def must_call(self) -> bool:

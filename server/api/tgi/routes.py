@@ -149,15 +149,15 @@ class GenerateFormatter(responses.Formatter):
     def whole(self) -> Any:
         """Return the body of a finished completion: its likeliest sample."""
         parameters = self._parameters
-        best, *others = sorted(self._samples.values(), key=lambda it: it.score, reverse=True)
+        best, *rest = sorted(self._samples.values(), key=lambda it: it.score, reverse=True)
         shown: dict[str, Any] = {"generated_text": self._text(best)}
-        details = [self._whole_details(sample) for sample in (best, *others)]  # names the reasons
+        details = [self._whole_details(sample) for sample in (best, *rest)]  # names the reasons
         if parameters.details or parameters.decoder_input_details:
             shown["details"] = details[0]
-            if others:
+            if rest:
                 shown["details"]["best_of_sequences"] = [
-                    {"generated_text": self._text(sample), **known}
-                    for sample, known in zip(others, details[1:], strict=True)
+                    {"generated_text": self._text(sample), **about}
+                    for sample, about in zip(rest, details[1:], strict=True)
                 ]
         return [shown] if self._as_list else shown
 

@@ -22,9 +22,9 @@ def _only(*served: object, instead: str) -> BeforeValidator:
     """Return a validator that refuses what is not served, naming it and what to do."""
 
     def check(value: object) -> object:
-        if not any(value == one and type(value) is type(one) for one in served):
-            known = " or ".join(map(repr, served))
-            raise ValueError(f"{value!r} is not served here, only {known}; {instead}")
+        if not any(value == option and type(value) is type(option) for option in served):
+            options = " or ".join(map(repr, served))
+            raise ValueError(f"{value!r} is not served here, only {options}; {instead}")
         return value
 
     return BeforeValidator(check)
