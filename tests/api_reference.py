@@ -13,7 +13,6 @@ from fastapi.routing import APIRoute
 from kvasir.model.bundle import load_bundle
 from kvasir.server.api import schemas, target, tokenize
 from kvasir.server.api.anthropic import schemas as anthropic_schemas
-from kvasir.server.api.anthropic.answers import MessageEvent
 from kvasir.server.api.embeddings import cohere, scores, tei, vllm
 from kvasir.server.api.embeddings import openai as embeddings_openai
 from kvasir.server.api.embeddings import requests as embeddings
@@ -21,14 +20,11 @@ from kvasir.server.api.explain import routes as explain
 from kvasir.server.api.http.responses import STATUSES
 from kvasir.server.api.openai import batches, chat_schemas
 from kvasir.server.api.openai import schemas as openai_schemas
-from kvasir.server.api.openai.answers import ChatEvent, CompletionEvent
 from kvasir.server.api.openai.responses import schemas as responses
-from kvasir.server.api.openai.responses.answers import ResponseEvent
 from kvasir.server.api.other_servers import IGNORED, NO_OPS
 from kvasir.server.api.routes import ROUTES
 from kvasir.server.api.structured import StructuredFields
 from kvasir.server.api.tgi import schemas as tgi
-from kvasir.server.api.tgi.answers import GenerateEvent
 from kvasir.server.errors import KvasirError
 from kvasir.server.requests.service import Service
 from kvasir.server.settings import Settings, load_settings
@@ -85,26 +81,11 @@ OF_REQUESTS = (
     "explain", "batch_dir", "batch_dir_bytes", "max_batches", "max_stored_responses",
     "stored_responses_memory",
 )  # fmt: skip
-EVENTS = {
-    kind.__name__: kind
-    for kind in (CompletionEvent, ChatEvent, MessageEvent, ResponseEvent, GenerateEvent)
-}
 
 
 def body_type(route: APIRoute) -> Any:
     """Return the type of the body that a route takes."""
     return get_type_hints(route.endpoint, include_extras=True)["body"]
-
-
-def check_events(route: APIRoute, stream: str) -> int:
-    """Check that each event of a stream has its type. Returns how many there are."""
-    content = route.responses[200]["content"]["text/event-stream"]
-    kind = EVENTS[content["schema"]["$ref"].rpartition("/")[2]]
-    events = [data.strip() for data in re.findall("^data:(.*)$", stream, re.MULTILINE)]
-    for event in events:
-        kind.model_validate({"data": event})
-    assert (events[-1] == "[DONE]") == (kind in (CompletionEvent, ChatEvent))
-    return len(events)
 
 
 def with_tables(page: str) -> str:

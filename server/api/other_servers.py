@@ -58,7 +58,7 @@ def no_op_schema(name: str) -> dict[str, Any]:
 
 def _only(value: Any) -> dict[str, Any]:
     if isinstance(value, dict):
-        properties = {name: _only(one) for name, one in value.items()}
+        properties = {name: _only(inner) for name, inner in value.items()}
         closed = {"required": [*value], "additionalProperties": False}
         return {"type": "object", "properties": properties} | closed
     if isinstance(value, list):

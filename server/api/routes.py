@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from kvasir.server.api import health, joined, models, playground, tokenize
 from kvasir.server.api.anthropic import messages
-from kvasir.server.api.anthropic.answers import AnthropicError, MessageEvent
+from kvasir.server.api.anthropic.answers import AnthropicError
 from kvasir.server.api.embeddings import cohere, scores, tei, vllm
 from kvasir.server.api.embeddings import openai as embeddings
 from kvasir.server.api.explain import routes as explain
@@ -32,12 +32,10 @@ from kvasir.server.api.http.responses import (
     path_of,
 )
 from kvasir.server.api.openai import batches, chat, completions, files
-from kvasir.server.api.openai.answers import ChatEvent, CompletionEvent
 from kvasir.server.api.openai.responses import routes as responses
-from kvasir.server.api.openai.responses.answers import ResponseEvent
 from kvasir.server.api.schemas import Error
 from kvasir.server.api.tgi import routes as tgi
-from kvasir.server.api.tgi.answers import GenerateError, GenerateEvent
+from kvasir.server.api.tgi.answers import GenerateError
 from kvasir.server.errors import (
     InvalidRequestError,
     KvasirError,
@@ -49,11 +47,7 @@ router = APIRouter()
 _DOCUMENTING = Lock()  # else each of many requests would make the first document
 
 _REF = "#/components/schemas/{model}"
-_UNDECLARED = (
-    *(Error, GenerateError, AnthropicError),
-    *(CompletionEvent, ChatEvent, MessageEvent, ResponseEvent, GenerateEvent),
-    batches.BatchBody,
-)
+_UNDECLARED = (Error, GenerateError, AnthropicError, batches.BatchBody)
 _STRING = {"required": True, "schema": {"type": "string"}}
 _REQUEST_ID = _STRING | {"description": "The request's own, or a new one."}
 _RETRY_AFTER = _STRING | {"description": "Seconds until it is worth trying again."}

@@ -139,7 +139,16 @@ def _choice_grammar(texts: list[str], param: str) -> Grammar:
     return Grammar("lark", f"start: {choices}", param)
 
 
+def _format_grammar(form: ResponseFormat | TGIFormat, param: str) -> Grammar:
+    if not isinstance(form, ResponseFormat):
+        return tgi_grammar(form, param)
+    if form.json_schema is not None:
+        return Grammar.json_schema(form.json_schema.schema_, param)
+    return Grammar.json_schema({"type": "object"} if form.schema_ is None else form.schema_, param)
+
+
 _MAKERS: dict[str, Callable[[Any, str], Grammar]] = {
+    "response_format": _format_grammar,
     "regex": partial(Grammar, "regex"),
     "guided_regex": partial(Grammar, "regex"),
     "grammar": _text_grammar,
@@ -188,20 +197,13 @@ class StructuredFields(RequestBody):
         return self
 
     def _grammar_fields(self) -> Iterator[str]:
-        if self.response_format is not None and self.response_format.type != "text":
-            yield "response_format"
-        yield from (name for name in _MAKERS if getattr(self, name, None) is not None)
+        for name in _MAKERS:
+            value = getattr(self, name, None)
+            if value is not None and getattr(value, "type", "") != "text":
+                yield name
 
     def any_grammar(self) -> Grammar | None:
         """Return the grammar that was given in any of the fields."""
-        form = self.response_format
         for name in self._grammar_fields():
-            if name != "response_format":
-                return _MAKERS[name](getattr(self, name), name)
-        if form is None or form.type == "text":
-            return None
-        if not isinstance(form, ResponseFormat):
-            return tgi_grammar(form, "response_format")
-        if form.json_schema is not None:
-            return Grammar.json_schema(form.json_schema.schema_)
-        return Grammar.json_schema({"type": "object"} if form.schema_ is None else form.schema_)
+            return _MAKERS[name](getattr(self, name), name)
+        return None

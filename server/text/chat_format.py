@@ -78,17 +78,22 @@ class ChatFormat:
             self.reasoning = ReasoningFormat.__members__.get(reasoning.upper())
 
     def render(
-        self, messages: Sequence[Message], /, *, continue_final_message: bool = False, **others: Any
+        self,
+        messages: Sequence[Message],
+        /,
+        *,
+        continue_final_message: bool = False,
+        **options: Any,
     ) -> str:
-        """Return the prompt for a conversation; the others are options of `ChatTemplate.render`.
+        """Return the prompt for a conversation; the options are those of `ChatTemplate.render`.
 
         continue_final_message: end it where the last message ends: its content, or without any its
         reasoning. Raises ChatTemplateError.
         """
         fitted = self._placed([self._fit(message) for message in messages])
         if not continue_final_message:
-            return self._template.render(fitted, **others)
-        text = self._template.render([*fitted[:-1], _marked(fitted[-1])], **others)
+            return self._template.render(fitted, **options)
+        text = self._template.render([*fitted[:-1], _marked(fitted[-1])], **options)
         text, mark, after = text.rpartition(_MARK)
         if not mark:
             raise ChatTemplateError(
@@ -101,8 +106,10 @@ class ChatFormat:
 
         One after the first turn becomes part of the user's turn there, if it has to.
         """
-        n_first = sum(1 for _ in takewhile(lambda one: one["role"] == "system", messages))
-        late = {i for i, one in enumerate(messages) if i > n_first and one["role"] == "system"}
+        n_first = sum(1 for _ in takewhile(lambda message: message["role"] == "system", messages))
+        late = {
+            i for i, message in enumerate(messages) if i > n_first and message["role"] == "system"
+        }
         if self._takes_late_system or not late:
             return messages
         placed: list[Message] = []
@@ -127,14 +134,14 @@ class ChatFormat:
                     f"the chat template names no role {role!r}; use one of {', '.join(_ROLES)}"
                 )
         fitted = {**message, "role": role}
-        known = role if role in _ROLES else "system"
-        takes_parts = known in self._takes_parts
+        likest = role if role in _ROLES else "system"
+        takes_parts = likest in self._takes_parts
         if calls:
             fitted["tool_calls"] = [self._fit_call(call) for call in calls]
         if not content:
             fitted.pop("content", None)
             fitted |= self._no_content if calls else {"content": ""}
-        elif isinstance(content, str) and takes_parts and known not in self._takes_text:
+        elif isinstance(content, str) and takes_parts and likest not in self._takes_text:
             fitted["content"] = [{"type": "text", "text": content}]
         elif isinstance(content, list) and not takes_parts:
             fitted["content"] = "\n".join(part["text"] for part in content)
@@ -154,8 +161,8 @@ class ChatFormat:
             with suppress(ValueError):
                 values = from_json(arguments.strip() or "{}", allow_inf_nan=False)
                 arguments = values if isinstance(values, dict) else arguments
-        known = {"id": self._fit_id(call["id"])} if "id" in call else {}
-        return {**call, **known, "function": {**call["function"], "arguments": arguments}}
+        identity = {"id": self._fit_id(call["id"])} if "id" in call else {}
+        return {**call, **identity, "function": {**call["function"], "arguments": arguments}}
 
     def _fit_id(self, call_id: str) -> str:
         if not self._takes_short_ids or len(call_id) == len(_SHORT_ID):

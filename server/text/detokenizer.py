@@ -72,29 +72,29 @@ class StopChecker:
     """A search for the stop string that is complete first, the longest of several.
 
     Text that may begin one is held back; the stop string and what follows it are never returned.
-    found: the stop string.
+    stop_string: that has ended it.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._longest = max(map(len, stops), default=0)
         self._held = ""
-        self.found: str | None = None
+        self.stop_string: str | None = None
 
     @property
     def stopped(self) -> bool:
         """True if a stop string has ended the text."""
-        return self.found is not None
+        return self.stop_string is not None
 
     def push(self, text: str) -> str:
         """Return the text that is safe to show."""
         if self.stopped:
             return ""
         buffer = self._held + text
-        found = [(at + len(stop), at) for stop in self._stops if (at := buffer.find(stop)) >= 0]
-        if found:
-            end, at = min(found)
-            self.found, self._held = buffer[at:end], ""
+        ends = [(at + len(stop), at) for stop in self._stops if (at := buffer.find(stop)) >= 0]
+        if ends:
+            end, at = min(ends)
+            self.stop_string, self._held = buffer[at:end], ""
             return buffer[:at]
         begins = range(max(0, len(buffer) - self._longest + 1), len(buffer))
         begun = (at for at in begins if any(s.startswith(buffer[at:]) for s in self._stops))

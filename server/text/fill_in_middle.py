@@ -31,7 +31,7 @@ class FillInMiddle:
 
     def ending_ids(self, added_ids: Mapping[str, int]) -> frozenset[int]:
         """Return the ids of tokens that end the middle, the tags among them."""
-        return frozenset(added_ids[one] for one in (*self.tags, *self.ends) if one in added_ids)
+        return frozenset(added_ids[tag] for tag in (*self.tags, *self.ends) if tag in added_ids)
 
 
 # In the order of the papers of StarCoder, CodeLlama, DeepSeek-Coder and Qwen2.5-Coder, and as their

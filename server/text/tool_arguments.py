@@ -44,10 +44,10 @@ def json_call(text: str, *, is_tagged: bool) -> tuple[str, str] | None:
     """Return the name and arguments of a call; only a tagged one may lack arguments."""
     try:
         call: dict[str, Any] = from_json(text, allow_inf_nan=False)
-        found = [call[key] for key in ("arguments", "parameters") if key in call]
-        if not isinstance(call.get("name"), str) or not (found or is_tagged):
+        values = [call[key] for key in ("arguments", "parameters") if key in call]
+        if not isinstance(call.get("name"), str) or not (values or is_tagged):
             return None
-        arguments: Any = next((value for value in found if value is not None), {})
+        arguments: Any = next((value for value in values if value is not None), {})
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
         return call["name"], arguments
@@ -72,8 +72,8 @@ def value_of(text: str, schema: Mapping[str, Any], key: str) -> Any:
 def python_calls(text: str) -> list[tuple[str, str]]:
     """Return the names and arguments of a list of calls with literals by name; [] if it is none."""
     try:
-        found = ast.parse(text, mode="eval").body
-        calls = found.elts if isinstance(found, ast.List) else []
+        tree = ast.parse(text, mode="eval").body
+        calls = tree.elts if isinstance(tree, ast.List) else []
         return [_python_call(call) for call in calls]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return []

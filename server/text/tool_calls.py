@@ -12,7 +12,6 @@ import re
 from collections.abc import Generator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from pydantic_core import from_json
@@ -26,23 +25,19 @@ Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments of each function, 
 _JSON_HEAD = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
-# A name, and what leads to arguments in JSON.
-_ARGS_HEAD = re.compile(r"([^\s\[\]{}]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
-_FENCED_HEAD = re.compile(rf"(?:{CALL})?\s*function{SEP}([^\s{{}}<]+)\s*```json\s*(?=\{{)")
-_SEP_HEAD = re.compile(rf"(?:{CALL})?\s*([^\s{{}}<]+)\s*{SEP}\s*(?=\{{)")
+_NAMED_HEADS = {  # a name, and what leads to arguments in JSON
+    ToolCallFormat.MISTRAL_ARGS: re.compile(
+        r"([^\s\[\]{}]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)"
+    ),
+    ToolCallFormat.DEEPSEEK: re.compile(
+        rf"(?:{CALL})?\s*function{SEP}([^\s{{}}<]+)\s*```json\s*(?=\{{)"
+    ),
+    ToolCallFormat.DEEPSEEK_V31: re.compile(rf"(?:{CALL})?\s*([^\s{{}}<]+)\s*{SEP}\s*(?=\{{)"),
+}
 _MAX_HEAD = 512  # characters
 _FUNCTION = re.compile(r"<function=([^>\s]+)>")
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _PYTHON_HEAD = re.compile(r"\s*(?:[A-Za-z_][\w.]*\s*(?:\(|\Z)|\Z)")
-_dumps = partial(json.dumps, ensure_ascii=False)
-
-
-_LISTS = (ToolCallFormat.MISTRAL, ToolCallFormat.GRANITE)
-_NAMED_HEADS = {
-    ToolCallFormat.MISTRAL_ARGS: _ARGS_HEAD,
-    ToolCallFormat.DEEPSEEK: _FENCED_HEAD,
-    ToolCallFormat.DEEPSEEK_V31: _SEP_HEAD,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +155,8 @@ class ToolCallParser:
         scanner, end, n_scanned = Scanner(), None, 0
         while end is None:
             text = self._buffer.lstrip()
-            if text[:1] == "[" and self._form in _LISTS and opening.endswith(self._form.opening):
+            is_first = "]" in self._form.closings and opening.endswith(self._form.opening)
+            if text[:1] == "[" and is_first:  # the brackets of a list
                 opening += self._take(len(self._buffer) - len(text) + 1)
                 continue
             if text and text[0] != "{":
@@ -187,33 +183,33 @@ class ToolCallParser:
 
     def _read_named(self, opening: str, head: re.Pattern[str]) -> Reading:
         """Read a call whose name precedes its arguments."""
-        while (found := head.match(text := self._buffer.lstrip())) is None:
+        while (match := head.match(text := self._buffer.lstrip())) is None:
             if "{" in text or len(text) > _MAX_HEAD:
                 return self._show(opening)
             if self._is_end:
                 return self._end_early(opening)
             yield
-        self._begin_call(found[1], text[found.end() :])
+        self._begin_call(match[1], text[match.end() :])
         return (yield from self._read_arguments())
 
     def _read_tagged(self, opening: str) -> Reading:
         """Read a call whose arguments have tags; each is passed on once it is complete."""
-        while (found := _FUNCTION.match(text := self._buffer.lstrip())) is None:
+        while (match := _FUNCTION.match(text := self._buffer.lstrip())) is None:
             begins = "<function=".startswith(text[:10]) and ">" not in text
             if not begins or len(text) > _MAX_HEAD:
                 return self._show(opening)
             if self._is_end:
                 return self._end_early(opening)
             yield
-        name, before = found[1], "{"
-        self._begin_call(name, text[found.end() :])
+        name, before = match[1], "{"
+        self._begin_call(name, text[match.end() :])
         self.is_in_call = True
         while self.is_in_call:
             text = self._buffer.lstrip()
-            if found := _PARAMETER.match(text):
-                value = value_of(found[2], self._schemas.get(name, {}), found[1])
-                self._add(f"{before}{_dumps(found[1])}: {_dumps(value)}")
-                self._buffer, before = text[found.end() :], ", "
+            if match := _PARAMETER.match(text):
+                argument = {match[1]: value_of(match[2], self._schemas.get(name, {}), match[1])}
+                self._add(before + json.dumps(argument, ensure_ascii=False)[1:-1])
+                self._buffer, before = text[match.end() :], ", "
             elif "<parameter=".startswith(text[:11]):  # of which the end is to come
                 if self._is_end:
                     self._buffer = ""

@@ -97,7 +97,7 @@ def calls_in_text(form: ToolCallFormat, functions: Functions, tokens: Tokens) ->
     elif parts.before:
         call = parts.call
         more = f"({_join(parts.between, tokens, is_free=True)} call)*"
-        before, after = (_join(one, tokens) for one in (parts.before[1:], parts.after))
+        before, after = (_join(around, tokens) for around in (parts.before[1:], parts.after))
         start = f"(lead {before} call {more} {after})* TEXT"
     else:  # each call begins with the opening
         call, start = parts.call[1:], "(lead call)* TEXT"
@@ -149,7 +149,7 @@ def _call_rules(
             for part in parts
         ]
         before, after = (
-            _join(one, tokens, is_free=is_free) for one in (named[:at], named[at + 1 :])
+            _join(around, tokens, is_free=is_free) for around in (named[:at], named[at + 1 :])
         )
         lines += [f"call_{i}: {before} arguments_{i} {after}", f"arguments_{i}: {_json(schema)}"]
     return lines

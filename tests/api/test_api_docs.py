@@ -12,7 +12,8 @@ from kvasir.server.api.openai.schemas import CompletionsBody
 from kvasir.server.api.routes import ROUTES
 from kvasir.server.api.schemas import Error
 from kvasir.server.settings import Settings
-from tests.api_reference import BODIES, PAGE, body_type, check_events, with_tables
+from tests.api_reference import BODIES, PAGE, body_type, with_tables
+from tests.dialects import parsed
 
 TEXT = PAGE.read_text(encoding="utf-8")
 EXAMPLE = re.compile(
@@ -55,4 +56,4 @@ def test_an_example_has_todays_form(path: str, body: str, language: str, answer:
     if language:
         TypeAdapter(route.response_model).validate_json(answer)
     elif path.endswith(("completions", "stream")):
-        check_events(route, answer)
+        assert parsed(path, f"{answer}\n")

@@ -6,8 +6,6 @@ import asyncio
 import json
 import random
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -17,23 +15,33 @@ import pytest
 from pydantic import BaseModel
 from tokenizers import AddedToken, Tokenizer
 
-from kvasir.model.bundle import ModelBundle
 from kvasir.server.api.other_servers import IGNORED, NO_OPS
-from kvasir.server.engine.sequence import Sequence
 from kvasir.server.errors import StartupError
 from kvasir.server.process.app import create_app
-from kvasir.server.requests.async_engine import OutputStream
 from kvasir.server.settings import load_settings
+from tests.chats import (
+    BOTH,
+    HERMES_TEXT,
+    LLAMA_CALLS,
+    LONG,
+    SCHEMAS,
+    TIME,
+    TOOLS,
+    WEATHER,
+    calls_of,
+    chatting,
+    tool,
+    with_template,
+)
+from tests.dialects import CHAT, USER, joined, post, stream, without
 from tests.fake_runner import TIMEOUT, FakeRunner
-from tests.model.test_chat_template import LLAMA_2, LLAMA_3, TOKENS, by_transformers
+from tests.model.test_chat_template import LLAMA_2, LLAMA_3, by_transformers
 from tests.serving import (
     CHAT_TEMPLATE,
     EOS,
     MODEL,
     VOCAB_SIZE,
-    Served,
     beginning_with_end_of_text,
-    events_of,
     fake_bundle,
     serving,
     small_tokenizer,
@@ -41,133 +49,10 @@ from tests.serving import (
 from tests.text.test_detokenizer import PIECES
 
 tokenizer = small_tokenizer()
-USER: Any = [{"role": "user", "content": "Weather?"}]
-LLAMA_CALLS = """\
-{% for message in messages %}{{ message.role[0] }}>{{ message.content or '' }}
-{%- for call in message.tool_calls or [] %}
-{"name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}
-{%- endfor %}
-{% endfor %}
-{% if add_generation_prompt %}a>{% endif %}"""
-LONG = 2000  # tokens of context
-
-
-def tool(name: str, schema: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "parameters": schema, **more}}
-
-
-def closed(**properties: Any) -> dict[str, Any]:
-    """The schema of an object with exactly these properties."""
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
-
-
-DAYS = {"type": "integer", "minimum": 1, "maximum": 9}
-WEATHER = closed(city={"enum": ["Rome", "Ulm"]}, days=DAYS)
-TIME = closed(utc={"type": "boolean"})
-TOOLS: Any = [tool("weather", WEATHER), tool("time", TIME)]
-SCHEMAS = {"weather": WEATHER, "time": TIME}
-
-
-@asynccontextmanager
-async def chatting(
-    answer: str | list[int] | None = None, bundle: ModelBundle | None = None, **settings: Any
-) -> AsyncIterator[tuple[Served, openai.AsyncOpenAI, list[list[int]]]]:
-    """A server whose model always gives one text, or any; OpenAI's client; the model's prompts."""
-    ids = tokenizer.encode(answer).ids if isinstance(answer, str) else answer
-    prompts: list[list[int]] = []
-
-    def next_token(prefix: list[int]) -> int | None:
-        place = len(prefix) - len(prompts[-1])
-        return None if ids is None else [*ids, EOS][min(place, len(ids))]
-
-    runner = FakeRunner(VOCAB_SIZE, max_model_len=LONG, next_token=next_token)
-    bundle = bundle or fake_bundle(max_model_len=LONG)
-    async with serving(runner, bundle=bundle, **settings) as served:
-        submit = served.service.engine.submit
-
-        def noting(sequences: list[Sequence]) -> OutputStream:
-            prompts.append(sequences[0].prompt_ids)
-            return submit(sequences)
-
-        served.service.engine.submit = noting  # type: ignore[method-assign]
-        http: Any = served.client
-        client = openai.AsyncOpenAI(
-            base_url="http://localhost/v1", api_key="x", http_client=http, max_retries=0
-        )
-        yield served, client, prompts
-
-
-def with_template(source: str | None, **changes: Any) -> ModelBundle:
-    return replace(
-        fake_bundle(max_model_len=LONG, chat_template=source), special_tokens=TOKENS, **changes
-    )
-
-
-async def post(served: Served, **body: Any) -> dict[str, Any]:
-    response = await served.client.post("/v1/chat/completions", json={"messages": USER} | body)
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
-
-
-async def events(served: Served, **body: Any) -> list[dict[str, Any]]:
-    body = {"messages": USER, "stream": True} | body
-    response = await served.client.post("/v1/chat/completions", json=body)
-    assert response.status_code == 200, response.text
-    return events_of(response.text)
-
-
-def joined(chunks: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
-    """Return the choice that the chunks of a stream add up to, in the form of a whole answer."""
-    choices = [
-        choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index
-    ]
-    assert choices[0]["delta"] == {"role": "assistant", "content": ""}
-    assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
-    content = ""
-    calls: list[dict[str, Any]] = []
-    logprobs: list[dict[str, Any]] = []
-    for choice in choices[1:]:
-        content += choice["delta"].get("content", "")
-        logprobs += (choice["logprobs"] or {"content": []})["content"]
-        for piece in choice["delta"].get("tool_calls", []):
-            if "id" in piece:
-                assert piece["index"] == len(calls)
-                calls.append({key: value for key, value in piece.items() if key != "index"})
-            else:
-                assert piece["index"] == len(calls) - 1
-                calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
-    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if calls:
-        message |= {"content": content or None, "tool_calls": calls}
-    ids = {
-        name: [one for choice in choices for one in choice.get(name, [])]
-        for name in ("token_ids", "prompt_token_ids")
-        if any(name in choice for choice in choices)
-    }
-    return {
-        "index": index,
-        "message": message,
-        "logprobs": {"content": logprobs} if logprobs else None,
-        "finish_reason": choices[-1]["finish_reason"],
-        **ids,
-    }
-
-
-def calls_of(choice: dict[str, Any]) -> list[tuple[str, Any]]:
-    functions = [call["function"] for call in choice["message"].get("tool_calls", [])]
-    return [(function["name"], json.loads(function["arguments"])) for function in functions]
-
-
-def without_ids(choice: dict[str, Any]) -> dict[str, Any]:
-    for call in choice["message"].get("tool_calls", []):
-        assert call.pop("id").startswith("call_")
-    return choice
+LLAMA_TEXT = (
+    '{"name": "weather", "parameters": {"city": "Rome", "days": 2}}; '
+    '{"name": "time", "parameters": {"utc": true}}'
+)
 
 
 # What reaches the model
@@ -208,7 +93,7 @@ async def test_the_model_gets_what_transformers_renders(template: str) -> None:
         for seed in range(6):
             messages = conversation(seed)
             tools = TOOLS if seed % 2 else None
-            await post(served, messages=messages, tools=tools, max_tokens=1)
+            await post(served, CHAT, messages=messages, tools=tools, max_tokens=1)
             text = by_transformers(
                 template, with_mappings(messages), tools=tools, add_generation_prompt=True
             )
@@ -233,7 +118,7 @@ async def test_the_event_loop_does_not_wait_for_a_template() -> None:
             return render(*messages, **options)
 
         served.service.chat._template.render = late  # type: ignore[method-assign]
-        waiting = asyncio.ensure_future(post(served))
+        waiting = asyncio.ensure_future(post(served, CHAT))
         await begun.wait()
         go.set()
         assert (await waiting)["choices"][0]["message"]["content"] == "Hi."
@@ -246,7 +131,7 @@ async def test_badly_written_calls_are_shown_as_they_are() -> None:
         for bad in ('{"city": Rome}', '{"city": "R', "[1]", "[" * 500, '"\\ud800"', '{"a": NaN}'):
             function = {"name": "f", "arguments": bad}
             called = {"role": "assistant", "tool_calls": [{"id": "c", "function": function}]}
-            await post(served, messages=[called, answer], max_tokens=1)
+            await post(served, CHAT, messages=[called, answer], max_tokens=1)
             assert tokenizer.decode(prompts[-1]) == f"{bad}|no JSON|"
 
 
@@ -266,8 +151,8 @@ async def test_an_answer_that_a_client_extended_can_be_sent_back() -> None:
         held = await completions.parse(model=MODEL, messages=USER, response_format=City)
         async with completions.stream(
             model=MODEL, messages=USER, tools=cities, tool_choice="required"
-        ) as stream:
-            streamed = await stream.get_final_completion()
+        ) as reading:
+            streamed = await reading.get_final_completion()
         answers: list[Any] = [called, held, streamed]
         for message in (answer.choices[0].message for answer in answers):
             assert message.parsed or message.tool_calls
@@ -288,10 +173,10 @@ async def test_a_message_can_be_continued(template: str, content: Any) -> None:
     text = content if isinstance(content, str) else content[0]["text"]
     flat = [*USER, {"role": "assistant", "content": text}]
     async with chatting(bundle=with_template(template)) as (served, _, prompts):
-        await post(served, messages=messages, continue_final_message=True, max_tokens=1)
+        await post(served, CHAT, messages=messages, continue_final_message=True, max_tokens=1)
         expected = by_transformers(template, flat, continue_final_message=True)
         assert prompts[-1] == tokenizer.encode(expected, add_special_tokens=False).ids
-        await post(served, messages=messages, add_generation_prompt=False, max_tokens=1)
+        await post(served, CHAT, messages=messages, add_generation_prompt=False, max_tokens=1)
         expected = by_transformers(template, flat)
         assert prompts[-1] == tokenizer.encode(expected, add_special_tokens=False).ids
 
@@ -322,7 +207,7 @@ async def test_content_comes_in_the_form_that_the_template_reads(
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "developer", "content": "s"}, {"role": "user", "content": parts}]
     async with chatting(bundle=with_template(template)) as (served, _, prompts):
-        await post(served, messages=messages, max_tokens=1)
+        await post(served, CHAT, messages=messages, max_tokens=1)
         assert tokenizer.decode(prompts[-1]) == expected
 
 
@@ -331,10 +216,10 @@ async def test_variables_reach_the_template_and_long_prompts_are_cut() -> None:
     long = "x" * 5000
     async with chatting(bundle=with_template(template)) as (served, _, prompts):
         variables = {"mood": "gay", "self": 1, "messages_": 2}
-        await post(served, max_tokens=1, chat_template_kwargs=variables)
+        await post(served, CHAT, max_tokens=1, chat_template_kwargs=variables)
         assert tokenizer.decode(prompts[-1]) == "gayWeather?"
         cut = [{"role": "user", "content": long}]
-        answer = await post(served, max_tokens=1, messages=cut, truncate_prompt_tokens=3)
+        answer = await post(served, CHAT, max_tokens=1, messages=cut, truncate_prompt_tokens=3)
         assert prompts[-1] == tokenizer.encode(long).ids[-3:]
         assert answer["usage"]["prompt_tokens"] == 3
 
@@ -345,8 +230,8 @@ async def test_the_template_alone_writes_special_tokens() -> None:
     bundle = with_template(template, tokenizer=beginning_with_end_of_text())
     bundle = replace(bundle, special_tokens={"bos_token": "<|endoftext|>"})
     async with chatting(bundle=bundle) as (served, _, prompts):
-        await post(served, max_tokens=1)
-        await post(served, max_tokens=1, add_special_tokens=True)
+        await post(served, CHAT, max_tokens=1)
+        await post(served, CHAT, max_tokens=1, add_special_tokens=True)
     ids = tokenizer.encode("Weather?").ids
     assert prompts == [[EOS, *ids], [EOS, EOS, *ids]]
 
@@ -363,51 +248,11 @@ async def test_an_answer_begins_a_text(continues: bool) -> None:
     body = {"messages": messages, "continue_final_message": continues}
     expected = " a bad bed" if continues else PIECES.decode(ids)
     async with chatting(ids, bundle=bundle) as (served, _, _):
-        answer = await post(served, **body)
-        streamed = await events(served, **body)
+        answer = await post(served, CHAT, **body)
+        streamed = await stream(served, CHAT, **body)
     assert answer["choices"][0]["message"]["content"] == expected
     deltas = [event["choices"][0]["delta"].get("content") or "" for event in streamed]
     assert "".join(deltas) == expected
-
-
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {},
-        {"n": 3, "seed": 4},
-        {"logprobs": True, "top_logprobs": 3, "return_token_ids": True},
-        {"stop": ["a", "e"], "temperature": 0},
-        {"tools": TOOLS, "tool_choice": "required"},
-        {"tools": TOOLS, "tool_choice": "required", "logprobs": True, "n": 2},
-        {"response_format": {"type": "json_schema", "value": {"schema": WEATHER}}},
-    ],
-)
-async def test_a_stream_equals_the_whole_answer(extra: dict[str, Any]) -> None:
-    is_free = not extra.keys() & {"tools", "response_format"}
-    body = {"max_completion_tokens": 200, "seed": 3, "ignore_eos": is_free} | extra
-    async with chatting() as (served, _, _):
-        whole = await post(served, **body)
-        chunks = await events(served, **body, stream_options={"include_usage": True})
-    assert chunks[-1]["choices"] == []
-    assert chunks[-1]["usage"] == whole["usage"]
-    assert all(chunk["usage"] is None for chunk in chunks[:-1])
-    assert {(c["id"][:9], c["object"], c["model"]) for c in chunks} == {
-        ("chatcmpl-", "chat.completion.chunk", MODEL)
-    }
-    assert (whole["id"][:9], whole["object"]) == ("chatcmpl-", "chat.completion")
-    for choice in whole["choices"]:
-        if "return_token_ids" in extra:
-            scored = choice["logprobs"]["content"]
-            assert [one["token_id"] for one in scored] == choice["token_ids"]
-            assert all(
-                top["token_id"] == tokenizer.encode(top["token"]).ids[0]
-                for one in scored
-                for top in one["top_logprobs"]
-                if len(top["token"].encode()) == 1 and top["token"].isascii()
-            )
-    assert len(whole["choices"]) == extra.get("n", 1)
-    for choice in whole["choices"]:
-        assert without_ids(joined(chunks, choice["index"])) == without_ids(choice)
 
 
 async def test_the_status_is_decided_before_the_role_is_sent() -> None:
@@ -425,7 +270,7 @@ async def test_the_status_is_decided_before_the_role_is_sent() -> None:
 async def test_the_bytes_of_tokens_are_those_of_the_text() -> None:
     text = "aé漢🙂 json"
     async with chatting(text) as (served, _, _):
-        choice = (await post(served, logprobs=True, top_logprobs=2))["choices"][0]
+        choice = (await post(served, CHAT, logprobs=True, top_logprobs=2))["choices"][0]
     entries = choice["logprobs"]["content"]
     assert bytes(byte for entry in entries for byte in entry["bytes"] or []).decode() == text
     assert [entry["token"] for entry in entries] == [
@@ -442,7 +287,7 @@ async def test_an_answer_may_fill_the_context_or_the_memory(budget: int | None) 
     runner = FakeRunner(VOCAB_SIZE, max_model_len=40, budget_tokens=budget)
     async with serving(runner) as served:
         answer = await post(
-            served, messages=[{"role": "user", "content": "abcdef"}], ignore_eos=True
+            served, CHAT, messages=[{"role": "user", "content": "abcdef"}], ignore_eos=True
         )
     usage = answer["usage"]
     if budget is None:
@@ -455,17 +300,6 @@ async def test_an_answer_may_fill_the_context_or_the_memory(budget: int | None) 
 
 # Calls of functions
 
-HERMES_TEXT = (
-    'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n'
-    "</tool_call>\n"
-    '<tool_call>\n{"name": "time", "arguments": {"utc": true}}\n</tool_call>'
-)
-LLAMA_TEXT = (
-    '{"name": "weather", "parameters": {"city": "Rome", "days": 2}}; '
-    '{"name": "time", "parameters": {"utc": true}}'
-)
-BOTH = [("weather", {"city": "Rome", "days": 2}), ("time", {"utc": True})]
-
 
 @pytest.mark.parametrize(
     ("template", "text", "content"),
@@ -476,11 +310,11 @@ async def test_calls_are_found_whole_and_streamed(
     template: str, text: str, content: str | None
 ) -> None:
     async with chatting(text, with_template(template)) as (served, client, _):
-        choice = (await post(served, tools=TOOLS))["choices"][0]
+        choice = (await post(served, CHAT, tools=TOOLS))["choices"][0]
         assert (calls_of(choice), choice["finish_reason"]) == (BOTH, "tool_calls")
         assert choice["message"]["content"] == content
-        chunks = await events(served, tools=TOOLS)
-        assert without_ids(joined(chunks)) == without_ids(choice)
+        chunks = await stream(served, CHAT, tools=TOOLS)
+        assert without(joined(CHAT, chunks)["choices"]) == [without(choice)]
         deltas = [
             call
             for chunk in chunks
@@ -490,23 +324,23 @@ async def test_calls_are_found_whole_and_streamed(
         assert len(deltas) > 10, "arguments come as they are made"
         async with client.chat.completions.stream(
             model=MODEL, messages=USER, tools=TOOLS
-        ) as stream:
-            message = (await stream.get_final_completion()).choices[0].message
+        ) as reading:
+            message = (await reading.get_final_completion()).choices[0].message
         assert [
             (c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls or []
         ] == BOTH
         served.runner.hold()
         served.runner.allow(len(tokenizer.encode(text).ids) - 1)  # not enough to end the text
-        one = (await post(served, tools=TOOLS, parallel_tool_calls=False))["choices"][0]
+        one = (await post(served, CHAT, tools=TOOLS, parallel_tool_calls=False))["choices"][0]
         served.runner.release()
         assert (calls_of(one), one["finish_reason"]) == (BOTH[:1], "tool_calls")
-        streamed = joined(await events(served, tools=TOOLS, parallel_tool_calls=False))
-        assert (calls_of(streamed), streamed["finish_reason"]) == (BOTH[:1], "tool_calls")
-        short = (await post(served, tools=TOOLS, max_tokens=50))["choices"][0]
+        chunks = await stream(served, CHAT, tools=TOOLS, parallel_tool_calls=False)
+        assert without(joined(CHAT, chunks)["choices"]) == [without(one)]
+        short = (await post(served, CHAT, tools=TOOLS, max_tokens=50))["choices"][0]
         assert short["finish_reason"] == "length"
         unused: list[dict[str, Any]] = [{}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}]
-        for without in unused:
-            plain = (await post(served, **without))["choices"][0]
+        for body in unused:
+            plain = (await post(served, CHAT, **body))["choices"][0]
             assert (plain["message"]["content"], plain["finish_reason"]) == (text, "stop")
         assert served.runner.kv.reserved_tokens == 0
 
@@ -514,7 +348,7 @@ async def test_calls_are_found_whole_and_streamed(
 async def test_tools_that_may_not_be_called_are_not_shown_to_the_model() -> None:
     async with chatting() as (served, _, prompts):
         for body in ({"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}, {}):
-            await post(served, max_tokens=1, **body)
+            await post(served, CHAT, max_tokens=1, **body)
     assert prompts[0] != prompts[1] == prompts[2]
 
 
@@ -526,8 +360,8 @@ async def test_the_format_can_be_set(setting: str) -> None:
         _,
         _,
     ):
-        choice = (await post(served, tools=TOOLS))["choices"][0]
-        forced = (await post(served, tools=TOOLS, tool_choice="required"))["choices"][0]
+        choice = (await post(served, CHAT, tools=TOOLS))["choices"][0]
+        forced = (await post(served, CHAT, tools=TOOLS, tool_choice="required"))["choices"][0]
     assert len(calls_of(choice)) == found[setting]
     assert calls_of(forced), "what has to be a call is one in any format"
 
@@ -547,9 +381,9 @@ async def test_tags_that_are_special_tokens_are_seen() -> None:
     ids = tagged.encode("<|x|>" + HERMES_TEXT).ids
     assert len(ids) < len(tokenizer.encode(HERMES_TEXT).ids)
     async with chatting(ids, with_template(CHAT_TEMPLATE, tokenizer=tagged)) as (served, _, _):
-        choice = (await post(served, tools=TOOLS, logprobs=True))["choices"][0]
-        plain = (await post(served))["choices"][0]
-        forced = (await post(served, tools=TOOLS, tool_choice="required"))["choices"][0]
+        choice = (await post(served, CHAT, tools=TOOLS, logprobs=True))["choices"][0]
+        plain = (await post(served, CHAT))["choices"][0]
+        forced = (await post(served, CHAT, tools=TOOLS, tool_choice="required"))["choices"][0]
     assert calls_of(choice) == BOTH
     assert choice["message"]["content"] == "Let me see."
     shown = bytes(
@@ -570,11 +404,11 @@ async def test_a_required_call_is_valid_whatever_the_model(template: str) -> Non
     async with chatting(bundle=with_template(template)) as (served, _, _):
         for seed in range(3):
             body = {"tools": TOOLS, "seed": seed, "temperature": 2.0, "max_tokens": 400}
-            several = (await post(served, **body, tool_choice="required"))["choices"][0]
-            one = (await post(served, **body, tool_choice="required", parallel_tool_calls=False))[
-                "choices"
-            ][0]
-            time = (await post(served, **body, tool_choice=named))["choices"][0]
+            several = (await post(served, CHAT, **body, tool_choice="required"))["choices"][0]
+            one = (
+                await post(served, CHAT, **body, tool_choice="required", parallel_tool_calls=False)
+            )["choices"][0]
+            time = (await post(served, CHAT, **body, tool_choice=named))["choices"][0]
             assert [name for name, _ in calls_of(time)] == ["time"]
             assert len(calls_of(one)) == 1
             for choice in (several, one, time):
@@ -595,7 +429,9 @@ async def test_a_response_format_holds_in_openais_and_tgis_form() -> None:
             {"type": "json", "value": json.dumps(TIME)},
             {"type": "regex", "value": r'\{"utc": (true|false)\}'},
         ):
-            choice = (await post(served, response_format=response_format, seed=2))["choices"][0]
+            choice = (await post(served, CHAT, response_format=response_format, seed=2))["choices"][
+                0
+            ]
             jsonschema.validate(json.loads(choice["message"]["content"]), TIME)
 
 
@@ -604,14 +440,14 @@ async def test_strict_functions_are_called_as_their_schema_says_or_not_at_all() 
     wrong = HERMES_TEXT.replace("Rome", "Pisa")
     strict = [tool("weather", WEATHER, strict=True), tool("time", TIME)]
     async with chatting(wrong) as (served, _, _):
-        loose = (await post(served, tools=TOOLS, max_tokens=300, seed=1))["choices"][0]
-        held = (await post(served, tools=strict, max_tokens=300, seed=1))["choices"][0]
+        loose = (await post(served, CHAT, tools=TOOLS, max_tokens=300, seed=1))["choices"][0]
+        held = (await post(served, CHAT, tools=strict, max_tokens=300, seed=1))["choices"][0]
     assert calls_of(loose)[0] == ("weather", {"city": "Pisa", "days": 2})
     assert held["message"]["content"] == "Let me see."
     name, arguments = calls_of(held)[0]
     jsonschema.validate(arguments, SCHEMAS[name])
     async with chatting("Just text. {", with_template(LLAMA_CALLS)) as (served, _, _):
-        free = (await post(served, tools=strict))["choices"][0]
+        free = (await post(served, CHAT, tools=strict))["choices"][0]
     assert free["message"]["content"] == "Just text. {"
 
 
@@ -624,11 +460,11 @@ async def test_an_answer_in_json_leaves_room_for_calls(template: str, calls: str
     response_format = {"type": "json_schema", "json_schema": {"name": "t", "schema": TIME}}
     body = {"tools": TOOLS, "response_format": response_format}
     async with chatting('{"utc": true}', with_template(template)) as (served, _, _):
-        said = (await post(served, **body))["choices"][0]
+        said = (await post(served, CHAT, **body))["choices"][0]
     async with chatting(calls, with_template(template)) as (served, _, _):
-        called = (await post(served, **body))["choices"][0]
+        called = (await post(served, CHAT, **body))["choices"][0]
     async with chatting("Neither.", with_template(template)) as (served, _, _):
-        forced = (await post(served, **body, parallel_tool_calls=False))["choices"][0]
+        forced = (await post(served, CHAT, **body, parallel_tool_calls=False))["choices"][0]
     assert (said["message"]["content"], said["finish_reason"]) == ('{"utc": true}', "stop")
     assert (called["message"]["content"], called["finish_reason"]) == (None, "tool_calls")
     assert (calls_of(said), calls_of(called)) == ([], BOTH)
@@ -646,10 +482,10 @@ async def test_fields_that_ask_for_nothing_are_accepted() -> None:
     echoed: dict[str, Any] = {"role": "assistant", "content": "x", "refusal": None}
     echoed |= {"annotations": [], "audio": None, "tool_calls": None}
     async with chatting("hi") as (served, _, _):
-        chunks = await events(
-            served, **nothing | {"messages": [*USER, echoed, *USER], "stream": True}
+        chunks = await stream(
+            served, CHAT, **nothing | {"messages": [*USER, echoed, *USER], "stream": True}
         )
-    assert joined(chunks)["message"]["content"] == "hi"
+    assert joined(CHAT, chunks)["choices"][0]["message"]["content"] == "hi"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from kvasir.model.bundle import GenerationDefaults
 from kvasir.server.api.other_servers import IGNORED, NO_OPS
 from kvasir.server.text.detokenizer import token_name
 from kvasir.server.text.fill_in_middle import FORMS, FillInMiddle
+from tests.dialects import COMPLETIONS, JSON, joined, post, stream
 from tests.fake_runner import FakeRunner
 from tests.serving import (
     EOS,
@@ -23,7 +24,6 @@ from tests.serving import (
     VOCAB_SIZE,
     Served,
     beginning_with_end_of_text,
-    events_of,
     fake_bundle,
     saying,
     serving,
@@ -33,28 +33,8 @@ from tests.serving import (
 tokenizer = small_tokenizer()
 
 
-async def complete(served: Served, **body: Any) -> dict[str, Any]:
-    response = await served.client.post("/v1/completions", json=body)
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
-
-
-async def stream(served: Served, **body: Any) -> list[dict[str, Any]]:
-    response = await served.client.post("/v1/completions", json=body | {"stream": True})
-    assert response.headers["content-type"].startswith("text/event-stream")
-    assert response.headers["cache-control"] == "no-cache"
-    assert response.headers["x-accel-buffering"] == "no"
-    return events_of(response.text)
-
-
-def joined(events: list[dict[str, Any]], index: int = 0) -> tuple[str, str]:
-    """Return the text and the finish reason of one choice."""
-    choices = [
-        choice for event in events for choice in event["choices"] if choice["index"] == index
-    ]
-    assert all(choice["finish_reason"] is None for choice in choices[:-1])
-    return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
+async def complete(served: Served, **body: Any) -> JSON:
+    return await post(served, COMPLETIONS, **body)
 
 
 def log_softmax(
@@ -80,28 +60,13 @@ async def test_a_greedy_completion_is_what_the_model_says() -> None:
     assert answer["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
 
 
-@pytest.mark.parametrize(
-    "extra", [{}, {"n": 2, "seed": 7}, {"echo": True}, {"stop": ["a", "e"], "temperature": 0}]
-)
-async def test_a_stream_equals_the_whole_answer(extra: dict[str, Any]) -> None:
-    body = {"prompt": ["def read", "json"], "max_tokens": 12, "seed": 3} | extra
-    async with serving() as served:
-        whole = await complete(served, **body)
-        events = await stream(served, **body, stream_options={"include_usage": True})
-        assert all("usage" not in event for event in await stream(served, **body))
-    assert events[-1]["choices"] == []
-    assert events[-1]["usage"] == whole["usage"]
-    for choice in whole["choices"]:
-        assert joined(events[:-1], choice["index"]) == (choice["text"], choice["finish_reason"])
-
-
 async def test_usage_tells_how_much_of_the_prompts_was_cached() -> None:
     """Each prompt counts once; a sample that reuses the first one's prompt does not count."""
     body = {"prompt": [[5] * 23, [6] * 3, [7] * 9], "max_tokens": 2, "n": 2}
     async with serving(cache_bytes=2**20) as served:
         cold = await complete(served, **body)
         warm = await complete(served, **body)
-        events = await stream(served, **body, stream_options={"include_usage": True})
+        events = await stream(served, COMPLETIONS, **body, stream_options={"include_usage": True})
     assert cold["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
     assert warm["usage"]["prompt_tokens_details"] == {"cached_tokens": 20 + 0 + 4}
     assert events[-1]["usage"] == warm["usage"]
@@ -142,7 +107,13 @@ async def test_the_usage_so_far_is_in_every_event_of_a_stream_that_asks_for_it()
     options = {"include_usage": True, "continuous_usage_stats": True}
     async with serving() as served:
         events = await stream(
-            served, prompt="def", max_tokens=9, stream_options=options, ignore_eos=True, logprobs=0
+            served,
+            COMPLETIONS,
+            prompt="def",
+            max_tokens=9,
+            stream_options=options,
+            ignore_eos=True,
+            logprobs=0,
         )
     so_far = [event["usage"]["completion_tokens"] for event in events]
     assert so_far == [*range(1, 10), 9]
@@ -231,7 +202,7 @@ async def test_token_ids_let_a_text_go_on_elsewhere() -> None:
         (whole,) = (await complete(served, prompt="def read", temperature=0, **body))["choices"]
         parts = [
             one["choices"][0]
-            for one in await stream(served, prompt="def read", temperature=0, **body)
+            for one in await stream(served, COMPLETIONS, prompt="def read", temperature=0, **body)
         ]
         ids = tokenizer.encode("def read").ids
         assert whole["token_ids"] == served.runner.greedy(ids, 6)
@@ -273,16 +244,6 @@ async def test_a_token_has_one_name_even_if_it_is_part_of_a_character() -> None:
     assert all(top[name] == logprob for name, logprob, top in list(entries)[1:])
 
 
-async def test_streamed_logprobs_are_the_whole_ones() -> None:
-    body = {"prompt": "def", "max_tokens": 6, "logprobs": 2, "echo": True, "ignore_eos": True}
-    async with serving() as served:
-        body["seed"] = 1
-        whole = (await complete(served, **body))["choices"][0]["logprobs"]
-        parts = [event["choices"][0]["logprobs"] for event in await stream(served, **body)]
-    for name, values in whole.items():
-        assert [value for part in parts for value in part[name]] == values
-
-
 async def test_a_prompt_can_be_scored_without_generating() -> None:
     async with serving() as served:
         answer = await complete(served, prompt="def read", max_tokens=0, echo=True, logprobs=0)
@@ -298,9 +259,15 @@ async def test_a_stop_string_across_tokens_is_not_shown_and_frees_the_row() -> N
     text = "path)\n    return json"
     async with serving(saying(text, n_prompt=len(tokenizer.encode("x").ids))) as served:
         events = await stream(
-            served, prompt="x", temperature=0, max_tokens=40, stop=["\n    re", "never"]
+            served,
+            COMPLETIONS,
+            prompt="x",
+            temperature=0,
+            max_tokens=40,
+            stop=["\n    re", "never"],
         )
-        assert joined(events) == ("path)", "stop")
+        (choice,) = joined(COMPLETIONS, events)["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("path)", "stop")
         again = await complete(
             served, prompt="x", temperature=0, max_tokens=40, stop="json", min_tokens=40
         )
@@ -381,7 +348,7 @@ async def test_a_seed_of_minus_one_draws_one() -> None:
 async def test_the_fingerprint_is_that_of_the_files() -> None:
     async with serving() as served, serving() as other:
         whole = await complete(served, prompt="a", max_tokens=2)
-        chunks = await stream(served, prompt="b", max_tokens=2)
+        chunks = await stream(served, COMPLETIONS, prompt="b", max_tokens=2)
         assert {one["system_fingerprint"] for one in chunks} == {whole["system_fingerprint"]}
         bundle = other.service.bundle
         manifest = bundle.manifest.model_copy(update={"files": {"model.onnx": "0"}})
@@ -461,7 +428,7 @@ async def test_min_tokens_leave_a_token_that_does_not_end_the_text(ignore_eos: b
     body = {"prompt": "a", "max_tokens": 2, "ignore_eos": ignore_eos}
     async with serving() as served:
         every = {"stop_token_ids": others if not ignore_eos else [*others, EOS]}
-        refused = await served.client.post("/v1/completions", json=body | every | {"min_tokens": 1})
+        refused = await served.client.post(COMPLETIONS, json=body | every | {"min_tokens": 1})
         await complete(served, **body, **every)
         await complete(served, **body, stop_token_ids=others[1:], min_tokens=1)
     assert refused.status_code == 400
@@ -621,15 +588,16 @@ async def test_a_suffix_makes_a_prompt_for_the_middle(form: FillInMiddle) -> Non
     async with serving(FakeRunner(VOCAB_SIZE, next_token=next_token), bundle=bundle) as served:
         body = {"prompt": "def read(", "suffix": "):\n"}
         (choice,) = (await complete(served, **body))["choices"]
-        events = await stream(served, **body)
+        events = await stream(served, COMPLETIONS, **body)
         wrong = [
-            await served.client.post("/v1/completions", json=body | more)
+            await served.client.post(COMPLETIONS, json=body | more)
             for more in ({"prompt": [5, 6]}, {"echo": True}, {"truncate_prompt_tokens": 3})
         ]
     prefix = tokenizer.encode(f"{form.space}def read(").ids
     suffix = tokenizer.encode("):\n").ids
     assert prompts[0] == [first, *prefix, second, *suffix, third]
-    assert (choice["text"], choice["finish_reason"]) == ("path", "stop") == joined(events)
+    assert (choice["text"], choice["finish_reason"]) == ("path", "stop")
+    assert joined(COMPLETIONS, events)["choices"] == [choice]
     assert {one.status_code for one in wrong} == {400}
     assert {one.json()["error"]["param"] for one in wrong} == {"suffix"}
 

@@ -9,30 +9,10 @@ import jsonschema
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from tests.api.test_chat_completions import (
-    BOTH,
-    HERMES_TEXT,
-    TIME,
-    TOOLS,
-    USER,
-    calls_of,
-    chatting,
-    events,
-    post,
-    with_template,
-    without_ids,
-)
+from tests.chats import BOTH, HERMES_TEXT, THINKING, TIME, TOOLS, calls_of, chatting, with_template
+from tests.dialects import CHAT, USER, joined, post, stream, without
 from tests.serving import CHAT_TEMPLATE, small_tokenizer
 
-# Reasoning begins with the answer, or with the prompt if `deep`; without `enable_thinking` it ends
-# with the prompt.
-THINKING = (
-    CHAT_TEMPLATE.removesuffix("{% if add_generation_prompt %}a>{% endif %}\n")
-    + """\
-{% if add_generation_prompt %}a>{{ reasoning_effort }}
-{%- if not enable_thinking | default(true) %}<think></think>{% elif deep %}<think>{% endif %}
-{%- endif %}"""
-)
 THOUGHT = "First\nsecond."
 
 
@@ -41,34 +21,25 @@ def both_forms(deep: bool, text: str) -> tuple[str, dict[str, Any]]:
     return f"{lead}{THOUGHT}\n</think>\n\n{text}", {"chat_template_kwargs": {"deep": deep}}
 
 
-def summed(chunks: list[dict[str, Any]], key: str) -> str:
-    return "".join(c["delta"].get(key, "") for chunk in chunks for c in chunk["choices"])
-
-
 @pytest.mark.parametrize("deep", [False, True])
 async def test_reasoning_is_apart_from_content_and_calls(deep: bool) -> None:
     text, body = both_forms(deep, HERMES_TEXT)
     body["tools"] = TOOLS
     async with chatting(text, with_template(THINKING)) as (served, _, _):
-        answer = await post(served, **body)
-        chunks = await events(served, **body, stream_options={"include_usage": True})
+        answer = await post(served, CHAT, **body)
         for n_tokens in range(1, 30, 4):
-            cut = await post(served, **body, max_tokens=n_tokens)
-            pieces = await events(served, **body, max_tokens=n_tokens)
+            cut = await post(served, CHAT, **body, max_tokens=n_tokens)
             message = cut["choices"][0]["message"]
-            for key in ("content", "reasoning_content"):
-                assert summed(pieces, key) == (message.get(key) or "")
             assert not {"<think>", "</think>"} & {message["content"]}
             assert THOUGHT.startswith(message.get("reasoning_content", ""))
-    choice = without_ids(answer["choices"][0])
-    assert choice["message"]["reasoning_content"] == THOUGHT == summed(chunks, "reasoning_content")
-    assert choice["message"]["content"] == "Let me see." == summed(chunks, "content")
+    choice = answer["choices"][0]
+    assert choice["message"]["reasoning_content"] == THOUGHT
+    assert choice["message"]["content"] == "Let me see."
     assert calls_of(choice) == BOTH
     before = text.partition("\n\nLet")[0]
     n_reasoning = len(small_tokenizer().encode(before).ids)
     details = answer["usage"]["completion_tokens_details"]
     assert abs(details["reasoning_tokens"] - n_reasoning) <= 1
-    assert chunks[-1]["usage"] == answer["usage"]
 
 
 @pytest.mark.parametrize("kind", ["text", "added", "special"])
@@ -85,12 +56,14 @@ async def test_structured_text_and_forced_calls_come_after_the_reasoning(
     schema = {"type": "json_schema", "json_schema": {"name": "t", "schema": TIME}}
     body |= {"max_tokens": 300, "seed": 1}
     async with chatting(tagged.encode(text).ids, bundle) as (served, _, _):
-        held = (await post(served, **body, response_format=schema))["choices"][0]["message"]
-        regex = (await post(served, **body, regex="[a-c]{3}"))["choices"][0]["message"]
-        rules = (await post(served, **body, grammar='start: "x" /[0-9]/'))["choices"][0]["message"]
-        forced = (await post(served, **body, tools=TOOLS, tool_choice="any"))["choices"][0]
+        held = (await post(served, CHAT, **body, response_format=schema))["choices"][0]["message"]
+        regex = (await post(served, CHAT, **body, regex="[a-c]{3}"))["choices"][0]["message"]
+        rules = (await post(served, CHAT, **body, grammar='start: "x" /[0-9]/'))["choices"][0][
+            "message"
+        ]
+        forced = (await post(served, CHAT, **body, tools=TOOLS, tool_choice="any"))["choices"][0]
         off = {"chat_template_kwargs": {"enable_thinking": False}, "response_format": schema}
-        plain = (await post(served, **body | off))["choices"][0]["message"]
+        plain = (await post(served, CHAT, **body | off))["choices"][0]["message"]
     for message in (held, regex, rules, forced["message"]):
         assert message["reasoning_content"] == THOUGHT
     jsonschema.validate(json.loads(held["content"]), TIME)
@@ -114,13 +87,13 @@ async def test_a_final_message_is_continued_inside_its_reasoning(begun: dict[str
     answered = {"messages": [*USER, {"role": "assistant", "content": "<think>a</think>So"}]}
     bundle = with_template(SHOWING_THOUGHTS)
     async with chatting(" second.\n</think>\n\nNo.", bundle) as (served, _, prompts):
-        whole = (await post(served, **body))["choices"][0]["message"]
-        chunks = await events(served, **body)
-        held = (await post(served, **body, regex="[a-c]{3}"))["choices"][0]["message"]
-        over = (await post(served, **body | answered))["choices"][0]["message"]
+        whole = (await post(served, CHAT, **body))["choices"][0]["message"]
+        chunks = await stream(served, CHAT, **body)
+        held = (await post(served, CHAT, **body, regex="[a-c]{3}"))["choices"][0]["message"]
+        over = (await post(served, CHAT, **body | answered))["choices"][0]["message"]
     assert small_tokenizer().decode(prompts[0]).endswith("<think>First")
     assert (whole["reasoning_content"], whole["content"]) == (" second.", "No.")
-    assert (summed(chunks, "reasoning_content"), summed(chunks, "content")) == (" second.", "No.")
+    assert without(joined(CHAT, chunks)["choices"][0]["message"]) == whole
     assert held["reasoning_content"] == " second."
     assert set(held["content"]) <= set("abc")
     assert over["content"].startswith(" second.")
@@ -133,7 +106,7 @@ async def test_the_effort_reaches_the_template() -> None:
             {"reasoning_effort": "none"},
             {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
         ):
-            message = (await post(served, **body))["choices"][0]["message"]
+            message = (await post(served, CHAT, **body))["choices"][0]["message"]
             assert message["content"] == "Yes."
         assert [small_tokenizer().decode(ids).partition("a>")[2] for ids in prompts] == [
             "high",
@@ -141,12 +114,12 @@ async def test_the_effort_reaches_the_template() -> None:
             "none",
         ]
     async with chatting("<think>a</think>b", with_template(CHAT_TEMPLATE)) as (served, _, _):
-        message = (await post(served, reasoning_effort="low"))["choices"][0]["message"]
+        message = (await post(served, CHAT, reasoning_effort="low"))["choices"][0]["message"]
         assert message["content"] == "<think>a</think>b", "the template names no reasoning"
     async with chatting(
         "<think>a</think>b", with_template(CHAT_TEMPLATE), reasoning_format="think"
     ) as (served, _, _):
-        message = (await post(served))["choices"][0]["message"]
+        message = (await post(served, CHAT))["choices"][0]["message"]
         assert (message["reasoning_content"], message["content"]) == ("a", "b")
 
 
@@ -168,6 +141,6 @@ async def test_keys_that_clients_add_are_ignored() -> None:
         {"role": "tool", "content": "12:00"},
     ]
     async with chatting("Noon.") as (served, _, prompts):
-        await post(served, messages=told)
-        await post(served, messages=plain)
+        await post(served, CHAT, messages=told)
+        await post(served, CHAT, messages=plain)
     assert prompts[0] == prompts[1]

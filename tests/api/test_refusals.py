@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvasir.server.api.anthropic.answers import AnthropicError
 from kvasir.server.api.http import body as body_parsing
 from kvasir.server.api.http.pieces import compact
 from kvasir.server.errors import InvalidRequestError
+from tests.dialects import GENERATE, GENERATE_STREAM, MESSAGES, RESPONSES, post
 from tests.fake_runner import FakeRunner
 from tests.faults.bodies import VALID
 from tests.serving import VOCAB_SIZE, serving
@@ -202,15 +204,16 @@ async def test_a_bad_field_is_named(
 
 
 def parameters(**values: Any) -> dict[str, Any]:
-    return {"inputs": "a", "parameters": values}
+    return {"parameters": values}
 
 
-GENERATE: list[tuple[dict[str, Any], str]] = [
-    ({}, "inputs"),
+USED = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+TGI: list[tuple[dict[str, Any], str]] = [
+    ({"inputs": None}, "inputs"),
     ({"inputs": 1}, "inputs"),
     ({"inputs": ""}, "prompt"),
-    ({"inputs": "a", "stream": True}, "stream"),
-    ({"inputs": "a", "parameters": []}, "parameters"),
+    ({"stream": True}, "stream"),
+    ({"parameters": []}, "parameters"),
     (parameters(max_new_tokens=0), "parameters.max_new_tokens"),
     (parameters(stop_token_ids=[VOCAB_SIZE]), "parameters.stop_token_ids"),
     (parameters(logit_bias={str(VOCAB_SIZE): 1}), "parameters.logit_bias"),
@@ -222,17 +225,69 @@ GENERATE: list[tuple[dict[str, Any], str]] = [
     (parameters(watermark=True), "parameters.watermark"),
     (parameters(max_new_tokens=64), "64 tokens"),
 ]
+NAMED: dict[str, list[tuple[dict[str, Any], str]]] = {  # by what a message names
+    GENERATE: TGI,
+    GENERATE_STREAM: [*TGI, (parameters(decoder_input_details=True), "decoder_input_details")],
+    MESSAGES: [
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "document"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "server_tool_use"}]}]}, "server"),
+        ({"messages": [{"role": "user", "content": [USED]}]}, "tool_use"),
+        ({"messages": [{"role": "assistant", "content": [USED]}]}, "continue"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
+        ({"tools": [{"name": "f"}]}, "input_schema"),
+        ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "input_schema"),
+        ({"tool_choice": {"type": "tool", "name": "f"}}, "'f'"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice"),
+        ({"mcp_servers": [{"type": "url", "url": "x", "name": "y"}]}, "mcp_servers"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "clear_tool"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"stop": ["x"]}, "stop"),
+        ({"system": LONG}, "prompt is too long"),
+    ],
+    RESPONSES: [
+        ({"tools": [{"type": "web_search"}]}, "web_search"),
+        ({"tools": [{"type": "custom", "name": "a"}]}, "custom"),
+        ({"tool_choice": {"type": "file_search"}}, "file_search"),
+        ({"tool_choice": "sometimes"}, "sometimes"),
+        ({"tool_choice": {"type": "function", "name": "f"}}, "'f'"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"include": ["file_search_call.results"]}, "file_search_call.results"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input_file"),
+        ({"input": [{"type": "mcp_call", "id": "a"}]}, "mcp_call"),
+        ({"input": [{"type": ["message"]}]}, "input.0"),
+        ({"input": [{"type": "function_call", "call_id": "a", "name": "b"}]}, "arguments"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema"}}}, "schema"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"max_output_tokens": 10**6}, "context"),
+        ({"n": 2}, "'n'"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_tokens": 5}, "use max_output_tokens"),
+    ],
+}
 
 
-@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
-async def test_a_bad_field_is_named_in_tgis_form(path: str) -> None:
-    async with serving() as served:
-        for body, place in GENERATE:
-            response = await served.client.post(path, json=body)
-            assert response.status_code == 400, body
-            answer = response.json()
-            assert answer == {"error": answer["error"], "error_type": "validation"}
-            assert place in answer["error"], body
+@pytest.mark.parametrize("path", NAMED)
+async def test_a_message_names_what_is_wrong(path: str) -> None:
+    """In the form of the dialect."""
+    async with serving(FakeRunner(VOCAB_SIZE, max_model_len=64)) as served:
+        for change, named in NAMED[path]:
+            answer = await post(served, path, status=400, **change)
+            if path in (GENERATE, GENERATE_STREAM):
+                assert answer == {"error": answer["error"], "error_type": "validation"}
+                message = answer["error"]
+            else:
+                if path == MESSAGES:
+                    AnthropicError.model_validate(answer)
+                assert answer["error"]["type"] == "invalid_request_error"
+                message = answer["error"]["message"]
+            assert named in message, change
 
 
 async def test_a_body_that_makes_no_sense_is_a_400() -> None:

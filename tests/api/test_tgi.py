@@ -7,36 +7,21 @@ from typing import Any
 
 import numpy as np
 
+from tests.chats import closed
+from tests.dialects import GENERATE, GENERATE_STREAM, JSON, post, stream
 from tests.fake_runner import FakeRunner
 from tests.serving import EOS, VOCAB_SIZE, Served, saying, serving, small_tokenizer
 
 tokenizer = small_tokenizer()
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"type": "boolean"}},
-    "required": ["a"],
-    "additionalProperties": False,
-}
+SCHEMA = closed(a={"type": "boolean"})
 
 
-async def generate(served: Served, inputs: str, **parameters: Any) -> dict[str, Any]:
-    response = await served.client.post(
-        "/generate", json={"inputs": inputs, "parameters": parameters}
-    )
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
+async def generate(served: Served, inputs: str, **parameters: Any) -> JSON:
+    return await post(served, GENERATE, inputs=inputs, parameters=parameters)
 
 
-async def stream(served: Served, inputs: str, **parameters: Any) -> list[dict[str, Any]]:
-    response = await served.client.post(
-        "/generate_stream", json={"inputs": inputs, "parameters": parameters}
-    )
-    assert response.status_code == 200, response.text
-    events = response.text.split("\n\n")
-    assert events.pop() == ""
-    assert all(event.startswith("data:{") for event in events)
-    return [json.loads(event.removeprefix("data:")) for event in events]
+async def stream_of(served: Served, inputs: str, **parameters: Any) -> list[JSON]:
+    return await stream(served, GENERATE_STREAM, inputs=inputs, parameters=parameters)
 
 
 async def test_greedy_unless_asked_to_sample() -> None:
@@ -76,7 +61,7 @@ async def test_a_stream_has_an_event_for_each_token_and_ends_with_the_text() -> 
     async with serving() as served:
         sampling = {"max_new_tokens": 9, "seed": 4, "do_sample": True, "ignore_eos": True}
         whole = await generate(served, "def", **sampling)
-        events = await stream(served, "def", **sampling, top_n_tokens=1)
+        events = await stream_of(served, "def", **sampling, top_n_tokens=1)
     assert [event["index"] for event in events] == list(range(1, 10))
     shown = [event["token"]["text"] for event in events if not event["token"]["special"]]
     assert "".join(shown) == whole["generated_text"]
@@ -91,12 +76,12 @@ async def test_a_stream_has_an_event_for_each_token_and_ends_with_the_text() -> 
 
 async def test_finish_reasons_are_tgis() -> None:
     async with serving(saying("json.load", n_prompt=1)) as served:
-        ended = await stream(served, "x", max_new_tokens=30, return_full_text=True)
+        ended = await stream_of(served, "x", max_new_tokens=30, return_full_text=True)
         assert ended[-1]["details"]["finish_reason"] == "eos_token"
         assert ended[-1]["generated_text"] == "xjson.load"
         end = {"id": EOS, "text": "<|endoftext|>", "special": True}
         assert ended[-1]["token"] == ended[-1]["token"] | end
-        stopped = await stream(served, "x", max_new_tokens=30, stop=[".lo"])
+        stopped = await stream_of(served, "x", max_new_tokens=30, stop=[".lo"])
         assert stopped[-1]["details"]["finish_reason"] == "stop_sequence"
         assert stopped[-1]["generated_text"] == "json"
         assert "".join(event["token"]["text"] for event in stopped) == "json"
@@ -122,18 +107,6 @@ async def test_a_grammar_holds() -> None:
             answer = await generate(served, "a", grammar=grammar, **sampling)
             assert json.loads(answer["generated_text"]) in ({"a": True}, {"a": False})
             assert answer["details"]["finish_reason"] == "eos_token"
-
-
-async def test_prompt_details_are_refused_on_a_stream_and_no_ops_accepted() -> None:
-    async with serving() as served:
-        parameters = {"decoder_input_details": True}
-        response = await served.client.post(
-            "/generate_stream", json={"inputs": "a", "parameters": parameters}
-        )
-        assert response.status_code == 400
-        await generate(
-            served, "a", max_new_tokens=1, best_of=1, watermark=False, grammar=None, adapter_id=None
-        )
 
 
 async def test_the_base_url_answers_whole_or_streamed() -> None:
@@ -166,10 +139,10 @@ async def test_the_base_url_generates_only_with_a_key() -> None:
 async def test_info_tells_the_limits() -> None:
     async with serving() as served:
         answer = (await served.client.get("/info")).json()
-        longest = {"inputs": "x" * answer["max_input_tokens"], "parameters": {"max_new_tokens": 1}}
-        assert (await served.client.post("/generate", json=longest)).status_code == 200
-        longest["inputs"] += "x"
-        assert (await served.client.post("/generate", json=longest)).status_code == 400
+        longest = "x" * answer["max_input_tokens"]
+        await generate(served, longest, max_new_tokens=1)
+        one = {"max_new_tokens": 1}
+        await post(served, GENERATE, status=400, inputs=f"{longest}x", parameters=one)
     assert (answer["model_id"], answer["model_device_type"]) == ("fake-model", "cpu")
     assert answer["max_total_tokens"] == 64
 
@@ -181,9 +154,7 @@ async def test_best_of_returns_the_likeliest_sample_and_the_others() -> None:
         plain = await generate(served, "def", **options)
         endless = await generate(served, "def", max_new_tokens=-1, details=True, ignore_eos=True)
         wrong = {"best_of": 2, "do_sample": True}
-        streamed = await served.client.post(
-            "/generate_stream", json={"inputs": "def", "parameters": wrong}
-        )
+        await post(served, GENERATE_STREAM, status=400, parameters=wrong)
     others = best["details"].pop("best_of_sequences")
     samples = [best["details"] | {"generated_text": best["generated_text"]}, *others]
     scores = [np.mean([token["logprob"] for token in one["tokens"]]) for one in samples]
@@ -191,4 +162,3 @@ async def test_best_of_returns_the_likeliest_sample_and_the_others() -> None:
     assert len({one["generated_text"] for one in samples}) == 4
     assert f"def{plain['generated_text']}" in {one["generated_text"] for one in samples}
     assert endless["details"]["generated_tokens"] == 64 - 1
-    assert streamed.status_code == 400

@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from tests.api.test_chat_completions import (
+from tests.chats import (
     BOTH,
     HERMES_TEXT,
     SCHEMAS,
@@ -17,13 +17,10 @@ from tests.api.test_chat_completions import (
     WEATHER,
     calls_of,
     chatting,
-    events,
-    joined,
-    post,
     tool,
     with_template,
-    without_ids,
 )
+from tests.dialects import CHAT, joined, post, stream, without
 from tests.serving import CHAT_TEMPLATE, small_tokenizer
 
 
@@ -37,11 +34,11 @@ async def test_a_call_that_is_cut_short_is_no_reason_to_finish() -> None:
             ("</tool", 1, "tool_calls"),
             ("\n<", 0, "stop"),
         ):
-            choice = (await post(served, tools=TOOLS, stop=stop))["choices"][0]
-            chunks = await events(served, tools=TOOLS, stop=stop)
+            choice = (await post(served, CHAT, tools=TOOLS, stop=stop))["choices"][0]
+            chunks = await stream(served, CHAT, tools=TOOLS, stop=stop)
             assert len(choice["message"].get("tool_calls", [])) == n_calls
             assert choice["finish_reason"] == finish_reason
-            assert without_ids(joined(chunks)) == without_ids(choice)
+            assert without(joined(CHAT, chunks)["choices"]) == [without(choice)]
 
 
 @pytest.mark.parametrize("special", [True, False], ids=["special", "added"])
@@ -57,12 +54,12 @@ async def test_a_required_call_is_one_if_the_tags_are_tokens(special: bool) -> N
     ids = tagged.encode(HERMES_TEXT).ids
     strict = [tool("weather", WEATHER, strict=True), tool("time", TIME)]
     async with chatting(ids, with_template(CHAT_TEMPLATE, tokenizer=tagged)) as (served, _, _):
-        free = (await post(served, tools=TOOLS))["choices"][0]
-        held = (await post(served, tools=strict))["choices"][0]
+        free = (await post(served, CHAT, tools=TOOLS))["choices"][0]
+        held = (await post(served, CHAT, tools=strict))["choices"][0]
     async with chatting(bundle=with_template(CHAT_TEMPLATE, tokenizer=tagged)) as (served, _, _):
         for seed in range(4):
             body = {"tools": TOOLS, "tool_choice": "required", "seed": seed, "temperature": 2.0}
-            forced = (await post(served, **body, max_tokens=400))["choices"][0]
+            forced = (await post(served, CHAT, **body, max_tokens=400))["choices"][0]
             assert forced["message"]["content"] is None
             for name, arguments in calls_of(forced):
                 jsonschema.validate(arguments, SCHEMAS[name])
@@ -75,13 +72,13 @@ async def test_calls_may_be_limited_to_some_tools() -> None:
     only: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": "time"}}]}
     async with chatting(HERMES_TEXT) as (served, _, prompts):
         body = {"tools": TOOLS, "max_tokens": 200, "seed": 1}
-        await post(served, **body)
+        await post(served, CHAT, **body)
         for mode in ("auto", "required"):
             choice = {"type": "allowed_tools", "allowed_tools": only | {"mode": mode}}
-            answer = (await post(served, **body, tool_choice=choice))["choices"][0]
+            answer = (await post(served, CHAT, **body, tool_choice=choice))["choices"][0]
             assert {name for name, _ in calls_of(answer)} <= {"time"}
             assert calls_of(answer) or mode == "auto"
-        answer = (await post(served, **body, tool_choice="any"))["choices"][0]
+        answer = (await post(served, CHAT, **body, tool_choice="any"))["choices"][0]
         assert calls_of(answer)
     assert prompts[1:] == prompts[:1] * 3
 
@@ -90,11 +87,11 @@ async def test_a_call_cut_by_the_limit_is_no_content() -> None:
     n_call = len(small_tokenizer().encode(HERMES_TEXT[:12]).ids)
     async with chatting(HERMES_TEXT) as (served, _, _):
         for n in range(n_call + 2, n_call + 12):
-            choice = (await post(served, tools=TOOLS, max_tokens=n))["choices"][0]
-            chunks = await events(served, tools=TOOLS, max_tokens=n)
+            choice = (await post(served, CHAT, tools=TOOLS, max_tokens=n))["choices"][0]
+            chunks = await stream(served, CHAT, tools=TOOLS, max_tokens=n)
             assert choice["message"]["content"] == "Let me see."
             assert choice["finish_reason"] == "length"
-            assert joined(chunks)["message"]["content"] == "Let me see."
+            assert joined(CHAT, chunks)["choices"][0]["message"]["content"] == "Let me see."
 
 
 @pytest.mark.parametrize("tool_choice", ["auto", "required"])
@@ -114,7 +111,7 @@ async def test_formats_without_effect_are_accepted(tool_choice: str) -> None:
             "tool_choice": tool_choice,
             "parallel_tool_calls": False,
         }
-        choice = (await post(served, **body))["choices"][0]
+        choice = (await post(served, CHAT, **body))["choices"][0]
     assert calls_of(choice) == [("login", {"secret": "abc"})]
 
 
@@ -122,8 +119,8 @@ async def test_a_call_that_must_come_leaves_no_content_for_a_format() -> None:
     """instructor sends both to /v1/responses."""
     body = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "seed": 1}
     async with chatting() as (served, _, _):
-        answer = await post(served, **body, response_format={"type": "json_object"})
-        alone = await post(served, **body)
+        answer = await post(served, CHAT, **body, response_format={"type": "json_object"})
+        alone = await post(served, CHAT, **body)
     (choice,), (expected,) = answer["choices"], alone["choices"]
-    assert without_ids(choice) == without_ids(expected)
+    assert without(choice) == without(expected)
     assert calls_of(choice)

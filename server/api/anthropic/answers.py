@@ -1,10 +1,10 @@
-"""The responses of Anthropic's routes, as types for the OpenAPI document and for tests."""
+"""The responses of Anthropic's routes that are no streams, for the OpenAPI document."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, Json
+from pydantic import Field
 
 from kvasir.server.api.schemas import ResponseBody, Size
 
@@ -58,16 +58,11 @@ class AnthropicUsage(ResponseBody):
     )
 
 
-class Stop(ResponseBody):
-    """The reason of an answer's end."""
+class AnthropicMessage(ResponseBody):
+    """The response of /v1/messages."""
 
     stop_reason: StopReason | None = Field(description="null only where a stream begins.")
     stop_sequence: str | None
-
-
-class AnthropicMessage(Stop):
-    """The response of /v1/messages."""
-
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
@@ -95,85 +90,3 @@ class AnthropicError(ResponseBody):
     type: Literal["error"]
     error: AnthropicErrorDetail
     request_id: str
-
-
-class MessageStart(ResponseBody):
-    """The first event."""
-
-    type: Literal["message_start"]
-    message: AnthropicMessage
-
-
-class BlockStart(ResponseBody):
-    """A block begins, without content."""
-
-    type: Literal["content_block_start"]
-    index: Size
-    content_block: Block
-
-
-class BlockTextDelta(ResponseBody):
-    """New text."""
-
-    type: Literal["text_delta"]
-    text: str
-
-
-class ThinkingDelta(ResponseBody):
-    """New reasoning."""
-
-    type: Literal["thinking_delta"]
-    thinking: str
-
-
-class SignatureDelta(ResponseBody):
-    """The signature of reasoning, at its end."""
-
-    type: Literal["signature_delta"]
-    signature: str
-
-
-class InputDelta(ResponseBody):
-    """A new part of the JSON that is a call's input."""
-
-    type: Literal["input_json_delta"]
-    partial_json: str
-
-
-class BlockDelta(ResponseBody):
-    """A new part of a block."""
-
-    type: Literal["content_block_delta"]
-    index: Size
-    delta: Annotated[
-        BlockTextDelta | ThinkingDelta | SignatureDelta | InputDelta, Field(discriminator="type")
-    ]
-
-
-class BlockStop(ResponseBody):
-    """A block ends."""
-
-    type: Literal["content_block_stop"]
-    index: Size
-
-
-class MessageDelta(ResponseBody):
-    """The end of the answer, and its usage."""
-
-    type: Literal["message_delta"]
-    delta: Stop
-    usage: AnthropicUsage
-
-
-class Signal(ResponseBody):
-    """The end of the stream, or a sign of life between tokens."""
-
-    type: Literal["message_stop", "ping"]
-
-
-class MessageEvent(BaseModel):
-    """A server-sent event, whose name is the type of its data."""
-
-    data: Json[
-        MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | Signal | AnthropicError
-    ]

@@ -12,8 +12,9 @@ from kvasir.server.api.anthropic.schemas import (
     MessagesBody,
     ToolResultBlock,
 )
-from kvasir.server.api.openai.chat_schemas import ChatBody, TextPart
+from kvasir.server.api.openai.chat_schemas import ChatBody
 from kvasir.server.api.openai.formatting import JSON, join
+from kvasir.server.api.openai.schemas import TextPart
 from kvasir.server.api.schemas import SamplingFields
 from kvasir.server.errors import InvalidRequestError
 
@@ -23,7 +24,7 @@ _BILLING = "x-anthropic-billing-header:"
 
 def chat_body(body: CountTokensBody) -> ChatBody:
     """Return the chat that a body asks for, without `max_tokens`. Raises InvalidRequestError."""
-    system: list[Block] = [one for one in body.system if not one.text.startswith(_BILLING)]
+    system: list[Block] = [part for part in body.system if not part.text.startswith(_BILLING)]
     first = [InputMessage.model_construct(role="system", content=system)] if system else []
     chat: JSON = {
         "messages": _messages([*first, *body.messages]),

@@ -6,29 +6,28 @@ import secrets
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic_core import from_json
 from starlette.responses import JSONResponse, Response
 
-from kvasir.server.api.anthropic.answers import AnthropicMessage, MessageEvent, TokenCount
+from kvasir.server.api.anthropic.answers import AnthropicMessage, TokenCount
 from kvasir.server.api.anthropic.conversion import chat_body
 from kvasir.server.api.anthropic.schemas import CountTokensBody, MessagesBody
 from kvasir.server.api.http.body import TextRoute
 from kvasir.server.api.http.pieces import compact
 from kvasir.server.api.http.responses import (
     BODY_ERRORS,
+    STREAMED,
     Formatter,
     event,
     respond,
     service_of,
     state_of,
-    streamed,
 )
 from kvasir.server.api.openai.chat import prepare, render
 from kvasir.server.api.openai.formatting import JSON, join
-from kvasir.server.api.openai.tools import AnswerForm, AnswerReader
+from kvasir.server.api.openai.tools import AnswerForm, read
 from kvasir.server.engine.sequence import FinishReason
 from kvasir.server.errors import ContextLengthError
 from kvasir.server.requests.completion import Choice, Delta
@@ -40,16 +39,9 @@ router = APIRouter(route_class=TextRoute)
 
 # Some clients send reasoning back only with a signature, which nothing checks.
 _SIGNATURE = "unsigned"
-# The field of a block that a delta of the type adds to.
-_GROWING = {
-    "text_delta": "text",
-    "thinking_delta": "thinking",
-    "signature_delta": "signature",
-    "input_json_delta": "partial_json",
-}
 
 
-@router.post("/v1/messages", response_model=AnthropicMessage, responses=streamed(MessageEvent))
+@router.post("/v1/messages", response_model=AnthropicMessage, responses=STREAMED)
 async def messages(request: Request, body: MessagesBody) -> Response:
     """Answer in a conversation, as Anthropic does."""
     service, state = service_of(request), state_of(request.scope)
@@ -90,7 +82,7 @@ class MessageFormatter(Formatter):
     ) -> None:
         super().__init__(service)
         self._id = f"msg_{request_id}"
-        self._reader = AnswerReader(form)
+        self._parser = form.parser()
         self._has_reasoning = form.reasoning is not None
         self._omits_thinking = body.thinking is not None and body.thinking.display == "omitted"
         self._max_tokens = body.max_tokens
@@ -98,30 +90,22 @@ class MessageFormatter(Formatter):
         self._content: list[JSON] = []  # the blocks so far, without their text on a stream
         self._open: object = None  # the kind of the last block, while more of it may come
 
-    def chunk(self, delta: Delta) -> bytes:
-        """Return the events for a delta, and at the first one the message's beginning."""
-        begin = b""
-        if not self._has_begun:
-            self._has_begun = True
-            message = self._message(None, None)
-            message["usage"]["output_tokens"] = 0  # how many have come depends on the load
-            begin = _event("message_start", message=message)
-        return begin + b"".join(event(compact(one), one["type"]) for one in self._events(delta))
+    def event(self, part: JSON) -> bytes:
+        """Return an event with its type."""
+        return event(compact(part), part["type"])
 
-    def add(self, delta: Delta) -> None:
-        """Keep the content of a delta."""
-        for one in self._events(delta):
-            if one["type"] == "content_block_delta":
-                delta_type = one["delta"]["type"]
-                name = _GROWING[delta_type]
-                join(self._content[one["index"]], {name: one["delta"][name]})
+    def keep(self, part: JSON) -> None:
+        """Add a delta to its block."""
+        if part["type"] == "content_block_delta":
+            added = {k: value for k, value in part["delta"].items() if k != "type"}
+            join(self._content[part["index"]], added)
 
     def tail(self) -> bytes:
         """Return the events with the reason of the end and the usage."""
         reason, stop = self._stop(self.completion.choices[0])
         delta = {"stop_reason": reason, "stop_sequence": stop}
-        end = _event("message_delta", delta=delta, usage=self._usage())
-        return end + _event("message_stop")
+        end = {"type": "message_delta", "delta": delta, "usage": self._usage()}
+        return self.event(end) + self.event({"type": "message_stop"})
 
     def whole(self) -> JSON:
         """Return the body of a finished message."""
@@ -144,11 +128,14 @@ class MessageFormatter(Formatter):
             "usage": self._usage(),
         }
 
-    def _events(self, delta: Delta) -> Iterator[JSON]:
-        """Yield the events of the blocks that a delta adds to."""
-        if self._reader.parser.is_over:  # the calls are complete; the rest is not shown
-            return
-        pieces, reason = self._reader.read(delta, self.completion)
+    def parts(self, delta: Delta) -> Iterator[JSON]:
+        """Yield the events of the message's beginning, and of the blocks that a delta adds to."""
+        if not self._has_begun:
+            self._has_begun = True
+            message = self._message(None, None)
+            message["usage"]["output_tokens"] = 0  # how many have come depends on the load
+            yield {"type": "message_start", "message": message}
+        pieces, reason = read(self._parser, delta, self.completion)
         for piece in pieces:
             kind = piece.index if isinstance(piece, ToolCallPiece) else type(piece)
             if kind != self._open:
@@ -180,7 +167,7 @@ class MessageFormatter(Formatter):
         if choice.shown_reason == "tool_calls":
             reason = "tool_use"
         elif choice.finish_reason is FinishReason.STOP:
-            stop = choice.stops.found
+            stop = choice.stops.stop_string
             reason = "end_turn" if stop is None else "stop_sequence"
         elif choice.finish_reason is FinishReason.LENGTH and choice.n_tokens < self._max_tokens:
             reason = "model_context_window_exceeded"
@@ -199,7 +186,7 @@ class MessageFormatter(Formatter):
             "output_tokens": completion.n_completion_tokens,
         }
         if self._has_reasoning:
-            usage["output_tokens_details"] = {"thinking_tokens": self._reader.parser.n_reasoning}
+            usage["output_tokens_details"] = {"thinking_tokens": self._parser.n_reasoning}
         return usage
 
 
@@ -221,7 +208,3 @@ def _part(piece: AnswerPiece) -> JSON | None:
         return {"type": "thinking_delta", "thinking": piece.text}
     written = piece.arguments
     return {"type": "input_json_delta", "partial_json": written} if written else None
-
-
-def _event(kind: str, **fields: Any) -> bytes:
-    return event(compact({"type": kind, **fields}), kind)

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Annotated, Any, TypeVar, cast
 
 from fastapi import Depends, Query
-from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -84,14 +83,13 @@ READ_ERRORS = errors(401, 403, 429)
 MODEL_ERRORS = errors(401, 403, 404, 429)
 BODY_ERRORS = errors(400, 401, 403, 404, 413, 429)
 GENERATE_ERRORS = errors(400, 401, 403, 404, 413, 429, 504)
-
-
-def streamed(event: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """Return the `responses` of a route that can stream events; `routes` adds their schema."""
-    schema = {"$ref": f"#/components/schemas/{event.__name__}"}
-    content = {"text/event-stream": {"schema": schema}}
-    about = "The answer. A stream is server-sent events."
-    return GENERATE_ERRORS | {200: {"description": about, "content": content}}
+# The `responses` of a route that can stream.
+STREAMED = GENERATE_ERRORS | {
+    200: {
+        "description": "The answer. A stream is server-sent events.",
+        "content": {"text/event-stream": {}},
+    }
+}
 
 
 def models_of(scope: Scope) -> Models:
@@ -228,7 +226,7 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class Formatter(ABC):
-    """The form of a completion's response: `chunk` if it is streamed, else `add` and `whole`."""
+    """The form of a completion's response: a stream shows the parts of which `whole` is made."""
 
     end = b""  # the last event of a stream
     keep_alive = KEEP_ALIVE
@@ -239,12 +237,24 @@ class Formatter(ABC):
         self.tokenizer = service.bundle.tokenizer
 
     @abstractmethod
-    def chunk(self, delta: Delta) -> Written:
-        """Return the events for a delta, if it has anything to show."""
+    def parts(self, delta: Delta) -> Iterator[Any]:
+        """Yield what a delta adds, if it has anything to show."""
 
     @abstractmethod
+    def event(self, part: Any) -> Written:
+        """Return the event of a part."""
+
+    def chunk(self, delta: Delta) -> Written:
+        """Return the events for a delta."""
+        return together([self.event(part) for part in self.parts(delta)])
+
+    def keep(self, part: Any) -> None:  # noqa: B027  (most forms keep what `parts` yields)
+        """Add a part to the whole, if `parts` has not done so."""
+
     def add(self, delta: Delta) -> None:
         """Keep the content of a delta."""
+        for part in self.parts(delta):
+            self.keep(part)
 
     @abstractmethod
     def whole(self) -> Any:

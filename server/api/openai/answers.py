@@ -1,12 +1,12 @@
-"""The responses of OpenAI's routes, as types for the OpenAPI document and for tests."""
+"""The responses of OpenAI's routes that are no streams, as types for the OpenAPI document."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, Json
+from pydantic import Field
 
-from kvasir.server.api.schemas import Error, Logprob, ResponseBody, Size
+from kvasir.server.api.schemas import Logprob, ResponseBody, Size
 
 Finish = Literal["stop", "length", "timeout"]
 ChatFinish = Literal["stop", "length", "tool_calls", "timeout"]
@@ -97,26 +97,6 @@ class Completion(_Envelope):
     usage: Usage
 
 
-class CompletionChunkChoice(CompletionChoice):
-    """New text of a continuation."""
-
-    finish_reason: Finish | None  # type: ignore[assignment]  # null until the last
-
-
-class CompletionChunk(_Envelope):
-    """An event of a stream. With `include_usage`, one more without choices has the usage."""
-
-    object: Literal["text_completion"]
-    choices: list[CompletionChunkChoice]
-    usage: Usage | None = None
-
-
-class CompletionEvent(BaseModel):
-    """A server-sent event: an error after the first one too, and at last `[DONE]`."""
-
-    data: Literal["[DONE]"] | Json[CompletionChunk | Error]
-
-
 class ChatLogprob(ResponseBody):
     """A token and its log-probability."""
 
@@ -184,53 +164,3 @@ class Chat(_Envelope):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs = Field([])
-
-
-class FunctionDelta(ResponseBody):
-    """The new part of a called function."""
-
-    name: str = ""
-    arguments: str
-
-
-class ToolCallDelta(ResponseBody):
-    """The new part of a tool call."""
-
-    index: Size
-    id: str = ""
-    type: Literal["function"] = "function"
-    function: FunctionDelta
-
-
-class ChatDelta(ResponseBody):
-    """The new part of a message: the role comes first, a call's id and name where it begins."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str = ""
-    reasoning_content: str = ""
-    tool_calls: list[ToolCallDelta] = Field([])
-
-
-class ChatChunkChoice(ResponseBody):
-    """The new part of one of `n` messages."""
-
-    index: Size
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None
-    finish_reason: ChatFinish | None
-    prompt_token_ids: TokenIds = Field([])
-    token_ids: TokenIds = Field([])
-
-
-class ChatChunk(_Envelope):
-    """An event of a stream. With `include_usage`, one more without choices has the usage."""
-
-    object: Literal["chat.completion.chunk"]
-    choices: list[ChatChunkChoice]
-    usage: Usage | None = None
-
-
-class ChatEvent(BaseModel):
-    """A server-sent event: an error after the first one too, and at last `[DONE]`."""
-
-    data: Literal["[DONE]"] | Json[ChatChunk | Error]

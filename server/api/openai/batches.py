@@ -71,9 +71,9 @@ async def create(request: Request, store: Store, owner: Owner) -> Batch:
     raw = await request.body()
     text_worker = models_of(request.scope).text_worker
     body = await text_worker.call(len(raw), partial(parse, _PARSER, raw))
-    known = request.app.state.endpoints
-    if body.endpoint not in known:
-        message = f"endpoint: it must be one of {', '.join(known)}, not {body.endpoint!r}"
+    endpoints = request.app.state.endpoints
+    if body.endpoint not in endpoints:
+        message = f"endpoint: it must be one of {', '.join(endpoints)}, not {body.endpoint!r}"
         raise InvalidRequestError(message, param="endpoint")
     file = store.file(body.input_file_id, owner)
     if file.purpose != "batch":
@@ -90,7 +90,7 @@ async def batches(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> BatchList:
     """List the batches of this key."""
-    mine = [one for one in store.batches.values() if one.owner == owner]
+    mine = [item for item in store.batches.values() if item.owner == owner]
     return BatchList.model_construct(**page(mine[::-1], after, limit))
 
 
@@ -104,11 +104,11 @@ async def batch(batch_id: BatchId, store: Store, owner: Owner) -> Batch:
 async def cancel(request: Request, batch_id: BatchId, store: Store, owner: Owner) -> Batch:
     """End a batch; answers that it has stay."""
     worker: BatchWorker = request.app.state.batches
-    found = store.batch(batch_id, owner)
-    if found.status not in _CANCELLABLE:
-        raise ConflictError(f"the batch is {found.status} and cannot be cancelled")
-    await worker.cancel(found)
-    return found
+    asked = store.batch(batch_id, owner)
+    if asked.status not in _CANCELLABLE:
+        raise ConflictError(f"the batch is {asked.status} and cannot be cancelled")
+    await worker.cancel(asked)
+    return asked
 
 
 def parse_line(raw: bytes) -> Any:
@@ -133,11 +133,11 @@ class Answers:
         state = new_state(None)
         state.is_background = True
         if self._keys is not None:
-            known = self._keys.named(owner)
-            if known is None:
+            key = self._keys.named(owner)
+            if key is None:
                 return _KEY_RETRY
-            state.caller = self._callers.setdefault(owner, Caller(owner, known.salt))
-            state.caller.tokens_per_minute = known.tokens_per_minute
+            state.caller = self._callers.setdefault(owner, Caller(owner, key.salt))
+            state.caller.tokens_per_minute = key.tokens_per_minute
         scope = {
             "type": "http",
             "method": "POST",
@@ -166,7 +166,7 @@ class Answers:
             known_error, content = error_body(scope, error)
             if known_error.retry_after is not None:
                 return float(known_error.retry_after)
-            if any(one.engine.failed for one in self._app.state.models.services.values()):
+            if any(service.engine.failed for service in self._app.state.models.services.values()):
                 return _FAILED_RETRY
             return Reply(known_error.status, state.id, compact(content).encode(), content)
         answer = b"".join(message.get("body", b"") for message in sent)

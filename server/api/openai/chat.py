@@ -11,22 +11,22 @@ from starlette.responses import Response
 from kvasir.model.chat_template import ChatTemplateError
 from kvasir.server.api.http.body import TextRoute
 from kvasir.server.api.http.pieces import LazyList
-from kvasir.server.api.http.responses import respond, service_of, state_of, streamed
-from kvasir.server.api.openai.answers import Chat, ChatEvent
+from kvasir.server.api.http.responses import STREAMED, respond, service_of, state_of
+from kvasir.server.api.openai.answers import Chat
 from kvasir.server.api.openai.chat_schemas import ChatBody, Conversation
 from kvasir.server.api.openai.formatting import JSON, OpenAIFormatter, join, token_logprobs
-from kvasir.server.api.openai.tools import AnswerForm, AnswerReader
+from kvasir.server.api.openai.tools import AnswerForm, read
 from kvasir.server.engine.sampling import TokenLogprobs
 from kvasir.server.errors import ContextLengthError, InvalidRequestError
 from kvasir.server.requests.completion import CompletionRequest, Delta
 from kvasir.server.requests.service import Service
-from kvasir.server.text.answer import AnswerPiece, Reasoning
+from kvasir.server.text.answer import AnswerParser, AnswerPiece, Reasoning
 from kvasir.server.text.chat_format import ChatFormat
 
 router = APIRouter(route_class=TextRoute)
 
 
-@router.post("/v1/chat/completions", response_model=Chat, responses=streamed(ChatEvent))
+@router.post("/v1/chat/completions", response_model=Chat, responses=STREAMED)
 async def chat_completions(request: Request, body: ChatBody) -> Response:
     """Answer in a conversation, as OpenAI does."""
     wanted, form = await prepare(request, body)
@@ -101,19 +101,19 @@ class ChatFormatter(OpenAIFormatter):
         self._form = form
         self._with_logprobs, self._n_top = body.logprobs, body.top_logprobs or 0
         self._hidden_ids = service.special_ids - form.kept_ids
-        self._readers: dict[int, AnswerReader] = {}  # by choice
+        self._parsers: dict[int, AnswerParser] = {}  # by choice
 
     def parts(self, delta: Delta) -> Iterator[JSON]:
         """Yield the new parts of a message, the first with the role."""
         index = delta.choice.index
         part: JSON = {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
-        if index not in self._readers:
-            self._readers[index] = AnswerReader(self._form)
+        if index not in self._parsers:
+            self._parsers[index] = self._form.parser()
             yield part | {"delta": {"role": "assistant", "content": ""}}
-        reader = self._readers[index]
-        if reader.parser.is_over:  # the calls are complete; the rest of the text is not shown
+        parser = self._parsers[index]
+        if parser.is_over:  # the calls are complete; the rest of the text is not shown
             return
-        pieces, reason = reader.read(delta, self.completion)
+        pieces, reason = read(parser, delta, self.completion)
         part["finish_reason"] = reason
         part["delta"] = _changes(pieces)
         part |= (ids := self._token_ids(delta))
@@ -153,7 +153,7 @@ class ChatFormatter(OpenAIFormatter):
     def _usage(self, n_generated: int) -> JSON:
         usage = super()._usage(n_generated)
         if self._form.reasoning is not None:
-            n_reasoning = sum(reader.parser.n_reasoning for reader in self._readers.values())
+            n_reasoning = sum(parser.n_reasoning for parser in self._parsers.values())
             usage["completion_tokens_details"] = {"reasoning_tokens": n_reasoning}
         return usage
 

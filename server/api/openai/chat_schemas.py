@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic import ValidatorFunctionWrapHandler as Validate
 
 from kvasir.server.api.http.body import check_amount
-from kvasir.server.api.openai.schemas import OpenAIBody
+from kvasir.server.api.openai.schemas import OpenAIBody, Part, TextPart, check_content
 from kvasir.server.api.schemas import AddSpecialTokens, Items, RequestBody
 from kvasir.server.engine.sampling import MAX_LOGPROBS
 from kvasir.server.errors import InvalidRequestError
@@ -25,32 +17,6 @@ from kvasir.server.text.chat_format import REASONING_NAMES
 # The body has fields for these variables of the template.
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 _NEVER_ASSISTANT = frozenset({"system", "developer", "user", "tool"})
-
-
-class Part(RequestBody):
-    """A part of a conversation. Keys that clients add to what they send back are ignored."""
-
-    model_config = ConfigDict(extra="ignore")
-
-
-class TextPart(Part):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-def _check_content(value: object) -> object:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("must be a string, or a list of parts of type text")
-    kinds = [part.get("type") if isinstance(part, dict) else None for part in value]
-    if other := next((kind for kind in kinds if kind != "text"), None):
-        raise ValueError(
-            f"has a part of type {other!r}, but the model reads text only; leave it out"
-        )
-    return value
 
 
 class PastFunction(Part):
@@ -77,7 +43,7 @@ class Message(Part):
         description="`system`, `developer`, `user`, `assistant`, `tool`, or one that the chat "
         "template names.",
     )
-    content: Annotated[Items[TextPart] | str | None, BeforeValidator(_check_content)] = None
+    content: Annotated[Items[TextPart] | str | None, BeforeValidator(check_content)] = None
     name: str | None = None
     tool_calls: Items[PastCall] | None = None
     tool_call_id: str | None = None
@@ -190,17 +156,19 @@ def _check_tool_choice(value: object) -> object:
     )
 
 
-def _kind_of_choice(value: object) -> str:
-    if not isinstance(value, dict):
-        return "<word>" if isinstance(value, str) else f"<{type(value).__name__}>"
-    return "<AllowedTools>" if value.get("type") == "allowed_tools" else "<NamedTool>"
+def kind_of_choice(value: object) -> str:
+    """Return the tag of a choice of tools, which no field of a body has as its name."""
+    if isinstance(value, str):
+        return "<word>"
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "<some>" if kind == "allowed_tools" else "<one>"
 
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<word>")]
-    | Annotated[NamedTool, Tag("<NamedTool>")]
-    | Annotated[AllowedTools, Tag("<AllowedTools>")],
-    Discriminator(_kind_of_choice),
+    | Annotated[NamedTool, Tag("<one>")]
+    | Annotated[AllowedTools, Tag("<some>")],
+    Discriminator(kind_of_choice),
 ]
 
 
@@ -302,12 +270,12 @@ class ChatBody(OpenAIBody, Conversation):
         """The functions that may be called."""
         allowed = self.allowed_names
         functions = [tool.function for tool in self.tools]
-        return [one for one in functions if allowed is None or one.name in allowed]
+        return [function for function in functions if allowed is None or function.name in allowed]
 
     @property
     def holds_calls(self) -> bool:
         """True if calls, where the model makes any, must be valid."""
-        return self.allowed_names is not None or any(one.strict for one in self.functions)
+        return self.allowed_names is not None or any(f.strict for f in self.functions)
 
     @property
     def must_call(self) -> bool:

@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from kvasir.server.api.http.body import TextRoute
 from kvasir.server.api.http.pieces import LazyList, compact
-from kvasir.server.api.http.responses import finite, respond, service_of, state_of, streamed
-from kvasir.server.api.openai.answers import Completion, CompletionEvent
+from kvasir.server.api.http.responses import STREAMED, finite, respond, service_of, state_of
+from kvasir.server.api.openai.answers import Completion
 from kvasir.server.api.openai.formatting import JSON, OpenAIFormatter
 from kvasir.server.api.openai.schemas import CompletionsBody
 from kvasir.server.engine.sampling import TokenLogprobs
@@ -26,7 +26,7 @@ router = APIRouter(route_class=TextRoute)
 DEFAULT_MAX_TOKENS = 16
 
 
-@router.post("/v1/completions", response_model=Completion, responses=streamed(CompletionEvent))
+@router.post("/v1/completions", response_model=Completion, responses=STREAMED)
 async def completions(request: Request, body: CompletionsBody) -> Response:
     """Continue prompts, as OpenAI does."""
     service, state = service_of(request), state_of(request.scope)
@@ -55,9 +55,9 @@ def _filling(body: CompletionsBody, added_ids: Mapping[str, int]) -> Completions
     """Return a body that asks for the text before its suffix. Raises InvalidRequestError."""
     form = form_of(added_ids)
     if form is None:
-        known = ", ".join(one.before_middle for one in FORMS)
+        tags = ", ".join(form.before_middle for form in FORMS)
         raise InvalidRequestError(
-            f"suffix: this model cannot fill in a middle, for its tokenizer has none of {known}; "
+            f"suffix: this model cannot fill in a middle, for its tokenizer has none of {tags}; "
             "leave it out",
             param="suffix",
         )
@@ -133,7 +133,7 @@ class CompletionFormatter(OpenAIFormatter):
         scores, n_top = scored["scores"], self._n_top or 0
         lists: JSON = {
             "tokens": LazyList(scored["ids"], partial(token_name, self.tokenizer)),
-            "token_logprobs": LazyList(scores, lambda one: finite(one.logprob)),
+            "token_logprobs": LazyList(scores, lambda scored: finite(scored.logprob)),
             "top_logprobs": LazyList(scores, self._top, n_top) if n_top else None,
             "text_offset": scored["offsets"],
         }

@@ -87,7 +87,7 @@ def page(items: Iterable[Item], after: str | None, limit: int) -> dict[str, Any]
     """Return the fields of a list's page. Raises NotFoundError for an unknown `after`."""
     left = list(items)
     if after is not None:
-        places = [place for place, one in enumerate(left) if one.id == after]
+        places = [place for place, item in enumerate(left) if item.id == after]
         if not places:
             raise NotFoundError(f"after: the list has no {after!r}", param="after")
         left = left[places[0] + 1 :]
@@ -122,9 +122,9 @@ async def files(
     purpose: str | None = None,
 ) -> FileList:
     """List the files of this key."""
-    known = list(store.files.values())  # at once: threads add to them
-    mine = [one for one in known if one.owner == owner]
-    fit = [one for one in mine if purpose in (None, one.purpose)]
+    stored = list(store.files.values())  # at once: threads add to them
+    mine = [item for item in stored if item.owner == owner]
+    fit = [item for item in mine if purpose in (None, item.purpose)]
     return FileList.model_construct(**page(fit if order == "asc" else fit[::-1], after, limit))
 
 
@@ -147,13 +147,13 @@ class ContentResponse(FileResponse):
 @router.get("/v1/files/{file_id}/content", responses=ERRORS | _CONTENT, response_class=FileResponse)
 async def content(file_id: FileId, store: Store, owner: Owner) -> FileResponse:
     """Return the content of a file."""
-    known = store.file(file_id, owner)
-    return ContentResponse(store.path(known.id), media_type="application/octet-stream")
+    stored = store.file(file_id, owner)
+    return ContentResponse(store.path(stored.id), media_type="application/octet-stream")
 
 
 @router.delete("/v1/files/{file_id}", responses=CHANGE_ERRORS)
 async def delete(file_id: FileId, store: Store, owner: Owner) -> DeletedFile:
     """Delete a file, unless a batch still reads it."""
-    known = store.file(file_id, owner)
-    store.delete(known)
-    return DeletedFile(id=known.id)
+    stored = store.file(file_id, owner)
+    store.delete(stored)
+    return DeletedFile(id=stored.id)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from functools import partial
 from statistics import fmean
 from time import time
@@ -13,7 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from kvasir.server.api.http.pieces import LazyList, Written, compact, together, written
+from kvasir.server.api.http.pieces import LazyList, Written, compact, written
 from kvasir.server.api.http.responses import DONE, Formatter, event, finite
 from kvasir.server.api.openai.schemas import OpenAIBody
 from kvasir.server.engine.sampling import TokenLogprobs
@@ -25,7 +24,7 @@ JSON = dict[str, Any]
 
 
 class OpenAIFormatter(Formatter):
-    """The form of a response around its choices. A stream shows the parts that `whole` joins."""
+    """The form of a response around its choices, of which each part is one choice's."""
 
     end = DONE
     encoded = staticmethod(compact)  # a part as JSON
@@ -52,10 +51,6 @@ class OpenAIFormatter(Formatter):
         }
         self._prefix = compact(self._head)[:-1]
 
-    @abstractmethod
-    def parts(self, delta: Delta) -> Iterator[JSON]:
-        """Yield the new parts of a choice, if a delta has anything to show."""
-
     def shown(self, part: JSON) -> JSON:
         """Return a part, or all of a choice as one, with its log-probabilities as clients see them.
 
@@ -68,26 +63,32 @@ class OpenAIFormatter(Formatter):
         return self.shown(choice)
 
     def add(self, delta: Delta) -> None:
-        """Join a delta with its choice."""
+        """Keep a delta's part of its choice, and its scores."""
         index = delta.choice.index
         if delta.logprobs is not None:
             self._scores[index].append(delta.logprobs.logprob)
         if self._n_prompt_top is not None and delta.prompt_logprobs is not None:
             self._prompt_scores[index] = delta.prompt_logprobs
-        for part in self.parts(delta):
-            self._choices[part["index"]] = join(self._choices.get(part["index"]), part)
+        super().add(delta)
+
+    def keep(self, part: JSON) -> None:
+        """Join a part with its choice."""
+        self._choices[part["index"]] = join(self._choices.get(part["index"]), part)
 
     def chunk(self, delta: Delta) -> Written:
-        """Return the events for a delta, with the usage so far if wanted."""
+        """Return the events for a delta."""
         self._n_shown += delta.n_tokens
+        return super().chunk(delta)
+
+    def event(self, part: JSON) -> Written:
+        """Return the event of a part, with the usage so far if wanted."""
         usage = ""
         if self._with_running_usage:
             usage = f',"usage":{compact(self._usage(self._n_shown))}'
         elif self._with_usage:
             usage = ',"usage":null'
         head, tail = f'data: {self._prefix},"choices":[', f"]{usage}}}\n\n"
-        parts = map(self.shown, self.parts(delta))
-        return together([written(part, self.encoded, head, tail) for part in parts])
+        return written(self.shown(part), self.encoded, head, tail)
 
     def tail(self) -> bytes:
         """Return the event with the usage, if wanted, and the end."""

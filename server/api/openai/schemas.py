@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, Field, ValidationError, WrapValidator, model_validator
+from pydantic import (
+    AliasChoices,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WrapValidator,
+    model_validator,
+)
 from pydantic import ValidatorFunctionWrapHandler as Validate
 
 from kvasir.model.bundle import GenerationDefaults
@@ -42,6 +49,34 @@ class StreamOptions(schemas.RequestBody):
         if self.continuous_usage_stats and not self.include_usage:
             raise ValueError("continuous_usage_stats may be given only where include_usage is true")
         return self
+
+
+class Part(schemas.RequestBody):
+    """A part of a conversation. Keys that clients add to what they send back are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class TextPart(Part):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+def check_content(value: object, *kinds: str) -> object:
+    """Return content, unless it is neither a text nor a list of parts of these types, or text."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        names = " or ".join(kinds or ("text",))
+        raise ValueError(f"must be a string, or a list of parts of type {names}")
+    given = [part.get("type") if isinstance(part, dict) else None for part in value]
+    if other := next((kind for kind in given if kind not in ("text", *kinds)), None):
+        raise ValueError(
+            f"has a part of type {other!r}, but the model reads text only; leave it out"
+        )
+    return value
 
 
 class OpenAIBody(schemas.SamplingFields, StructuredFields):

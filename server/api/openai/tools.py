@@ -78,28 +78,26 @@ class AnswerForm:
         return cls(reasoning, is_reasoning, continues, calls, max_calls, schemas, grammar, kept_ids)
 
 
-class AnswerReader:
-    """A reader of the parts of one choice's answer."""
+def read(
+    parser: AnswerParser, delta: Delta, completion: Completion
+) -> tuple[list[AnswerPiece], str | None]:
+    """Return the pieces that a delta completes, and at the end the reason in OpenAI's words.
 
-    def __init__(self, form: AnswerForm) -> None:
-        self.parser = form.parser()
-
-    def read(self, delta: Delta, completion: Completion) -> tuple[list[AnswerPiece], str | None]:
-        """Return the parts that a delta completes, and at the end the reason in OpenAI's words.
-
-        Once the parser is over, the choice is stopped, and no delta may follow.
-        """
-        parser, reason = self.parser, delta.finish_reason
-        pieces = parser.push(delta.text, delta.n_tokens)
-        if parser.is_over:
-            completion.stop(delta.choice)
-            reason = FinishReason.STOP
-        if reason is not None:
-            pieces += parser.flush(is_cut=reason is not FinishReason.STOP)
-            # A stop string or token may have cut the last call short.
-            if reason is FinishReason.STOP and parser.calls_end_it:
-                delta.choice.shown_reason = "tool_calls"
-        return pieces, reason and (delta.choice.shown_reason or reason)
+    Once the parser is over, the choice is stopped, and the rest of its text is not shown.
+    """
+    if parser.is_over:
+        return [], None
+    reason = delta.finish_reason
+    pieces = parser.push(delta.text, delta.n_tokens)
+    if parser.is_over:
+        completion.stop(delta.choice)
+        reason = FinishReason.STOP
+    if reason is not None:
+        pieces += parser.flush(is_cut=reason is not FinishReason.STOP)
+        # A stop string or token may have cut the last call short.
+        if reason is FinishReason.STOP and parser.calls_end_it:
+            delta.choice.shown_reason = "tool_calls"
+    return pieces, reason and (delta.choice.shown_reason or reason)
 
 
 def _is_in_reasoning(form: ReasoningFormat, body: ChatBody, prompt: str) -> bool:

@@ -1,10 +1,10 @@
-"""The responses of TGI's routes, as types for the OpenAPI document and for tests."""
+"""The responses of TGI's routes that are no streams, as types for the OpenAPI document."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, Field, Json
+from pydantic import Field
 
 from kvasir.server.api import schemas
 
@@ -33,29 +33,24 @@ class Token(schemas.ResponseBody):
     special: bool
 
 
-class StreamDetails(schemas.ResponseBody):
-    """Details in the last event of a stream."""
-
+class _Details(schemas.ResponseBody):
     finish_reason: Literal["length", "eos_token", "stop_sequence"]
     generated_tokens: schemas.Size
     seed: int | None = Field(description="Null for greedy decoding.")
     input_length: schemas.Size
     score: float | None = Field(None, description="Of a beam search: see `length_penalty`.")
-
-
-class _WholeDetails(StreamDetails):
     prefill: list[PrefillToken]
     tokens: list[Token]
     top_tokens: list[list[Token]] | None = None
 
 
-class BestOfSequence(_WholeDetails):
+class BestOfSequence(_Details):
     """A text that was less likely than the answer."""
 
     generated_text: str
 
 
-class Details(_WholeDetails):
+class Details(_Details):
     """Details of a whole answer."""
 
     best_of_sequences: list[BestOfSequence] | None = None
@@ -66,22 +61,6 @@ class Generated(schemas.ResponseBody):
 
     generated_text: str
     details: Details | None = None
-
-
-class GeneratedToken(schemas.ResponseBody):
-    """The data of an event; the last event of a stream has the text and the details."""
-
-    index: schemas.Size
-    token: Token
-    top_tokens: list[Token] | None = None
-    generated_text: str | None
-    details: StreamDetails | None
-
-
-class GenerateEvent(BaseModel):
-    """A server-sent event. An error after the first event is an event too."""
-
-    data: Json[GeneratedToken | GenerateError]
 
 
 class Info(schemas.ResponseBody, json_schema_serialization_defaults_required=True):

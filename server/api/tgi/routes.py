@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -16,9 +17,9 @@ from kvasir.server.api.embeddings.tei import EncoderInfo, encoder_info
 from kvasir.server.api.http import responses
 from kvasir.server.api.http.body import TextRoute
 from kvasir.server.api.http.pieces import LazyList, compact
-from kvasir.server.api.http.responses import GENERATE_ERRORS, finite, streamed
+from kvasir.server.api.http.responses import GENERATE_ERRORS, STREAMED, finite
 from kvasir.server.api.structured import tgi_grammar
-from kvasir.server.api.tgi.answers import Generated, GenerateEvent, Info
+from kvasir.server.api.tgi.answers import Generated, Info
 from kvasir.server.api.tgi.schemas import CompatibleBody, GenerateBody
 from kvasir.server.engine.sampling import TokenLogprobs
 from kvasir.server.engine.sequence import FinishReason
@@ -38,13 +39,13 @@ async def generate(request: Request, body: GenerateBody) -> Response:
     return await _generate(request, body)
 
 
-@router.post("/generate_stream", response_class=Response, responses=streamed(GenerateEvent))
+@router.post("/generate_stream", response_class=Response, responses=STREAMED)
 async def generate_stream(request: Request, body: GenerateBody) -> Response:
     """Continue a text as a stream."""
     return await _generate(request, body, stream=True)
 
 
-@router.post("/", response_model=list[Generated], responses=streamed(GenerateEvent))
+@router.post("/", response_model=list[Generated], responses=STREAMED)
 async def generate_either(request: Request, body: CompatibleBody) -> Response:
     """Continue a text; stream if `stream` is true. For TGI's clients that know a base URL only."""
     return await _generate(request, body, stream=body.stream)
@@ -118,18 +119,18 @@ class GenerateFormatter(responses.Formatter):
         self._as_list = isinstance(body, CompatibleBody)
         self._samples: dict[int, _Shown] = {}
 
-    def add(self, delta: Delta) -> None:
-        """Keep a delta's text and tokens."""
+    def parts(self, delta: Delta) -> Iterator[Delta]:
+        """Keep a delta's text and tokens; yield it, for the form takes time."""
         shown = self._samples.setdefault(delta.choice.index, _Shown(delta.choice))
         shown.text += delta.text
         if delta.prompt_logprobs is not None:
             shown.prompt_logprobs = delta.prompt_logprobs
         if delta.logprobs is not None:
             shown.scored.append((delta.logprobs, delta.text))
+        yield delta
 
-    def chunk(self, delta: Delta) -> bytes:
+    def event(self, delta: Delta) -> bytes:
         """Return the event for a delta; the last one has the whole text."""
-        self.add(delta)
         sample = self._samples[delta.choice.index]
         token: dict[str, Any] = {"id": 0, "text": delta.text, "logprob": 0.0}
         token["special"] = not delta.text
@@ -148,22 +149,21 @@ class GenerateFormatter(responses.Formatter):
     def whole(self) -> Any:
         """Return the body of a finished completion: its likeliest sample."""
         parameters = self._parameters
-        best, *others = sorted(self._samples.values(), key=lambda it: it.score, reverse=True)
+        best, *rest = sorted(self._samples.values(), key=lambda it: it.score, reverse=True)
         shown: dict[str, Any] = {"generated_text": self._text(best)}
-        details = [self._whole_details(sample) for sample in (best, *others)]  # names the reasons
+        details = [self._whole_details(sample) for sample in (best, *rest)]  # names the reasons
         if parameters.details or parameters.decoder_input_details:
             shown["details"] = details[0]
-            if others:
+            if rest:
                 shown["details"]["best_of_sequences"] = [
-                    {"generated_text": self._text(sample), **known}
-                    for sample, known in zip(others, details[1:], strict=True)
+                    {"generated_text": self._text(sample), **about}
+                    for sample, about in zip(rest, details[1:], strict=True)
                 ]
         return [shown] if self._as_list else shown
 
     def _text(self, sample: _Shown) -> str:
-        return (
-            sample.choice.prompt.text if self._parameters.return_full_text else ""
-        ) + sample.text
+        lead = sample.choice.prompt.text if self._parameters.return_full_text else ""
+        return lead + sample.text
 
     def _whole_details(self, sample: _Shown) -> dict[str, Any]:
         scored, n_top = sample.scored, self._parameters.top_n_tokens

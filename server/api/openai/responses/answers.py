@@ -1,10 +1,10 @@
-"""The responses of /v1/responses, as types for the OpenAPI document and for tests."""
+"""The responses of /v1/responses that are no streams, as types for the OpenAPI document."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, Json
+from pydantic import Field
 
 from kvasir.server.api.openai.answers import ChatTokenLogprob
 from kvasir.server.api.schemas import ResponseBody, Size
@@ -146,87 +146,3 @@ class InputItems(ResponseBody, json_schema_serialization_defaults_required=True)
     first_id: str | None
     last_id: str | None
     has_more: bool
-
-
-class _Numbered(ResponseBody):
-    sequence_number: Size
-
-
-class StateEvent(_Numbered):
-    """The beginning or the end of a response."""
-
-    type: Literal[
-        "response.created",
-        "response.in_progress",
-        "response.completed",
-        "response.incomplete",
-        "response.failed",
-    ]
-    response: ModelResponse
-
-
-class ItemEvent(_Numbered):
-    """The beginning or the end of an item."""
-
-    type: Literal["response.output_item.added", "response.output_item.done"]
-    output_index: Size
-    item: OutputItem
-
-
-class _OfItem(_Numbered):
-    item_id: str
-    output_index: Size
-
-
-class PartEvent(_OfItem):
-    """The beginning or the end of an item's part."""
-
-    type: Literal["response.content_part.added", "response.content_part.done"]
-    content_index: Literal[0]
-    part: Annotated[OutputText | ReasoningText, Field(discriminator="type")]
-
-
-class TextDelta(_OfItem):
-    """New text of a message or of reasoning."""
-
-    type: Literal["response.output_text.delta", "response.reasoning_text.delta"]
-    content_index: Literal[0]
-    delta: str
-    logprobs: list[ChatTokenLogprob] = Field([], description="Of a message.")
-
-
-class TextDone(_OfItem):
-    """The whole text of a message or of reasoning."""
-
-    type: Literal["response.output_text.done", "response.reasoning_text.done"]
-    content_index: Literal[0]
-    text: str
-    logprobs: list[ChatTokenLogprob] = Field([], description="Of a message.")
-
-
-class ArgumentsDelta(_OfItem):
-    """New text of a call's arguments."""
-
-    type: Literal["response.function_call_arguments.delta"]
-    delta: str
-
-
-class ArgumentsDone(_OfItem):
-    """The whole arguments of a call."""
-
-    type: Literal["response.function_call_arguments.done"]
-    name: str
-    arguments: str
-
-
-AnyEvent = Annotated[
-    StateEvent | ItemEvent | PartEvent | TextDelta | TextDone | ArgumentsDelta | ArgumentsDone,
-    Field(discriminator="type"),
-]
-
-
-class ResponseEvent(BaseModel):
-    """A server-sent event."""
-
-    event: str = Field("", description="The type of the data.")
-    data: Json[AnyEvent]

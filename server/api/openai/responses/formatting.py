@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from time import time
 from typing import Any
@@ -14,7 +14,7 @@ from kvasir.server.api.openai.formatting import JSON, token_logprobs
 from kvasir.server.api.openai.responses.items import PREFIXES, sealed
 from kvasir.server.api.openai.responses.schemas import ENCRYPTED, LOGPROBS, ResponsesBody
 from kvasir.server.api.openai.responses.store import Key, ResponseStore, Stored
-from kvasir.server.api.openai.tools import AnswerForm, AnswerReader
+from kvasir.server.api.openai.tools import AnswerForm, read
 from kvasir.server.engine.sampling import TokenLogprobs
 from kvasir.server.engine.sequence import FinishReason
 from kvasir.server.requests.completion import CompletionRequest, Delta
@@ -44,7 +44,7 @@ class ResponseFormatter(Formatter):
     ) -> None:
         super().__init__(service)
         self._key = key
-        self._reader = AnswerReader(form)
+        self._parser = form.parser()
         self._hidden_ids = service.special_ids - form.kept_ids
         self._with_logprobs, self._n_top = LOGPROBS in body.include, body.top_logprobs
         self._with_encrypted = ENCRYPTED in body.include
@@ -82,19 +82,14 @@ class ResponseFormatter(Formatter):
         self._is_cancelled = True
         self.completion.stream.finish()
 
-    def chunk(self, delta: Delta) -> Written:
-        """Return the events for a delta."""
-        return _encoded(self._read(delta))
-
-    def add(self, delta: Delta) -> None:
-        """Let the response grow by a delta."""
-        for _ in self._read(delta):
-            pass
+    def event(self, part: JSON) -> Written:
+        """Return an event with its type."""
+        return written(part, compact, f"event: {part['type']}\ndata: ", "\n\n")
 
     def tail(self) -> Written:
         """Return the event of the end."""
         self._end()
-        return _encoded(self._ended())
+        return self.event(self._ended())
 
     def whole(self) -> JSON:
         """Return the response, finished."""
@@ -106,27 +101,25 @@ class ResponseFormatter(Formatter):
         is_ours = fields["error"]["type"] != "invalid_request_error"
         code = "server_error" if is_ours else "invalid_prompt"
         error = {"code": code, "message": fields["error"]["message"]}
-        events = [*self._close("incomplete")]
+        parts = [*self._close("incomplete")]
         self.response |= {"status": "failed", "error": error, "usage": self._usage()}
-        made = _encoded([*events, *self._ended()])
-        return made if isinstance(made, bytes) else b"".join(made)
+        events = together([self.event(part) for part in [*parts, self._ended()]])
+        return events if isinstance(events, bytes) else b"".join(events)
 
-    def _ended(self) -> Iterator[JSON]:
+    def _ended(self) -> JSON:
         end = _ENDS.get(self.response["status"], "incomplete")
-        yield self._event(f"response.{end}", response=self.response)
+        return self._made(f"response.{end}", response=self.response)
 
-    def _read(self, delta: Delta) -> Iterator[JSON]:
+    def parts(self, delta: Delta) -> Iterator[JSON]:
         """Yield the events for a delta; those of the end of an item come before the next begins."""
         if not self._n_events:
-            yield self._event("response.created", response=self.response)
-            yield self._event("response.in_progress", response=self.response)
-        if self._reader.parser.is_over:
-            return
+            yield self._made("response.created", response=self.response)
+            yield self._made("response.in_progress", response=self.response)
         if self._with_logprobs and delta.logprobs is not None:
             self._scored.append(delta.logprobs)
-        n_reasoning = self._reader.parser.n_reasoning
-        pieces, reason = self._reader.read(delta, self.completion)
-        if self._reader.parser.n_reasoning > n_reasoning:  # its tags are no text either
+        n_reasoning = self._parser.n_reasoning
+        pieces, reason = read(self._parser, delta, self.completion)
+        if self._parser.n_reasoning > n_reasoning:  # its tags are no text either
             self._scored.clear()
         for piece in pieces:
             yield from self._add(piece)
@@ -170,7 +163,7 @@ class ResponseFormatter(Formatter):
             item |= {"role": "assistant", "content": []}
         self._item, self._pieces, self._logprobs = item, [], []
         output.append(item)
-        yield self._event("response.output_item.added", output_index=len(output) - 1, item=item)
+        yield self._made("response.output_item.added", output_index=len(output) - 1, item=item)
         if kind != "function_call":
             part = self._part(kind, "")
             yield self._item_event("response.content_part.added", content_index=0, part=part)
@@ -196,7 +189,7 @@ class ResponseFormatter(Formatter):
                 item["encrypted_content"] = sealed(text)
         item["status"] = status
         place = len(self.response["output"]) - 1
-        yield self._event("response.output_item.done", output_index=place, item=item)
+        yield self._made("response.output_item.done", output_index=place, item=item)
         self._item = None
 
     def _finish(self, reason: str) -> Iterator[JSON]:
@@ -236,9 +229,9 @@ class ResponseFormatter(Formatter):
         """Return an event of the item that grows."""
         assert self._item is not None
         place = len(self.response["output"]) - 1
-        return self._event(kind, item_id=self._item["id"], output_index=place, **fields)
+        return self._made(kind, item_id=self._item["id"], output_index=place, **fields)
 
-    def _event(self, kind: str, **fields: Any) -> JSON:
+    def _made(self, kind: str, **fields: Any) -> JSON:
         self._n_events += 1
         return {"type": kind, "sequence_number": self._n_events - 1, **fields}
 
@@ -249,7 +242,7 @@ class ResponseFormatter(Formatter):
             "input_tokens": n_prompt,
             "input_tokens_details": cached,
             "output_tokens": n_new,
-            "output_tokens_details": {"reasoning_tokens": self._reader.parser.n_reasoning},
+            "output_tokens_details": {"reasoning_tokens": self._parser.n_reasoning},
             "total_tokens": n_prompt + n_new,
         }
 
@@ -259,9 +252,3 @@ def _unscored(item: JSON) -> JSON:
     if item["type"] != "message":
         return item
     return item | {"content": [part | {"logprobs": []} for part in item["content"]]}
-
-
-def _encoded(events: Iterable[JSON]) -> Written:
-    return together(
-        [written(one, compact, f"event: {one['type']}\ndata: ", "\n\n") for one in events]
-    )

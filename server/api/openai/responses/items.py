@@ -9,12 +9,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from kvasir.server.api.openai.chat_schemas import Part
-from kvasir.server.api.openai.formatting import JSON
+from kvasir.server.api.openai.formatting import JSON, join
+from kvasir.server.api.openai.schemas import Part, check_content
 from kvasir.server.api.schemas import Items
 
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of the ids of items
-_TEXTS = ("input_text", "output_text", "text")
 
 
 class InputTextPart(Part):
@@ -27,14 +26,7 @@ class InputTextPart(Part):
 def _check_content(value: object) -> object:
     if isinstance(value, str):
         return [{"type": "input_text", "text": value}]
-    if not isinstance(value, list):
-        raise ValueError("must be a string, or a list of parts of type input_text or output_text")
-    kinds = [part.get("type") if isinstance(part, dict) else None for part in value]
-    if other := next((kind for kind in kinds if kind not in _TEXTS), None):
-        raise ValueError(
-            f"has a part of type {other!r}, but the model reads text only; leave it out"
-        )
-    return value
+    return check_content(value, "input_text", "output_text")
 
 
 Content = Annotated[
@@ -161,25 +153,21 @@ def messages_of(items: Iterable[JSON]) -> list[JSON]:
             )
             if not is_open:
                 messages.append({"role": "assistant"})
-            _join(messages[-1], item)
+            join(messages[-1], _added(item))
     return messages
 
 
-def _join(message: JSON, item: JSON) -> None:
-    """Add reasoning, content or a call to a message of the assistant."""
+def _added(item: JSON) -> JSON:
+    """Return the reasoning, content or call that an item adds to a message of the assistant."""
     if item["type"] == "function_call":
         function = {"name": item["name"], "arguments": item["arguments"]}
-        call = {"id": item["call_id"], "type": "function", "function": function}
-        message.setdefault("tool_calls", []).append(call)
-    elif item["type"] == "message":
-        text = "".join(part["text"] for part in item["content"])
-        message["content"] = message.get("content", "") + text
-    else:
-        parts = item.get("content") or item.get("summary") or ()
-        text = "\n\n".join(part["text"] for part in parts)
-        text = text or _unsealed(item.get("encrypted_content") or "")
-        if text:
-            message["reasoning_content"] = message.get("reasoning_content", "") + text
+        return {"tool_calls": [{"id": item["call_id"], "type": "function", "function": function}]}
+    if item["type"] == "message":
+        return {"content": "".join(part["text"] for part in item["content"])}
+    parts = item.get("content") or item.get("summary") or ()
+    text = "\n\n".join(part["text"] for part in parts)
+    text = text or _unsealed(item.get("encrypted_content") or "")
+    return {"reasoning_content": text} if text else {}
 
 
 def _content(parts: list[JSON]) -> str | list[dict[str, Any]]:

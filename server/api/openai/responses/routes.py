@@ -14,13 +14,13 @@ from starlette.responses import Response
 from kvasir.server.api.http.body import TextRoute
 from kvasir.server.api.http.pieces import compact, written
 from kvasir.server.api.http.responses import (
+    STREAMED,
     errors,
     held_response,
     models_of,
     respond,
     service_of,
     state_of,
-    streamed,
 )
 from kvasir.server.api.openai.chat import prepare
 from kvasir.server.api.openai.chat_schemas import ChatBody
@@ -29,7 +29,6 @@ from kvasir.server.api.openai.responses.answers import (
     DeletedResponse,
     InputItems,
     ModelResponse,
-    ResponseEvent,
 )
 from kvasir.server.api.openai.responses.formatting import ResponseFormatter
 from kvasir.server.api.openai.responses.items import PREFIXES
@@ -42,7 +41,7 @@ router = APIRouter(route_class=TextRoute)
 _ERRORS = errors(400, 401, 403, 404, 429)
 
 
-@router.post("/v1/responses", response_model=ModelResponse, responses=streamed(ResponseEvent))
+@router.post("/v1/responses", response_model=ModelResponse, responses=STREAMED)
 async def create_response(request: Request, body: ResponsesBody) -> Response:
     """Answer a conversation of items, as OpenAI's Responses API does."""
     service, store = service_of(request), _store(request)
@@ -72,9 +71,9 @@ async def _chat(request: Request, body: ResponsesBody) -> tuple[ChatBody, bytes]
     earlier = body.previous_response_id
     previous = earlier and store.get((owner, earlier), "previous_response_id")
     references = [item["id"] for item in given if item["type"] == "item_reference"]
-    stored = {key: store.get(key) for key in (store.of_item(owner, one) for one in references)}
+    stored = {key: store.get(key) for key in (store.of_item(owner, i) for i in references)}
     state.body_size += previous.n_read if previous else 0
-    state.body_size += sum(len(one.output) for one in stored.values())
+    state.body_size += sum(len(response.output) for response in stored.values())
     if state.body_size > (most := service_of(request).settings.max_body_bytes):
         raise InvalidRequestError(
             f"the conversation has {state.body_size} bytes with the earlier responses, more than "
@@ -83,11 +82,14 @@ async def _chat(request: Request, body: ResponsesBody) -> tuple[ChatBody, bytes]
         )
 
     def work() -> tuple[ChatBody, bytes]:
-        known = {item["id"]: item for one in stored.values() for item in json.loads(one.output)}
-        if lost := [one for one in references if one not in known]:
+        outputs = (json.loads(response.output) for response in stored.values())
+        referenced = {item["id"]: item for output in outputs for item in output}
+        if lost := [item_id for item_id in references if item_id not in referenced]:
             raise store.missing(lost[0], "input")
         items = previous.conversation() if previous else []
-        items += [known[one["id"]] if one["type"] == "item_reference" else one for one in given]
+        for item in given:
+            is_reference = item["type"] == "item_reference"
+            items.append(referenced[item["id"]] if is_reference else item)
         return body.chat(items), compact(items).encode() if body.store else b""
 
     return await service_of(request).text_worker.call(state.body_size, work)
@@ -135,9 +137,9 @@ async def input_items(
     after: Annotated[str | None, Query(description="The last item before the page.")] = None,
 ) -> InputItems:
     """List the conversation before a response that is kept."""
-    known = _store(request).get(_key(request, response_id)).items
+    raw = _store(request).get(_key(request, response_id)).items
     worker = models_of(request.scope).text_worker
-    stored = await worker.call(len(known), partial(json.loads, known))
+    stored = await worker.call(len(raw), partial(json.loads, raw))
     items = [_listed(item, response_id, place) for place, item in enumerate(stored)]
     if order == "desc":
         items.reverse()

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from kvasir.server.api import schemas
-from kvasir.server.api.openai.chat_schemas import ChatBody, Function
+from kvasir.server.api.openai.chat_schemas import ChatBody, Function, kind_of_choice
 from kvasir.server.api.openai.formatting import JSON
 from kvasir.server.api.openai.responses.items import AnyItem, messages_of
 from kvasir.server.api.schemas import Items, RequestBody
@@ -22,9 +22,9 @@ def _only(*served: object, instead: str) -> BeforeValidator:
     """Return a validator that refuses what is not served, naming it and what to do."""
 
     def check(value: object) -> object:
-        if not any(value == one and type(value) is type(one) for one in served):
-            known = " or ".join(map(repr, served))
-            raise ValueError(f"{value!r} is not served here, only {known}; {instead}")
+        if not any(value == option and type(value) is type(option) for option in served):
+            options = " or ".join(map(repr, served))
+            raise ValueError(f"{value!r} is not served here, only {options}; {instead}")
         return value
 
     return BeforeValidator(check)
@@ -128,17 +128,11 @@ def _check_choice(value: object) -> object:
     return value
 
 
-def _kind_of_choice(value: object) -> str:
-    if isinstance(value, dict):
-        return "<AllowedFunctions>" if value["type"] == "allowed_tools" else "<NamedFunction>"
-    return "<word>" if isinstance(value, str) else f"<{type(value).__name__}>"
-
-
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<word>")]
-    | Annotated[NamedFunction, Tag("<NamedFunction>")]
-    | Annotated[AllowedFunctions, Tag("<AllowedFunctions>")],
-    Discriminator(_kind_of_choice),
+    | Annotated[NamedFunction, Tag("<one>")]
+    | Annotated[AllowedFunctions, Tag("<some>")],
+    Discriminator(kind_of_choice),
 ]
 
 

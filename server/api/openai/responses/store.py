@@ -63,10 +63,10 @@ class ResponseStore:
         while len(self._entries) > self._max_entries or self._n_bytes > self._max_bytes:
             is_many = len(self._entries) > self._max_entries
             used = Counter[bytes]()
-            for (owner, _), one in self._entries.items():
-                used[owner] += 1 if is_many else one.n_bytes
+            for (owner, _), entry in self._entries.items():
+                used[owner] += 1 if is_many else entry.n_bytes
             [(most, _)] = used.most_common(1)
-            self.pop(next(one for one in self._entries if one[0] == most))
+            self.pop(next(key for key in self._entries if key[0] == most))
 
     def get(self, key: Key, param: str | None = None) -> Stored:
         """Return a response. Raises NotFoundError; `param` names the field that has the id."""

@@ -1,0 +1,258 @@
+"""What holds in every dialect: answers say the same, streams add up to them and have one end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from pydantic_core import from_json
+
+from kvasir.server.api.openai.responses.schemas import ENCRYPTED, LOGPROBS
+from kvasir.server.requests.async_engine import OutputStream
+from tests.chats import THINKING, TIME, TOOLS, TOOLS_OF, WEATHER, chatting, with_template
+from tests.dialects import (
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    GENERATE_STREAM,
+    JSON,
+    LEAST,
+    MESSAGES,
+    RESPONSES,
+    joined,
+    parsed,
+    post,
+    stream,
+    without,
+)
+from tests.fake_runner import TIMEOUT, FakeRunner
+from tests.live import live
+from tests.serving import VOCAB_SIZE, serving, small_tokenizer
+
+LIMITS = {CHAT: "max_tokens", MESSAGES: "max_tokens", RESPONSES: "max_output_tokens"}
+STOPS = {CHAT: "stop", MESSAGES: "stop_sequences", RESPONSES: "stop"}
+TGI_FORMAT: JSON = {"type": "json_schema", "value": {"schema": WEATHER}}
+
+
+def said(path: str, answer: JSON) -> tuple[str, str, list[tuple[str, Any]], bool]:
+    """Return the reasoning, content and calls of an answer, and if it ended with calls."""
+    if path == MESSAGES:
+        parts = [
+            (one["type"], one.get("text") or one.get("thinking", "")) for one in answer["content"]
+        ]
+        calls = [(one["name"], one["input"]) for one in answer["content"] if "input" in one]
+        kinds, ends = ("thinking", "text"), answer["stop_reason"] == "tool_use"
+    elif path == RESPONSES:
+        output = answer["output"]
+        parts = [(one["type"], one["content"][0]["text"]) for one in output if "content" in one]
+        calls = [(one["name"], arguments(one["arguments"])) for one in output if "name" in one]
+        has_ended = answer["status"] == output[-1]["status"] == "completed"
+        kinds, ends = ("reasoning", "message"), has_ended and "name" in output[-1]
+    else:
+        (choice,) = answer["choices"]
+        message = choice["message"]
+        parts = [(key, text) for key, text in message.items() if isinstance(text, str)]
+        functions = [one["function"] for one in message.get("tool_calls", [])]
+        calls = [(one["name"], arguments(one["arguments"])) for one in functions]
+        kinds, ends = ("reasoning_content", "content"), choice["finish_reason"] == "tool_calls"
+    reasoning, content = ("".join(text for kind, text in parts if kind == one) for one in kinds)
+    return reasoning, content, calls, ends
+
+
+def arguments(text: str) -> Any:
+    with suppress(ValueError):
+        return from_json(text, allow_partial=True)
+    return {}
+
+
+def random_answer(rng: random.Random) -> tuple[str, tuple[str, str, list[Any]]]:
+    """Return a text with parts that look alike, and its reasoning, content and calls."""
+    words = ["Let me", " see.\n", "é☃", "</", "<tool", "}", "{", "a" * 30]
+    reasoning = rng.choice(["", "Hm.", "Hm <b>\n so"])
+    text, content, calls = f"<think>\n{reasoning}\n</think>\n\n" if reasoning else "", "", []
+    for _ in range(rng.randrange(1, 4)):
+        said = "".join(rng.choices(words, k=rng.randrange(4)))
+        text, content = text + said, content + said
+        if rng.random() < 0.5:
+            calls.append(("time", {"utc": [True, rng.choice(["ab", "}", "</tool_call>", "é\n"])]}))
+            call = {"name": "time", "arguments": calls[-1][1]}
+            text += f"\n<tool_call>\n{json.dumps(call)}\n</tool_call>\n"
+    return text, (reasoning, content, calls)
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_an_answer_is_the_same_in_every_dialect_whole_and_streamed(seed: int) -> None:
+    """Wherever a limit or a stop string cuts it."""
+    rng = random.Random(seed)
+    text, expected = random_answer(rng)
+    n_tokens = len(small_tokenizer().encode(text).ids)
+    async with chatting(text, with_template(THINKING)) as (served, _, prompts):
+        for n in [n_tokens + 9, *rng.sample(range(1, n_tokens), min(3, n_tokens - 1))]:
+            stops = [text[at : at + 2] for at in rng.sample(range(len(text)), rng.randrange(2))]
+            stops = stops if n < n_tokens else []
+            answers = []
+            for path, limit in LIMITS.items():
+                body = {"tools": TOOLS_OF[path], limit: n, STOPS[path]: stops}
+                whole = await post(served, path, **body)
+                events = await stream(served, path, **body)
+                shown = without(whole)
+                assert shown == shown | without(joined(path, events))
+                answers.append(said(path, whole))
+            assert answers == answers[:1] * 3
+            assert prompts == prompts[:1] * len(prompts)
+            if n > n_tokens:
+                reasoning, content, calls, _ = answers[0]
+                assert (reasoning, calls) == (expected[0], expected[2])
+                assert content.split() == expected[1].split() or calls
+                assert "".join(content.split()) == "".join(expected[1].split())
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (COMPLETIONS, {"prompt": ["def read", "json"], "n": 2}),
+        (COMPLETIONS, {"prompt": ["def read", "json"], "echo": True, "logprobs": 2}),
+        (COMPLETIONS, {"stop": ["a", "e"], "temperature": 0}),
+        (COMPLETIONS, {"logprobs": 3, "return_token_ids": True}),
+        (CHAT, {"n": 3}),
+        (CHAT, {"logprobs": True, "top_logprobs": 3, "return_token_ids": True}),
+        (CHAT, {"stop": ["a", "e"], "temperature": 0}),
+        (CHAT, {"tools": TOOLS, "tool_choice": "required", "logprobs": True, "n": 2}),
+        (CHAT, {"response_format": TGI_FORMAT}),
+        (RESPONSES, {"include": [LOGPROBS], "top_logprobs": 2}),
+        (RESPONSES, {"include": [ENCRYPTED], "metadata": {"a": "b"}, "instructions": "Be."}),
+        (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": TIME}}}),
+    ],
+)
+async def test_a_stream_adds_up_to_the_whole_answer(path: str, fields: JSON) -> None:
+    is_free = not fields.keys() & {"tools", "response_format", "output_config"}
+    body = fields | {LIMITS.get(path, "max_tokens"): 150, "seed": 3, "ignore_eos": is_free}
+    body |= {"max_tokens": 12} if path == COMPLETIONS else {}
+    async with chatting() as (served, _, _):
+        whole = await post(served, path, **body)
+        if path in (COMPLETIONS, CHAT):
+            assert all("usage" not in event for event in await stream(served, path, **body))
+            body["stream_options"] = {"include_usage": True}
+        events = await stream(served, path, **body)
+    shown = without(whole)
+    assert shown == shown | without(joined(path, events))
+    if path in (COMPLETIONS, CHAT):
+        assert (events[-1]["choices"], events[-1]["usage"]) == ([], whole["usage"])
+        assert all(event["usage"] is None for event in events[:-1])
+        assert {event["id"].partition("-")[0] for event in events} == {
+            whole["id"].partition("-")[0]
+        }
+    if path == CHAT and "return_token_ids" in fields:
+        (choice,) = whole["choices"]
+        scored = choice["logprobs"]["content"]
+        assert [one["token_id"] for one in scored] == choice["token_ids"]
+
+
+# The type of the last event, and what it says of the end.
+ENDINGS: dict[str, dict[str, Any]] = {
+    "deadline": {
+        COMPLETIONS: "timeout",
+        CHAT: "timeout",
+        MESSAGES: "max_tokens",
+        RESPONSES: "incomplete",
+        GENERATE_STREAM: "length",
+    },
+    "drain": {
+        **dict.fromkeys((COMPLETIONS, CHAT, GENERATE_STREAM), "unavailable"),
+        MESSAGES: "overloaded_error",
+        RESPONSES: "failed",
+    },
+    "failure": {
+        **dict.fromkeys((COMPLETIONS, CHAT), "internal_error"),
+        MESSAGES: "api_error",
+        RESPONSES: "failed",
+        GENERATE_STREAM: "generation",
+    },
+}
+
+
+def reason_of_end(path: str, answer: JSON) -> Any:
+    """Return why an answer has ended, or an event that is an error has come."""
+    if "error_type" in answer:
+        return answer["error_type"]
+    if answer.get("error"):
+        return answer["error"]["type"] if path != RESPONSES else answer["status"]
+    if path == MESSAGES:
+        return answer["stop_reason"]
+    if path == RESPONSES:
+        return answer["status"]
+    place = answer["details"] if path == GENERATE_STREAM else answer["choices"][0]
+    return place["finish_reason"]
+
+
+@pytest.mark.parametrize("end", ENDINGS)
+@pytest.mark.parametrize("path", ENDINGS["deadline"])
+async def test_an_answer_that_is_ended_has_one_end(
+    path: str, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its deadline it is what there is, whole too. Failures are told without their details."""
+    streams: list[OutputStream] = []
+    receive = OutputStream.receive
+
+    def noting(self: OutputStream) -> Any:
+        streams.append(self)
+        return receive(self)
+
+    monkeypatch.setattr(OutputStream, "receive", noting)
+    for is_whole in (False, True) if end == "deadline" else (False,):
+        fields: JSON = {"ignore_eos": True, "logit_bias": {"66": 100}}
+        body = LEAST[path] | fields | {LIMITS.get(path, "max_tokens"): 30, "stream": not is_whole}
+        url = path
+        if path == GENERATE_STREAM:
+            url = GENERATE if is_whole else path
+            body = {"inputs": "a", "parameters": fields | {"max_new_tokens": 30, "details": True}}
+        async with serving() as served:
+            served.runner.hold()
+            headers = {"x-request-id": "mine"}
+            reading = asyncio.create_task(served.client.post(url, json=body, headers=headers))
+            await served.submitted.acquire()
+            served.runner.allow(4)
+            await asyncio.to_thread(served.runner.wait_until_held)
+            if end == "deadline":
+                streams[-1].expire()
+            elif end == "drain":
+                served.service.engine.abort_all()  # as when `drain_timeout` is over
+            else:
+                served.runner.error = RuntimeError("secret detail")
+            served.runner.release()
+            response = await reading
+        assert response.status_code == 200
+        assert "secret" not in response.text
+        assert end != "failure" or "request id mine" in response.text
+        if is_whole:
+            answer = response.json()
+        else:
+            events = parsed(path, response.text)
+            is_error = "error" in events[-1]
+            answer = events[-1] if is_error else joined(path, events)
+        assert reason_of_end(path, answer) == ENDINGS[end][path]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, MESSAGES, RESPONSES])
+def test_a_client_that_leaves_ends_its_request(path: str) -> None:
+    runner = FakeRunner(VOCAB_SIZE, max_model_len=2000)
+    with live(runner, keep_alive_interval=0.1) as served, served.http() as client:
+        body = LEAST[path] | {
+            "stream": True,
+            "ignore_eos": True,
+            LIMITS.get(path, "max_tokens"): 999,
+        }
+        runner.hold()
+        runner.allow(3)
+        with client.stream("POST", path, json=body) as response:
+            begun = next(response.iter_text())
+        assert served.left.acquire(timeout=TIMEOUT)
+        runner.release()
+        assert served.freed.acquire(timeout=TIMEOUT)
+        if path == RESPONSES:
+            first = json.loads(begun.partition("data: ")[2].partition("\n")[0])["response"]["id"]
+            assert client.get(f"{path}/{first}").status_code == 404
