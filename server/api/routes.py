@@ -20,7 +20,7 @@ from starlette.responses import Response
 from kvasir.server.api import health, joined, models, playground, tokenize
 from kvasir.server.api.anthropic import messages
 from kvasir.server.api.anthropic.answers import AnthropicError, MessageEvent
-from kvasir.server.api.embeddings import cohere, scores, tei, vllm
+from kvasir.server.api.embeddings import cohere, tei, vllm
 from kvasir.server.api.embeddings import openai as embeddings
 from kvasir.server.api.explain import routes as explain
 from kvasir.server.api.http.body import BodyRoute
@@ -70,7 +70,7 @@ ROUTERS = (
     # The busiest come first: a request is compared with each route before its own.
     *(chat.router, completions.router, embeddings.router),
     *(responses.router, messages.router, models.router, tgi.router, tokenize.router),
-    *(cohere.router, tei.router, tei.label_router, scores.router),
+    *(cohere.router, tei.router, tei.label_router, cohere.label_router),
     *(vllm.router, vllm.label_router),
     *(files.router, batches.router),
     *(explain.router, health.router, playground.router, router),

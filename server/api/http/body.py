@@ -74,28 +74,14 @@ class BodyRoute(APIRoute):
         return handle
 
 
-class TextRoute(BodyRoute):
-    """A route of the models that continue texts."""
-
-    tasks = ("generate",)
+def _route_for(*tasks: Task) -> type[BodyRoute]:
+    return type("TaskRoute", (BodyRoute,), {"tasks": tasks})
 
 
-class VectorRoute(BodyRoute):
-    """A route of the models that make vectors of texts."""
-
-    tasks = ("embed",)
-
-
-class LabelRoute(BodyRoute):
-    """A route of the models that score labels."""
-
-    tasks = ("classify",)
-
-
-class EncoderRoute(BodyRoute):
-    """A route of the models that make vectors of texts, and of those that score labels."""
-
-    tasks = ("embed", "classify")
+TextRoute = _route_for("generate")
+VectorRoute = _route_for("embed")
+LabelRoute = _route_for("classify")
+EncoderRoute = _route_for("embed", "classify")
 
 
 def check_amount(raw: bytes) -> None:

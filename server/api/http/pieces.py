@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from pydantic_core import to_json
+
 from kvasir.server.requests.text_worker import TextWorker
 
 FEW = 1024  # values that are written on the event loop, in a few milliseconds
@@ -67,7 +69,7 @@ class Pieces:
                 continue
             start = b"["
             for item in part:
-                yield start + whole(item).encode()
+                yield start + to_json(item)
                 start = b","
             yield b"]" if start == b"," else b"[]"
 
@@ -86,7 +88,7 @@ def _parts(value: Any) -> Iterator[bytes | LazyList]:
             yield f"{',' if place else '{'}{whole(key)}:".encode()
             yield from _parts(one)
         yield b"}"
-    elif isinstance(value, list) and value and isinstance(value[0], dict):
+    elif isinstance(value, list) and value and isinstance(value[0], dict | LazyList):
         for place, one in enumerate(value):
             yield b"," if place else b"["
             yield from _parts(one)
