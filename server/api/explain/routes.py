@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from kvasir.model.bundle import ModelBundle
 from kvasir.server.api import schemas
-from kvasir.server.api.explain.answers import Explanation, write
+from kvasir.server.api.explain.answers import Explanation, shown
 from kvasir.server.api.http.body import BodyRoute
 from kvasir.server.api.http.responses import (
     BODY_ERRORS,
@@ -137,15 +137,13 @@ class Explanations:
         if self._n_inside >= _MAX_INSIDE:
             raise OverloadedError("other texts are being explained; try again", retry_after=1)
         caller.n_used += len(token_ids) + len(source_ids)
-        config = self._bundle.config
 
         def work() -> bytes:
             if self._explainer is None:
                 self._explainer = Explainer(self._bundle, _THREADS)
-            of = layers if heads else []  # a layer's weights are found for all its heads
-            found = self._explainer.explain_tokens(token_ids, of, source_ids, questions)
-            behaviours = [one for layer in of for one in found.behaviours(layer, heads, config)]
-            return b"".join(write(found, heads, behaviours))
+            of_heads = layers if heads else []  # a layer's weights are found for all its heads
+            found = self._explainer.explain_tokens(token_ids, of_heads, source_ids, questions)
+            return b"".join(shown(found, heads, self._bundle.config))
 
         self._n_inside += 1
         try:  # if the client disconnects, an explanation that waits is cancelled

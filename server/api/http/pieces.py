@@ -85,7 +85,7 @@ def _parts(value: Any) -> Iterator[bytes | LazyList]:
         yield from value._parts
     elif isinstance(value, dict) and value:
         for place, (key, one) in enumerate(value.items()):
-            yield f"{',' if place else '{'}{whole(key)}:".encode()
+            yield (b"," if place else b"{") + to_json(key) + b":"
             yield from _parts(one)
         yield b"}"
     elif isinstance(value, list) and value and isinstance(value[0], dict | LazyList):
@@ -94,7 +94,7 @@ def _parts(value: Any) -> Iterator[bytes | LazyList]:
             yield from _parts(one)
         yield b"]"
     else:
-        yield whole(value).encode()
+        yield to_json(value)
 
 
 def written(
