@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic_core import to_json
 from starlette.types import Message
 
 from kvasir.server.api.http import pieces
@@ -79,7 +80,6 @@ async def test_a_long_answer_is_what_a_short_one_is(
         assert short.status_code == 200, short.text
         monkeypatch.setattr(pieces, "FEW", 0)
         makers: set[str] = set()
-        to_json = pieces.to_json
 
         def encode(value: Any) -> bytes:
             if threading.current_thread().name.startswith("texts"):

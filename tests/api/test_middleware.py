@@ -18,7 +18,7 @@ import pytest
 from starlette.requests import Request
 
 from kvasir.server.api.http.keys import ApiKeys
-from kvasir.server.api.http.responses import unless_disconnected
+from kvasir.server.api.http.pieces import unless_disconnected
 from kvasir.server.engine.sampling import SamplingParams
 from kvasir.server.errors import InvalidRequestError, OverloadedError
 from kvasir.server.requests.admission.callers import Caller

@@ -203,7 +203,7 @@ async def _rank(request: Request, body: RankBody, version: str) -> Response:
             rank = {"index": index, "relevance_score": figures.shares(outputs[index], pooling)[0]}
             return rank | ({"document": {"text": texts[index]}} if has_texts else {})
 
-        return LazyList(figures.best_first(outputs)[:top_n], ranked)
+        return LazyList(figures.best_first(np.concatenate(outputs))[:top_n], ranked)
 
     def envelope(results: Any, n_tokens: int) -> dict[str, Any]:
         tail = {"usage": figures.usage(n_tokens), "meta": _meta(version, n_tokens)}

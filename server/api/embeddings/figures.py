@@ -50,9 +50,9 @@ def shares(scores: Floats, pooling: Pooling) -> list[float]:
     return [float(share) for share in exact]
 
 
-def best_first(scores: Floats | list[Floats]) -> list[int]:
-    """Return the places of scores [n], or of arrays of one score, the highest score's first."""
-    return [int(place) for place in np.argsort(-np.hstack(scores), kind="stable")]
+def best_first(scores: Floats) -> list[int]:
+    """Return the places of scores [n], the highest score's first."""
+    return [int(place) for place in np.argsort(-scores, kind="stable")]
 
 
 def usage(n_tokens: int) -> dict[str, int]:

@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from kvasir.model.config import Pooling
 from kvasir.server.api import schemas
-from kvasir.server.api.http.pieces import LazyList, Pieces
-from kvasir.server.api.http.responses import Deferred, json_response, service_of, state_of
+from kvasir.server.api.http.pieces import Deferred, LazyList, Pieces, json_response
+from kvasir.server.api.http.responses import service_of, state_of
 from kvasir.server.engine.sampling import Floats
 from kvasir.server.errors import InvalidRequestError
 from kvasir.server.requests.embedding import EmbeddingRequest, Output

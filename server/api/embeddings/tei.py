@@ -174,7 +174,7 @@ async def embed_all(request: Request, body: EmbedAllBody) -> Response:
     """Return a vector for each token of each text, as TEI does."""
 
     def show(outputs: list[Floats]) -> list[LazyList]:  # each [n_tokens, d_model]
-        return [LazyList(vectors, np.ndarray.tolist) for vectors in outputs]
+        return [LazyList(list(vectors), np.ndarray.tolist) for vectors in outputs]
 
     return await respond(request, body, body.inputs, "inputs", "tokens", show)
 
@@ -201,7 +201,7 @@ async def rerank(request: Request, body: RerankBody) -> Response:
             score = {"index": index, "score": shown(outputs[index])[0]}
             return score if texts is None else {**score, "text": texts[index]}
 
-        return LazyList(figures.best_first(outputs), rank)
+        return LazyList(figures.best_first(np.concatenate(outputs)), rank)
 
     pairs = [(body.query, text) for text in body.texts]
     return await respond(request, body, pairs, "texts", "scores", show)

@@ -120,4 +120,4 @@ def shown(found: explained.Explanation, heads: list[int], config: TransformerCon
 
 
 def _rows(matrix: Floats) -> LazyList:
-    return LazyList(matrix, np.ndarray.tolist)
+    return LazyList(list(matrix), np.ndarray.tolist)

@@ -18,13 +18,8 @@ from kvasir.model.bundle import ModelBundle
 from kvasir.server.api import schemas
 from kvasir.server.api.explain.answers import Explanation, shown
 from kvasir.server.api.http.body import BodyRoute
-from kvasir.server.api.http.responses import (
-    BODY_ERRORS,
-    held_response,
-    service_of,
-    state_of,
-    unless_disconnected,
-)
+from kvasir.server.api.http.pieces import held_response, unless_disconnected
+from kvasir.server.api.http.responses import BODY_ERRORS, service_of, state_of
 from kvasir.server.engine.sampling import SamplingParams
 from kvasir.server.errors import InvalidRequestError, OverloadedError
 from kvasir.server.explain.explainer import Explainer
