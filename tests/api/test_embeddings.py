@@ -36,7 +36,7 @@ from tests.fake_encoder import (
 )
 from tests.fake_runner import TIMEOUT
 from tests.faults.bodies import VALID, random_body, wrong_types
-from tests.serving import VOCAB_SIZE, serving
+from tests.serving import VOCAB_SIZE, running, serving
 
 LIMIT = 64
 MODEL = "fake-encoder"
@@ -53,11 +53,7 @@ class Client(NamedTuple):
 @asynccontextmanager
 async def encoding(bundle: ModelBundle, **settings: Any) -> AsyncIterator[Client]:
     app, runner = encoder_app(bundle, **settings)
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
-    ):
+    async with running(app) as client:
         yield Client(app, runner, client, client.post)
 
 

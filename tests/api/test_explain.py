@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from kvasir.__main__ import app
@@ -19,7 +20,7 @@ from kvasir.commands.console.heatmap import STOPS, rgb_of_oklch
 from kvasir.export.attention_graph import write_attention_graph
 from kvasir.export.directory import make_manifest
 from kvasir.model.bundle import ModelBundle, Verification, load_bundle
-from kvasir.model.config import RopeScaling
+from kvasir.model.config import RopeScaling, TransformerConfig
 from kvasir.model.network.attention import Attention, attention_weights, split_heads, visible_keys
 from kvasir.model.network.positions import Positions, rotate
 from kvasir.model.network.transformer import Transformer
@@ -46,13 +47,20 @@ def make_directory(folder: Path, precision: str, **changes: Any) -> tuple[Transf
         make_config(vocab_size=tokenizer.get_vocab_size(), max_model_len=64, **changes)
     )
     folder.mkdir(parents=True)
-    decoder.config.save(folder / "config.json")
-    tokenizer.save(str(folder / "tokenizer.json"))
     export_decoder(decoder, folder, precision)
+    return decoder, completed(folder, decoder.config, tokenizer, precision)
+
+
+def completed(
+    folder: Path, config: TransformerConfig, tokenizer: Tokenizer, precision: str = "fp32"
+) -> ModelBundle:
+    """Add what a model directory has beside the model's graph."""
     write_attention_graph(folder)
+    config.save(folder / "config.json")
+    tokenizer.save(str(folder / "tokenizer.json"))
     figures = Verification(max_logit_error=0.0, greedy_agreement=1.0)
-    make_manifest(decoder.config, folder, precision, {}, figures).save(folder / "manifest.json")
-    return decoder, load_bundle(folder)
+    make_manifest(config, folder, precision, {}, figures).save(folder / "manifest.json")
+    return load_bundle(folder)
 
 
 def eager_weights(decoder: Transformer, token_ids: list[int]) -> list[torch.Tensor]:
