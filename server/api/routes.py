@@ -17,7 +17,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from kvasir.server.api import health, joined, models, playground, tokenize
+from kvasir.server.api import health, models, playground, tokenize
 from kvasir.server.api.anthropic import messages
 from kvasir.server.api.anthropic.answers import AnthropicError, MessageEvent
 from kvasir.server.api.embeddings import cohere, tei, vllm
@@ -90,7 +90,7 @@ def add_routes(app: FastAPI) -> None:
             app.router.routes += one.routes
     bodies = [one.path for one in ROUTES if isinstance(one, BodyRoute)]
     app.state.endpoints = [path for path in bodies if re.fullmatch("/v1/[a-z/]+", path)]
-    app.mount("/static", playground.StaticPlayground(directory=joined.STATIC))
+    app.mount("/static", playground.StaticPlayground(directory=playground.STATIC))
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_wrong_parameter)
 

@@ -104,7 +104,7 @@ async def respond(
         truncate_to=truncate_to,
         side="left" if fields.truncation_direction.lower() == "left" else "right",
     )
-    size = sum(len(one) if isinstance(one, str) else sum(map(_size, one)) for one in inputs)
+    size = sum(sum(map(len, one)) if isinstance(one, tuple) else len(one) for one in inputs)
     encodings = await service.text_worker.call(size, partial(encode, service.builder, options))
     if output == "scores":
         labels = pooling_of(service).labels
@@ -140,10 +140,6 @@ async def respond(
 def each(item: Callable[[int, Floats], Any]) -> Show:
     """Return the list of what `item` returns for each input's place and array."""
     return lambda outputs: LazyList([*enumerate(outputs)], lambda found: item(*found))
-
-
-def _size(part: str | int) -> int:
-    return len(part) if isinstance(part, str) else 1
 
 
 def _prompt(service: Service, fields: EncoderFields, inputs: Sequence[Text | list[int]]) -> str:
