@@ -6,10 +6,9 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, TypeVar
 
-from pydantic_core import to_json
+from pydantic_core import PydanticSerializationError, to_json
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -49,13 +48,8 @@ def _few(value: LazyList) -> list[Any]:
     return list(value)
 
 
-def _none(_value: LazyList) -> list[Any]:
-    raise _LongError
-
-
-_encoder = partial(json.JSONEncoder, allow_nan=False, separators=(",", ":"))
-compact = _encoder(default=_few).encode  # of events
-whole = _encoder(default=_none, ensure_ascii=False).encode  # of answers with many short lists
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=_few)
+compact = _ENCODER.encode  # of events
 
 
 class Pieces:
@@ -106,6 +100,14 @@ def _parts(value: Any) -> Iterator[bytes | LazyList]:
         yield to_json(value)
 
 
+def whole(value: Any) -> Written:
+    """Return the JSON of an answer: in pieces if much of it is to be made."""
+    try:
+        return to_json(value)
+    except PydanticSerializationError:  # of a lazy list
+        return _short(Pieces(value))
+
+
 def written(
     value: Any, encode: Callable[[Any], str] = compact, before: str = "", after: str = ""
 ) -> Written:
@@ -113,8 +115,11 @@ def written(
     try:
         return f"{before}{encode(value)}{after}".encode()
     except _LongError:
-        made = Pieces(before.encode(), value, after.encode())
-        return b"".join(made) if made.n_values <= FEW else made
+        return _short(Pieces(before.encode(), value, after.encode()))
+
+
+def _short(made: Pieces) -> Written:
+    return b"".join(made) if made.n_values <= FEW else made
 
 
 def together(some: list[Written]) -> Written:

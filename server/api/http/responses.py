@@ -30,7 +30,6 @@ from kvasir.server.api.http.pieces import (
     together,
     unless_disconnected,
     whole,
-    written,
 )
 from kvasir.server.errors import EngineError, InsufficientStorageError, KvasirError
 from kvasir.server.requests.completion import Completion, CompletionRequest, Delta, RequestState
@@ -246,7 +245,7 @@ async def _whole(state: RequestState, wanted: CompletionRequest, formatter: Form
         async for deltas in completion.deltas():
             for delta in deltas:
                 formatter.add(delta)
-    return json_response(written(formatter.whole(), whole), formatter.service.text_worker)
+    return json_response(whole(formatter.whole()), formatter.service.text_worker)
 
 
 def event(data: str, name: str | None = None) -> bytes:
