@@ -321,18 +321,8 @@ REFUSED: list[tuple[ModelBundle, str, dict[str, Any], str]] = [
             *(["a", "a" * 200], [5] * (LIMIT + 1)),
         )
     ],
-    (
-        EMBEDDER,
-        "/v1/embeddings",
-        {"input": "a", "truncate_prompt_tokens": 0},
-        "truncate_prompt_tokens",
-    ),
-    (
-        EMBEDDER,
-        "/v1/embeddings",
-        {"input": "a", "truncation_direction": "up"},
-        "truncation_direction",
-    ),
+    (CLASSIFIER, "/pooling", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    (CLASSIFIER, "/pooling", {"input": "a", "truncation_direction": "up"}, "truncation_direction"),
     (EMBEDDER, "/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format"),
     (EMBEDDER, "/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions"),
     (EMBEDDER, "/v1/embeddings", {"input": "a", "dimensions": D_MODEL + 1}, "dimensions"),

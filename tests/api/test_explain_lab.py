@@ -208,20 +208,6 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> ModelBundle:
     return make_directory(tmp_path_factory.mktemp("lab") / "model", "fp32")[1]
 
 
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        (Questions(without=(Head(2, 0),)), "there is no layer 2"),
-        (Questions(without=(Head(0, 4),)), "there is no head 4"),
-        (Questions(values_of=Head(0, 9)), "there is no head 9"),
-        (Questions(position=99), "there is no position 99; the text has 0 to"),
-    ],
-)
-def test_what_does_not_exist_is_named(bundle: ModelBundle, asked: Questions, message: str) -> None:
-    with pytest.raises(InvalidRequestError, match=message):
-        Explainer(bundle, threads=1).explain(TEXT, [0], asked)
-
-
 def test_an_older_graph_explains_and_refuses_the_rest(bundle: ModelBundle, tmp_path: Path) -> None:
     """Before `head_mask` the graph had logits and attention alone."""
     model = ir.load(bundle.path / ATTENTION_GRAPH_FILE)
