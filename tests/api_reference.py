@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 from kvasir.model.bundle import load_bundle
 from kvasir.server.api import schemas, target, tokenize
 from kvasir.server.api.anthropic import schemas as anthropic_schemas
-from kvasir.server.api.embeddings import cohere, scores, tei, vllm
+from kvasir.server.api.embeddings import cohere, tei, vllm
 from kvasir.server.api.embeddings import openai as embeddings_openai
 from kvasir.server.api.embeddings import requests as embeddings
 from kvasir.server.api.explain import routes as explain
@@ -59,7 +59,7 @@ BODIES: dict[str, type[schemas.RequestBody]] = {
         embeddings.PromptFields,
         embeddings_openai.EmbeddingsBody,
         batches.BatchBody,
-        scores.RankBody,
+        cohere.RankBody,
         cohere.EmbedTextsBody,
         vllm.ScoreBody,
         vllm.ClassifyBody,

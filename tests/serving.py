@@ -148,25 +148,32 @@ def fake_app(
 
 
 @asynccontextmanager
+async def running(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    """Run an application with its lifespan, and a client inside the process."""
+    transport = httpx.ASGITransport(
+        app, raise_app_exceptions=False, root_path=app.state.models.settings.root_path
+    )
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
+    ):
+        yield client
+
+
+@asynccontextmanager
 async def serving(
     runner: FakeRunner | None = None,
     cache_bytes: int = 0,
     bundle: ModelBundle | None = None,
     **settings: Any,
 ) -> AsyncIterator[Served]:
-    """Run the app with its lifespan, and a client inside the process."""
+    """Run the app on a fake runner, with its lifespan and a client."""
     runner = runner or FakeRunner(VOCAB_SIZE)
     app = fake_app(runner, cache_bytes, bundle, **settings)
-    transport = httpx.ASGITransport(
-        app, raise_app_exceptions=False, root_path=app.state.models.settings.root_path
-    )
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://localhost") as c,
-    ):
+    async with running(app) as client:
         submitted = asyncio.Semaphore(0)
         announce_submissions(app, submitted)
         try:
-            yield Served(app, runner, c, submitted)
+            yield Served(app, runner, client, submitted)
         finally:
             runner.release()

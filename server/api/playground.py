@@ -1,12 +1,19 @@
-"""GET / and /static/…: the playground, a page to try the served model."""
+"""GET / and /static/…: the playground, a page to try the served model.
+
+Its files are plain ES modules and stylesheets. So that a first load takes few requests, page.js and
+page.css join them, once in a process: a module is a function that returns its exports, and modules
+that it imports come before it.
+"""
 
 from __future__ import annotations
 
 import gzip
 import hashlib
+import posixpath
 import re
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from starlette.datastructures import Headers
@@ -15,7 +22,8 @@ from starlette.staticfiles import NotModifiedResponse, StaticFiles
 from starlette.types import Scope
 
 from kvasir.server.api.http.responses import OPEN, errors
-from kvasir.server.api.joined import STATIC, joined
+
+STATIC = Path(__file__).parent.parent / "static"
 
 # The page loads nothing from other servers, runs no inline script, and cannot be framed.
 _POLICY = (
@@ -32,6 +40,9 @@ HEADERS = {
 _TYPES = {"page.js": "text/javascript", "page.css": "text/css"}
 _compressed = cache(gzip.compress)
 _WEIGHT = re.compile(r"q=([01](?:\.\d{0,3})?)")
+
+_IMPORT = re.compile(r'^import (\{[^}]*\}|\* as \w+) from "(\.[^"]+)";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export ((?:async )?(?:function\*?|class|const) (\w+))", re.MULTILINE)
 
 router = APIRouter()
 _OPEN = OPEN | {"responses": errors(403)}
@@ -81,3 +92,41 @@ def _takes_gzip(accepted: str) -> bool:
         weights[name] = float(is_known[1]) if is_known else 0.0
     gzip_weight = weights.get("gzip", weights["*"])
     return 0 < gzip_weight >= weights.get("identity", weights["*"])
+
+
+@cache
+def joined(name: Literal["page.css", "page.js"]) -> bytes:
+    """Return all stylesheets, or all modules."""
+    if name == "page.css":
+        paths = [path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*.css")]
+        paths.sort(key=lambda path: (path != "base.css", path))  # what all views share comes first
+        return "".join(map(_text, paths)).encode()
+    modules: dict[str, str] = {}
+    _add("app.js", modules)
+    return "".join(modules.values()).encode()
+
+
+def _text(path: str) -> str:
+    return (STATIC / path).read_text(encoding="utf-8")
+
+
+def _add(path: str, modules: dict[str, str]) -> None:
+    """Add a module to `modules`, functions by path, after those that it imports."""
+    text, imports = _text(path), []
+    for names, where in _IMPORT.findall(text):
+        other = posixpath.normpath(posixpath.join(posixpath.dirname(path), where))
+        if other not in modules:
+            _add(other, modules)
+        bound = names.replace(" as ", ": ") if names.startswith("{") else names[len("* as ") :]
+        imports.append(f"const {bound} = {_variable(other)};\n")
+    exports = ", ".join(name for _, name in _EXPORT.findall(text))
+    body = _EXPORT.sub(r"\1", _IMPORT.sub("", text))
+    modules[path] = (
+        f"// {path}\nconst {_variable(path)} = (() => {{\n"
+        f"{''.join(imports)}{body}return {{ {exports} }};\n}})();\n"
+    )
+
+
+def _variable(path: str) -> str:
+    """Return a name for a module's exports that no module uses itself."""
+    return "$" + re.sub(r"\W", "$", path.removesuffix(".js"))

@@ -17,10 +17,10 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from kvasir.server.api import health, joined, models, playground, tokenize
+from kvasir.server.api import health, models, playground, tokenize
 from kvasir.server.api.anthropic import messages
 from kvasir.server.api.anthropic.answers import AnthropicError
-from kvasir.server.api.embeddings import cohere, scores, tei, vllm
+from kvasir.server.api.embeddings import cohere, tei, vllm
 from kvasir.server.api.embeddings import openai as embeddings
 from kvasir.server.api.explain import routes as explain
 from kvasir.server.api.http.body import BodyRoute
@@ -64,7 +64,7 @@ ROUTERS = (
     # The busiest come first: a request is compared with each route before its own.
     *(chat.router, completions.router, embeddings.router),
     *(responses.router, messages.router, models.router, tgi.router, tokenize.router),
-    *(cohere.router, tei.router, tei.label_router, scores.router),
+    *(cohere.router, tei.router, tei.label_router, cohere.label_router),
     *(vllm.router, vllm.label_router),
     *(files.router, batches.router),
     *(explain.router, health.router, playground.router, router),
@@ -84,7 +84,7 @@ def add_routes(app: FastAPI) -> None:
             app.router.routes += one.routes
     bodies = [one.path for one in ROUTES if isinstance(one, BodyRoute)]
     app.state.endpoints = [path for path in bodies if re.fullmatch("/v1/[a-z/]+", path)]
-    app.mount("/static", playground.StaticPlayground(directory=joined.STATIC))
+    app.mount("/static", playground.StaticPlayground(directory=playground.STATIC))
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_wrong_parameter)
 

@@ -12,7 +12,8 @@ from tokenizers import Encoding
 
 from kvasir.server.api import schemas
 from kvasir.server.api.http.body import BodyRoute
-from kvasir.server.api.http.responses import BODY_ERRORS, held_response, service_of
+from kvasir.server.api.http.pieces import held_response
+from kvasir.server.api.http.responses import BODY_ERRORS, service_of
 from kvasir.server.api.openai.chat import render
 from kvasir.server.api.openai.chat_schemas import Conversation
 from kvasir.server.errors import ContextLengthError

@@ -1,4 +1,4 @@
-"""The routes of encoders: random bodies against slow, obvious answers; refusals; disconnects."""
+"""The routes of encoders: their texts and answers, case by case; refusals; disconnects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import math
 import random
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -28,7 +28,6 @@ from kvasir.server.api.routes import ROUTES
 from kvasir.server.engine.encoder.sequence import Encoding
 from tests.fake_encoder import (
     D_MODEL,
-    PROMPTS,
     FakeTextRunner,
     encoder_app,
     encoder_bundle,
@@ -37,7 +36,7 @@ from tests.fake_encoder import (
 )
 from tests.fake_runner import TIMEOUT
 from tests.faults.bodies import VALID, random_body, wrong_types
-from tests.serving import VOCAB_SIZE, serving
+from tests.serving import VOCAB_SIZE, running, serving
 
 LIMIT = 64
 MODEL = "fake-encoder"
@@ -54,343 +53,66 @@ class Client(NamedTuple):
 @asynccontextmanager
 async def encoding(bundle: ModelBundle, **settings: Any) -> AsyncIterator[Client]:
     app, runner = encoder_app(bundle, **settings)
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
-    ):
+    async with running(app) as client:
         yield Client(app, runner, client, client.post)
 
 
-class Oracle:
-    """Answers to bodies, one number at a time."""
-
-    def __init__(self, bundle: ModelBundle) -> None:
-        assert bundle.config.pooling is not None
-        self.pooling: Pooling = bundle.config.pooling
-        self.n_tokens = 0
-
-    def answer(self, path: str, body: dict[str, Any]) -> Any:
-        """Return what a route answers, without ids and times; None for a refusal of length."""
-        self.n_tokens = 0
-        try:
-            return getattr(self, path.replace("/", "_"))(body)
-        except OverflowError:
-            return None
-
-    def outputs(self, body: dict[str, Any], inputs: list[Any], output: str) -> list[Any]:
-        encoded = [self.encoding(body, one, output) for one in inputs]
-        self.n_tokens = sum(len(one.ids) for one in encoded)
-        return [output_of(one, self.pooling, tokens=output == "tokens").tolist() for one in encoded]
-
-    def encoding(self, body: dict[str, Any], one: Any, output: str) -> Encoding:
-        longest = body.get("truncate_prompt_tokens")
-        if longest in (None, -1):
-            longest = LIMIT if body.get("truncate") or longest == -1 else None
-        longest = longest and min(longest, LIMIT)
-        side = body.get("truncation_direction", "right").lower()
-        if isinstance(one, list):
-            ids = one
-            if longest is not None:
-                ids = one[-longest:] if side == "left" else one[:longest]
-            return Encoding(self.fitting(ids), None)
-        tokenizer = Tokenizer.from_str(pair_tokenizer().to_str())
-        if longest is not None:
-            tokenizer.enable_truncation(longest, direction=side)
-        parts = (one,) if isinstance(one, str) else one
-        if output != "scores":
-            parts = (PROMPTS[body.get("prompt_name") or "passage"] + parts[0],)
-        tokens = tokenizer.encode(*parts)
-        return Encoding(self.fitting(tokens.ids), tokens.type_ids if len(parts) == 2 else None)
-
-    def fitting(self, ids: list[int]) -> list[int]:
-        if len(ids) > LIMIT:
-            raise OverflowError
-        return ids
-
-    def unit(self, vector: list[float]) -> list[float]:
-        length = math.sqrt(math.fsum(x * x for x in vector))
-        return [x / length for x in vector]
-
-    def shares(self, scores: list[float]) -> list[float]:
-        if len(scores) == 1 or self.pooling.label_activation == "sigmoid":
-            return [1 / (1 + math.exp(-x)) for x in scores]
-        powers = [math.exp(x) for x in scores]
-        return [x / math.fsum(powers) for x in powers]
-
-    def _v1_embeddings(self, body: dict[str, Any]) -> Any:
-        given = body["input"]
-        inputs = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
-        data = []
-        for index, vector in enumerate(self.outputs(body, inputs, "pooled")):
-            n = body.get("dimensions")
-            shown = vector if n is None else self.unit(vector[:n])
-            data.append({"object": "embedding", "index": index, "embedding": shown})
-        usage = {"prompt_tokens": self.n_tokens, "total_tokens": self.n_tokens}
-        return {"object": "list", "data": data, "model": MODEL, "usage": usage}
-
-    def _embed(self, body: dict[str, Any]) -> Any:
-        given = body["inputs"]
-        inputs = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
-        vectors = self.outputs(body, inputs, "pooled")
-        kept = [one[: body.get("dimensions")] for one in vectors]
-        return [self.unit(one) if body.get("normalize", True) else one for one in kept]
-
-    def _embed_all(self, body: dict[str, Any]) -> Any:
-        given = body["inputs"]
-        inputs = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
-        return self.outputs(body, inputs, "tokens")
-
-    def _similarity(self, body: dict[str, Any]) -> Any:
-        inputs = [body["inputs"]["source_sentence"], *body["inputs"]["sentences"]]
-        vectors = self.outputs(body.get("parameters", {}), inputs, "pooled")
-        source, *others = map(self.unit, vectors)
-        return [math.fsum(x * y for x, y in zip(source, one, strict=True)) for one in others]
-
-    def ranks(self, body: dict[str, Any], texts: list[str]) -> Iterator[tuple[int, float, float]]:
-        scores = self.outputs(body, [(body["query"], text) for text in texts], "scores")
-        for score, index in sorted((-one[0], index) for index, one in enumerate(scores)):
-            yield index, -score, self.shares([-score])[0]
-
-    def _rerank(self, body: dict[str, Any]) -> Any:
-        texts = body["texts"]
-        return [
-            {"index": index, "score": raw if body.get("raw_scores") else share}
-            | ({"text": texts[index]} if body.get("return_text") else {})
-            for index, raw, share in self.ranks(body, texts)
-        ]
-
-    def _v1_rerank(self, body: dict[str, Any], version: str = "1") -> Any:
-        texts = [one if isinstance(one, str) else one["text"] for one in body["documents"]]
-        results: list[Any] = []
-        for index, _, share in self.ranks(body, texts):
-            results.append({"index": index, "relevance_score": share})
-            if body.get("return_documents", version == "1"):
-                results[-1]["document"] = {"text": texts[index]}
-        n = self.n_tokens
-        return {
-            "model": MODEL,
-            "results": results[: body.get("top_n")],
-            "usage": {"prompt_tokens": n, "total_tokens": n},
-            "meta": {"api_version": {"version": version}, "tokens": {"input_tokens": n}},
-        }
-
-    def _v2_rerank(self, body: dict[str, Any]) -> Any:
-        return self._v1_rerank(body, "2")
-
-    def _predict(self, body: dict[str, Any]) -> Any:
-        given = body["inputs"]
-        is_batch = isinstance(given, list) and isinstance(given[0], list)
-        batch = given if is_batch else [given]
-        inputs = [one if isinstance(one, str) else tuple(one) for one in batch]
-        inputs = [one[0] if len(one) == 1 and isinstance(one, tuple) else one for one in inputs]
-        answers = []
-        for scores in self.outputs(body, inputs, "scores"):
-            shown = scores if body.get("raw_scores") else self.shares(scores)
-            pairs = sorted(zip(shown, self.pooling.labels, strict=True), reverse=True)
-            answers.append([{"score": score, "label": label} for score, label in pairs])
-        return answers if is_batch else answers[0]
-
-    def _v1_classify(self, body: dict[str, Any]) -> Any:
-        given = body["input"]
-        inputs = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
-        data = []
-        for index, scores in enumerate(self.outputs(body, inputs, "scores")):
-            label = self.pooling.labels[scores.index(max(scores))]
-            probs = self.shares(scores)
-            data.append(
-                {"index": index, "label": label, "probs": probs, "num_classes": len(scores)}
-            )
-        usage = {"prompt_tokens": self.n_tokens, "total_tokens": self.n_tokens}
-        return {"object": "list", "model": MODEL, "data": data, "usage": usage}
-
-    def _classify(self, body: dict[str, Any]) -> Any:
-        return self._v1_classify(body)
-
-    def _v1_score(self, body: dict[str, Any]) -> Any:
-        seconds = body["items"] if "items" in body else body["text_2"]
-        firsts, seconds = (
-            [one] if isinstance(one, str) else one for one in (body["text_1"], seconds)
-        )
-        firsts = firsts * (len(seconds) if len(firsts) == 1 else 1)
-        if self.pooling.labels:
-            pairs = self.outputs(body, [*zip(firsts, seconds, strict=True)], "scores")
-            scores = [self.shares(one)[0] for one in pairs]
-        else:
-            given = [body["text_1"]] if isinstance(body["text_1"], str) else body["text_1"]
-            vectors = self.outputs(body, [*given, *seconds], "pooled")
-            units = [*map(self.unit, vectors)]
-            of_firsts, of_seconds = units[: len(given)], units[len(given) :]
-            of_firsts = of_firsts * (len(of_seconds) // len(of_firsts))
-            both = zip(of_firsts, of_seconds, strict=True)
-            scores = [math.fsum(x * y for x, y in zip(*pair, strict=True)) for pair in both]
-        data = [{"index": i, "object": "score", "score": one} for i, one in enumerate(scores)]
-        usage = {"prompt_tokens": self.n_tokens, "total_tokens": self.n_tokens}
-        return {"object": "list", "model": MODEL, "data": data, "usage": usage}
-
-    def _score(self, body: dict[str, Any]) -> Any:
-        return self._v1_score(body)
-
-    def _pooling(self, body: dict[str, Any]) -> Any:
-        given = body["input"]
-        inputs = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
-        output = "scores" if self.pooling.labels else "pooled"
-        if body.get("task") == "token_embed":
-            output = "tokens"
-        found = self.outputs(body, inputs, output)
-        if output == "scores":
-            found = [*map(self.shares, found)]
-        if output == "tokens" and body.get("encoding_format") == "base64":
-            found = [[x for token in one for x in token] for one in found]
-        data = [{"index": i, "object": "pooling", "data": one} for i, one in enumerate(found)]
-        usage = {"prompt_tokens": self.n_tokens, "total_tokens": self.n_tokens}
-        return {"object": "list", "model": MODEL, "data": data, "usage": usage}
-
-    def _v2_embed(self, body: dict[str, Any]) -> Any:
-        options: dict[str, Any] = {
-            "truncate": body.get("truncate", "NONE") != "NONE",
-            "truncation_direction": "left" if body.get("truncate") == "START" else "right",
-            "truncate_prompt_tokens": body.get("max_tokens"),
-            "prompt_name": {"search_query": "query"}.get(body["input_type"]),
-        }
-        n = body.get("output_dimension")
-        vectors = [
-            vector if n is None else self.unit(vector[:n])
-            for vector in self.outputs(options, body["texts"], "pooled")
-        ]
-        signs = ["".join("01"[x >= 0] for x in vector) for vector in vectors]
-        bits = [
-            [int(one[i : i + 8].ljust(8, "0"), 2) for i in range(0, len(one), 8)] for one in signs
-        ]
-        forms = {
-            "float": vectors,
-            "base64": vectors,
-            "ubinary": bits,
-            "binary": [[byte - 128 for byte in one] for one in bits],
-        }
-        meta = {"api_version": {"version": "2"}, "tokens": {"input_tokens": self.n_tokens}}
-        return {
-            "embeddings": {form: forms[form] for form in body.get("embedding_types", ["float"])},
-            "texts": body["texts"],
-            "meta": meta,
-            "response_type": "embeddings_by_type",
-        }
+def unit(vector: list[float]) -> list[float]:
+    length = math.sqrt(math.fsum(x * x for x in vector))
+    return [x / length for x in vector]
 
 
-class Bodies:
-    """Random bodies of each route."""
-
-    def __init__(self, seed: int) -> None:
-        self.chance = random.Random(seed)
-
-    def some(self, **fields: Any) -> dict[str, Any]:
-        """Return some of the fields, each with one of its values."""
-        return {k: self.chance.choice(v) for k, v in fields.items() if self.chance.random() < 0.4}
-
-    def text(self) -> str:
-        n = self.chance.choice((0, 3, 9, 30, 90))
-        return "".join(self.chance.choices("def read_json(path):☃\n", k=n))
-
-    def texts(self) -> list[str]:
-        return [self.text() for _ in range(self.chance.randint(1, 4))]
-
-    def ids(self) -> list[int]:
-        n = self.chance.choice((1, 5, LIMIT, LIMIT + 3))
-        return [self.chance.randrange(VOCAB_SIZE) for _ in range(n)]
-
-    def inputs(self) -> Any:
-        return self.chance.choice((self.text, self.texts, self.ids, lambda: [self.ids()] * 2))()
-
-    def options(self, inputs: Any = "") -> dict[str, Any]:
-        is_text = isinstance(inputs, str) or isinstance(inputs[0], str)
-        names = {"prompt_name": list(PROMPTS)} if is_text and inputs != "" else {}
-        return self.some(
-            truncate=[True, False],
-            truncate_prompt_tokens=[-1, 7, 20, 1000],
-            truncation_direction=["left", "right", "Left", "Right"],
-            timeout_ms=[60_000],
-            priority=[1],
-            user=["me"],
-            **names,
-        )
-
-    def of(self, path: str) -> dict[str, Any]:
-        inputs = self.inputs()
-        lists = [[self.text()], [self.text(), self.text()]]
-        source = {"source_sentence": self.text(), "sentences": self.texts()}
-        ranked = {"query": self.text(), "documents": [{"text": x, "id": 1} for x in self.texts()]}
-        if self.chance.random() < 0.5:
-            ranked["documents"] = self.texts()
-        flags = [True, False]
-        bodies: dict[str, dict[str, Any]] = {
-            "/v1/embeddings": {"input": inputs, **self.options(inputs)}
-            | self.some(encoding_format=["float", "base64"], dimensions=[1, 5, D_MODEL]),
-            "/embed": {"inputs": inputs, **self.options(inputs)}
-            | self.some(normalize=flags, dimensions=[1, 5, D_MODEL]),
-            "/embed_all": {"inputs": inputs, **self.options(inputs)},
-            "/similarity": {"inputs": source} | self.some(parameters=[self.options("text")]),
-            "/rerank": {"query": self.text(), "texts": self.texts(), **self.options()}
-            | self.some(raw_scores=flags, return_text=flags),
-            "/predict": {"inputs": self.chance.choice((self.text(), *lists, lists))}
-            | self.options()
-            | self.some(raw_scores=flags),
-            "/v1/classify": {"input": inputs, **self.options()},
-            "/classify": {"input": inputs, **self.options()},
-            "/pooling": {"input": inputs, **self.options()}
-            | self.some(encoding_format=["float", "base64"]),
-        }
-        pairs = [self.text(), self.texts()], [[self.text()], self.text()], [self.texts()] * 2
-        first, second = self.chance.choice(pairs)
-        bodies["/score"] = bodies["/v1/score"] = {
-            "text_1": first,
-            self.chance.choice(("text_2", "items")): second,
-            **self.options(),
-        }
-        bodies["/v2/embed"] = {
-            "texts": self.texts(),
-            "input_type": self.chance.choice(("search_query", "search_document", "clustering")),
-            "truncate": self.chance.choice(("START", "END")),
-        } | self.some(
-            embedding_types=[["base64"], ["ubinary", "float"], ["binary"]],
-            output_dimension=[1, 8, 12, D_MODEL],
-            max_tokens=[7, 20, 1000],
-        )
-        ranked |= self.options() | self.some(top_n=[1, 2, 9], return_documents=flags)
-        return bodies.get(path, ranked)
+def cosine(one: list[float], other: list[float]) -> float:
+    return math.fsum(x * y for x, y in zip(unit(one), unit(other), strict=True))
 
 
-def shown(answer: Any, body: dict[str, Any]) -> Any:
-    """Return a comparable answer: no ids and times, base64 as the numbers that it holds."""
-    if not isinstance(answer, dict):
-        return answer
-    kept = {name: value for name, value in answer.items() if name not in ("id", "created")}
-    for one in kept.get("data", ()):
-        if body.get("encoding_format") == "base64":
-            name = "embedding" if "embedding" in one else "data"
-            one[name] = numbers(one[name])
-    if "base64" in (forms := kept.get("embeddings", {})):
-        forms["base64"] = [*map(numbers, forms["base64"])]
-    return kept
+def sigmoids(scores: list[float]) -> list[float]:
+    return [1 / (1 + math.exp(-x)) for x in scores]
 
 
-def numbers(text: str) -> list[float]:
-    raw = base64.b64decode(text)
-    return list(struct.unpack(f"<{len(raw) // 4}f", raw))
+def softmax(scores: list[float]) -> list[float]:
+    powers = [math.exp(x) for x in scores]
+    return [x / math.fsum(powers) for x in powers]
 
 
-def assert_close(actual: Any, expected: Any) -> None:
-    if isinstance(expected, dict):
-        assert actual.keys() == expected.keys()
-        for name, value in expected.items():
-            assert_close(actual[name], value)
-    elif isinstance(expected, list):
-        assert len(actual) == len(expected)
-        for one, other in zip(actual, expected, strict=True):
-            assert_close(one, other)
-    else:
-        assert actual == (
-            pytest.approx(expected, abs=1e-6) if isinstance(expected, float) else expected
-        )
+def ids_of(text: Any, longest: int | None = None, side: str = "right") -> Encoding:
+    """Return the tokens of a text, of two, or of token ids, as the engine should get them."""
+    if isinstance(text, list):
+        return Encoding(text)
+    tokenizer = Tokenizer.from_str(pair_tokenizer().to_str())
+    if longest is not None:
+        tokenizer.enable_truncation(longest, direction=side)
+    tokens = tokenizer.encode(*([text] if isinstance(text, str) else text))
+    return Encoding(tokens.ids, None if isinstance(text, str) else tokens.type_ids)
+
+
+def data(**columns: Any) -> Any:
+    rows = zip(*columns.values(), strict=True)
+    return [{"index": i, **dict(zip(columns, row, strict=True))} for i, row in enumerate(rows)]
+
+
+def ranked(scores: list[list[float]], name: str, more: dict[str, list[Any]]) -> Any:
+    """Return the places of scores, the best first, with what else is shown of each."""
+    order = sorted(range(len(scores)), key=lambda i: -scores[i][0])
+    return [
+        {"index": i, name: scores[i][0]} | {key: values[i] for key, values in more.items()}
+        for i in order
+    ]
+
+
+def predicted(scores: list[float]) -> Any:
+    pairs = sorted(zip(scores, LABELS, strict=True), reverse=True)
+    return [{"score": score, "label": label} for score, label in pairs]
+
+
+def classified(scores: list[list[float]]) -> Any:
+    likeliest = [LABELS[one.index(max(one))] for one in scores]
+    return data(label=likeliest, probs=scores, num_classes=[3] * len(scores))
+
+
+def bits(vector: list[float], offset: int = 0) -> list[int]:
+    signs = "".join("01"[x >= 0] for x in vector)
+    return [int(signs[i : i + 8].ljust(8, "0"), 2) - offset for i in range(0, len(signs), 8)]
 
 
 EMBEDDER = encoder_bundle()
@@ -403,35 +125,140 @@ EMBEDDING += ["/score", "/v1/score", "/pooling"]
 RANKING = ["/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"]
 LABELLING = ["/predict", "/v1/classify", "/classify", "/pooling"]
 
+A, B, C, LONG = "def", "read_json(path)", "x ☃", "json.load(path)\n" * 30
+TEXTS, FOUND = [A, B, C], [(A, text) for text in (B, C, A)]
+SOURCE = {"source_sentence": A, "sentences": [B, C]}
+COHERE = {"texts": [A, B], "truncate": "END", "input_type": "clustering"}
+QUERY, DOCUMENTS = {"query": A, "texts": [B, C, A]}, {"query": A, "documents": [B, C, A]}
+NAMED = [{"text": text} for text in DOCUMENTS["documents"]]
+Case = tuple[str, dict[str, Any], list[Any], Callable[[list[Any]], Any]]
+# A body, the texts that the engine gets, and what is shown of its vectors or scores.
+VECTORS: list[Case] = [
+    ("/v1/embeddings", {"input": A}, [A], lambda o: data(object=["embedding"], embedding=o)),
+    ("/v1/embeddings", {"input": [[5, 6], [7]], "encoding_format": "base64"}, [[5, 6], [7]],
+     lambda o: data(object=["embedding"] * 2, embedding=o)),
+    ("/v1/embeddings", {"input": [5, 6], "dimensions": 5}, [[5, 6]],
+     lambda o: data(object=["embedding"], embedding=[unit(o[0][:5])])),
+    ("/embed", {"inputs": TEXTS, "prompt_name": "query"}, [f"find: {text}" for text in TEXTS],
+     lambda o: [*map(unit, o)]),
+    ("/embed", {"inputs": A, "normalize": False, "dimensions": 5}, [A], lambda o: [o[0][:5]]),
+    ("/embed", {"inputs": A, "dimensions": 5}, [A], lambda o: [unit(o[0][:5])]),
+    ("/embed", {"inputs": LONG, "truncate": True}, [ids_of(LONG, LIMIT)], lambda o: [unit(o[0])]),
+    ("/embed", {"inputs": LONG, "truncate_prompt_tokens": 7, "truncation_direction": "Left"},
+     [ids_of(LONG, 7, "left")], lambda o: [unit(o[0])]),
+    ("/embed", {"inputs": LONG, "truncate_prompt_tokens": -1, "truncation_side": "left"},
+     [ids_of(LONG, LIMIT, "left")], lambda o: [unit(o[0])]),
+    ("/embed_all", {"inputs": [*range(9)], "truncate_prompt_tokens": 4}, [[0, 1, 2, 3]], list),
+    ("/embed_all", {"inputs": TEXTS}, TEXTS, list),
+    ("/similarity", {"inputs": SOURCE}, TEXTS, lambda o: [cosine(o[0], one) for one in o[1:]]),
+    ("/similarity", {"inputs": SOURCE, "parameters": {"prompt_name": "query"}},
+     [f"find: {text}" for text in TEXTS], lambda o: [cosine(o[0], one) for one in o[1:]]),
+    ("/score", {"text_1": A, "text_2": [B, C]}, TEXTS,
+     lambda o: data(object=["score"] * 2, score=[cosine(o[0], one) for one in o[1:]])),
+    ("/v1/score", {"queries": [A, B], "items": [C, A]}, [A, B, C, A],
+     lambda o: data(object=["score"] * 2, score=[*map(cosine, o[:2], o[2:])])),
+    ("/pooling", {"input": [A, B]}, [A, B], lambda o: data(object=["pooling"] * 2, data=o)),
+    ("/pooling", {"input": A, "task": "token_embed"}, [A],
+     lambda o: data(object=["pooling"], data=o)),
+    ("/v2/embed", COHERE, [A, B], lambda o: {"float": o}),
+    ("/v2/embed", COHERE | {"input_type": "search_query", "embedding_types": ["binary", "ubinary"]},
+     [f"find: {A}", f"find: {B}"],
+     lambda o: {"ubinary": [*map(bits, o)], "binary": [bits(one, 128) for one in o]}),
+    ("/v2/embed", COHERE | {"texts": [LONG], "truncate": "START", "output_dimension": 12,
+     "embedding_types": ["base64", "ubinary"]}, [ids_of(LONG, LIMIT, "left")],
+     lambda o: {"base64": [unit(o[0][:12])], "ubinary": [bits(o[0][:12])]}),
+    ("/v2/embed", COHERE | {"texts": [LONG], "max_tokens": 7}, [ids_of(LONG, 7)],
+     lambda o: {"float": o}),
+]  # fmt: skip
+RANKS: list[Case] = [
+    ("/rerank", QUERY, FOUND, lambda o: ranked([*map(sigmoids, o)], "score", {})),
+    ("/rerank", QUERY | {"raw_scores": True, "return_text": True}, FOUND,
+     lambda o: ranked(o, "score", {"text": [B, C, A]})),
+    ("/v1/rerank", DOCUMENTS | {"documents": NAMED, "top_n": 2}, FOUND,
+     lambda o: ranked([*map(sigmoids, o)], "relevance_score", {"document": NAMED})[:2]),
+    ("/v1/rerank", DOCUMENTS | {"return_documents": False}, FOUND,
+     lambda o: ranked([*map(sigmoids, o)], "relevance_score", {})),
+    ("/v2/rerank", DOCUMENTS, FOUND, lambda o: ranked([*map(sigmoids, o)], "relevance_score", {})),
+    ("/v2/rerank", DOCUMENTS | {"return_documents": True}, FOUND,
+     lambda o: ranked([*map(sigmoids, o)], "relevance_score", {"document": NAMED})),
+    ("/score", {"text_1": A, "text_2": [B, C, A]}, FOUND,
+     lambda o: data(object=["score"] * 3, score=[sigmoids(one)[0] for one in o])),
+    ("/v1/score", {"data_1": [A, B], "documents": [B, C]}, [(A, B), (B, C)],
+     lambda o: data(object=["score"] * 2, score=[sigmoids(one)[0] for one in o])),
+    ("/predict", {"inputs": A}, [A], lambda o: [{"score": sigmoids(o[0])[0], "label": "relevant"}]),
+]  # fmt: skip
 
-@pytest.mark.parametrize(
-    ("bundle", "paths"),
-    [
-        (EMBEDDER, EMBEDDING),
-        (RERANKER, RANKING + LABELLING),
-        (CLASSIFIER, LABELLING),
-        (TAGGER, LABELLING),
-    ],
-    ids=["embedder", "reranker", "classifier", "tagger"],
-)
-async def test_random_bodies_get_the_oracles_answers(bundle: ModelBundle, paths: list[str]) -> None:
-    bodies, oracle, n_refused = Bodies(seed=0), Oracle(bundle), 0
+
+def labelling(shares: Callable[[list[float]], list[float]]) -> list[Case]:
+    return [
+        ("/predict", {"inputs": A}, [A], lambda o: predicted(shares(o[0]))),
+        ("/predict", {"inputs": [A, B], "raw_scores": True}, [(A, B)], lambda o: predicted(o[0])),
+        ("/predict", {"inputs": [[A], [A, LONG]], "truncate": True}, [A, ids_of((A, LONG), LIMIT)],
+         lambda o: [predicted(shares(one)) for one in o]),
+        ("/v1/classify", {"input": A}, [A], lambda o: classified([*map(shares, o)])),
+        ("/classify", {"input": [[5, 6], [7]]}, [[5, 6], [7]],
+         lambda o: classified([*map(shares, o)])),
+        ("/pooling", {"input": [A, B], "encoding_format": "base64"}, [A, B],
+         lambda o: data(object=["pooling"] * 2, data=[*map(shares, o)])),
+    ]  # fmt: skip
+
+
+CASES = [
+    *[(EMBEDDER, *case) for case in VECTORS],
+    *[(RERANKER, *case) for case in RANKS],
+    *[(CLASSIFIER, *case) for case in labelling(softmax)],
+    *[(TAGGER, *case) for case in labelling(sigmoids)],
+]
+
+
+@pytest.mark.parametrize(("bundle", "path", "body", "texts", "show"), CASES)
+async def test_a_route_shows_what_the_engine_makes_of_the_texts(
+    bundle: ModelBundle,
+    path: str,
+    body: dict[str, Any],
+    texts: list[Any],
+    show: Callable[[list[Any]], Any],
+) -> None:
+    pooling = bundle.config.pooling
+    assert pooling is not None
     async with encoding(bundle) as client:
-        for _ in range(25):
-            for path in paths:
-                body = bodies.of(path)
-                response = await client.post(path, json=body)
-                expected = oracle.answer(path, body)
-                if expected is None:
-                    n_refused += 1
-                    assert response.status_code == 400, (path, body)
-                    assert f"at most {LIMIT}" in response.text
-                    continue
-                assert response.status_code == 200, (path, body, response.text)
-                route = next(one for one in ROUTES if one.path == path)
-                TypeAdapter(route.response_model).validate_json(response.content)
-                assert_close(shown(response.json(), body), expected)
-    assert n_refused > 3
+        response = await client.post(path, json=body | {"user": "me"})
+        assert response.status_code == 200, response.text
+    (route,) = (one for one in ROUTES if one.path == path)
+    TypeAdapter(route.response_model).validate_json(response.content)
+    given = [text if isinstance(text, Encoding) else ids_of(text) for text in texts]
+    got = sorted(client.runner.texts, key=lambda text: text.id)
+    assert [(one.prompt_ids, one.type_ids) for one in got] == [
+        (one.ids, one.type_ids) for one in given
+    ]
+    outputs = [output_of(one, pooling, tokens=got[0].wants_tokens).tolist() for one in given]
+    answer, n_tokens = response.json(), sum(len(one.ids) for one in given)
+    if isinstance(answer, dict):
+        usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+        meta = {"api_version": {"version": path[2]}, "tokens": {"input_tokens": n_tokens}}
+        assert answer.get("usage", usage) == usage
+        assert answer.get("meta", meta) == meta
+        assert answer.get("model", MODEL) == MODEL
+        assert answer.get("texts") == body.get("texts")
+        (answer,) = (answer[name] for name in ("data", "results", "embeddings") if name in answer)
+    assert_close(answer, show(outputs))
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    """Compare values, of which numbers may be in base64."""
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        actual, expected = [actual[name] for name in expected], [*expected.values()]
+    if isinstance(expected, list):
+        if isinstance(actual, str):
+            raw = base64.b64decode(actual)
+            actual = struct.unpack(f"<{len(raw) // 4}f", raw)
+        for one, other in zip(actual, expected, strict=True):
+            assert_close(one, other)
+    elif isinstance(expected, float):
+        assert actual == pytest.approx(expected, abs=1e-6)
+    else:
+        assert actual == expected
 
 
 async def test_a_models_unit_vectors_stay_as_they_are() -> None:
@@ -483,98 +310,57 @@ async def test_the_openai_client_reads_both_encodings() -> None:
         assert answer.usage.total_tokens == answer.usage.prompt_tokens > 0
 
 
-INPUTS: list[tuple[dict[str, Any], str]] = [
-    ({"input": None}, "input"),
-    ({"input": []}, "input"),
-    ({"input": [[]]}, "input"),
-    ({"input": ["a", 1]}, "input"),
-    ({"input": [VOCAB_SIZE]}, "input"),
-    ({"input": [[1], [-1]]}, "input"),
-    ({"input": ["a"] * 2049}, "input"),
-    ({"input": ["a", "a" * 200]}, "input"),
-    ({"input": [5] * (LIMIT + 1)}, "input"),
-    ({"truncate": 1}, "truncate"),
-    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-    ({"truncation_direction": "up"}, "truncation_direction"),
-    ({"timeout_ms": 0}, "timeout_ms"),
-    ({"priority": 101}, "priority"),
-    ({"nothing": 1}, "nothing"),
+TO_SCORE = {"text_1": "a", "text_2": ["b"]}
+TO_RANK = {"query": "a", "documents": ["b"]}
+REFUSED: list[tuple[ModelBundle, str, dict[str, Any], str]] = [
+    *[
+        (bundle, path, {"input": inputs}, "input")
+        for bundle, path in ((EMBEDDER, "/v1/embeddings"), (CLASSIFIER, "/pooling"))
+        for inputs in (
+            *(None, [], [[]], ["a", 1], [VOCAB_SIZE], [[1], [-1]], ["a"] * 2049),
+            *(["a", "a" * 200], [5] * (LIMIT + 1)),
+        )
+    ],
+    (CLASSIFIER, "/pooling", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    (CLASSIFIER, "/pooling", {"input": "a", "truncation_direction": "up"}, "truncation_direction"),
+    (EMBEDDER, "/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format"),
+    (EMBEDDER, "/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions"),
+    (EMBEDDER, "/v1/embeddings", {"input": "a", "dimensions": D_MODEL + 1}, "dimensions"),
+    (EMBEDDER, "/v1/embeddings", {"input": "a", "prompt_name": "question"}, "prompt_name"),
+    (EMBEDDER, "/v1/embeddings", {"input": [1], "prompt_name": "query"}, "prompt_name"),
+    (CLASSIFIER, "/v1/classify", {"input": "a", "prompt_name": "query"}, "prompt_name"),
+    (CLASSIFIER, "/v1/classify", {"input": "a", "nothing": 1}, "nothing"),
+    (EMBEDDER, "/v2/embed", COHERE | {"texts": []}, "texts"),
+    (EMBEDDER, "/v2/embed", COHERE | {"texts": ["a" * 200], "truncate": "NONE"}, "texts"),
+    (EMBEDDER, "/v2/embed", COHERE | {"input_type": None}, "input_type"),
+    (EMBEDDER, "/v2/embed", COHERE | {"embedding_types": ["int8"]}, "embedding_types.0"),
+    (EMBEDDER, "/v2/embed", COHERE | {"output_dimension": D_MODEL + 1}, "output_dimension"),
+    (EMBEDDER, "/v2/embed", COHERE | {"truncate": "NONE", "max_tokens": 5}, "max_tokens"),
+    (EMBEDDER, "/v2/embed", COHERE | {"images": ["x"]}, "images"),
+    (EMBEDDER, "/score", TO_SCORE | {"text_1": []}, "text_1"),
+    (EMBEDDER, "/score", TO_SCORE | {"text_2": []}, "text_1"),
+    (EMBEDDER, "/score", TO_SCORE | {"text_1": ["a", "b"]}, "text_1"),
+    (EMBEDDER, "/score", TO_SCORE | {"text_2": ["b"] * 2048}, "text_2"),
+    (EMBEDDER, "/score", TO_SCORE | {"text_2": ["b" * 200]}, "text_2"),
+    (EMBEDDER, "/score", TO_SCORE | {"use_activation": False}, "use_activation"),
+    (CLASSIFIER, "/pooling", {"input": "a", "task": "embed"}, "task"),
+    (CLASSIFIER, "/pooling", {"input": "a", "task": "pool"}, "task"),
+    (RERANKER, "/v2/rerank", TO_RANK | {"query": None}, "query"),
+    (RERANKER, "/v2/rerank", TO_RANK | {"documents": []}, "documents"),
+    (RERANKER, "/v2/rerank", TO_RANK | {"documents": [{"text": 1}]}, "documents.0"),
+    (RERANKER, "/v2/rerank", TO_RANK | {"documents": ["b"] * 2049}, "documents"),
+    (RERANKER, "/v2/rerank", TO_RANK | {"query": "a" * 200}, "documents"),
+    (RERANKER, "/v2/rerank", TO_RANK | {"top_n": 0}, "top_n"),
 ]
-REFUSED: dict[str, tuple[ModelBundle, dict[str, Any], list[tuple[dict[str, Any], str]]]] = {
-    "/v1/embeddings": (
-        EMBEDDER,
-        {"input": "a"},
-        [
-            *INPUTS,
-            ({"encoding_format": "int8"}, "encoding_format"),
-            ({"dimensions": 0}, "dimensions"),
-            ({"dimensions": D_MODEL + 1}, "dimensions"),
-            ({"prompt_name": "question"}, "prompt_name"),
-            ({"prompt_name": "query", "input": [1]}, "prompt_name"),
-        ],
-    ),
-    "/v1/classify": (
-        CLASSIFIER,
-        {"input": "a"},
-        [*INPUTS, ({"prompt_name": "query"}, "prompt_name")],
-    ),
-    "/v2/embed": (
-        EMBEDDER,
-        {"texts": ["a"], "input_type": "search_query"},
-        [
-            ({"texts": []}, "texts"),
-            ({"texts": "a"}, "texts"),
-            ({"texts": ["a" * 200]}, "texts"),
-            ({"input_type": "image"}, "input_type"),
-            ({"input_type": None}, "input_type"),
-            ({"embedding_types": ["int8"]}, "embedding_types.0"),
-            ({"output_dimension": D_MODEL + 1}, "output_dimension"),
-            ({"max_tokens": 5}, "max_tokens"),
-            ({"images": ["x"]}, "images"),
-        ],
-    ),
-    "/score": (
-        EMBEDDER,
-        {"text_1": "a", "text_2": ["b"]},
-        [
-            ({"text_1": []}, "text_1"),
-            ({"text_2": []}, "text_1"),
-            ({"text_1": ["a", "b"]}, "text_1"),
-            ({"text_2": ["b"] * 2048}, "text_2"),
-            ({"text_2": ["b" * 200]}, "text_2"),
-            ({"use_activation": False}, "use_activation"),
-        ],
-    ),
-    "/pooling": (
-        CLASSIFIER,
-        {"input": "a"},
-        [*INPUTS, ({"task": "embed"}, "task"), ({"task": "pool"}, "task")],
-    ),
-    "/v2/rerank": (
-        RERANKER,
-        {"query": "a", "documents": ["b"]},
-        [
-            ({"query": None}, "query"),
-            ({"documents": []}, "documents"),
-            ({"documents": [1]}, "documents.0"),
-            ({"documents": [{"text": 1}]}, "documents.0"),
-            ({"documents": ["b"] * 2049}, "documents"),
-            ({"query": "a" * 200}, "documents"),
-            ({"top_n": 0}, "top_n"),
-        ],
-    ),
-}
 
 
-@pytest.mark.parametrize("path", REFUSED)
-async def test_a_bad_field_is_named(path: str) -> None:
-    bundle, base, refused = REFUSED[path]
-    async with encoding(bundle) as client:
-        for change, param in refused:
-            response = await client.post(path, json=base | change)
-            assert response.status_code == 400, (change, response.text)
-            error = response.json()["error"]
-            assert (error["type"], error["param"]) == ("invalid_request_error", param), change
+async def test_a_bad_field_is_named() -> None:
+    for bundle, path, body, param in REFUSED:
+        async with encoding(bundle) as client:
+            response = await client.post(path, json=body)
+        assert response.status_code == 400, (path, body, response.text)
+        error = response.json()["error"]
+        assert (error["type"], error["param"]) == ("invalid_request_error", param), (path, body)
         assert not client.runner.texts
 
 

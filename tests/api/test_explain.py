@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from kvasir.__main__ import app
@@ -19,12 +20,12 @@ from kvasir.commands.console.heatmap import STOPS, rgb_of_oklch
 from kvasir.export.attention_graph import write_attention_graph
 from kvasir.export.directory import make_manifest
 from kvasir.model.bundle import ModelBundle, Verification, load_bundle
-from kvasir.model.config import RopeScaling
+from kvasir.model.config import RopeScaling, TransformerConfig
 from kvasir.model.network.attention import Attention, attention_weights, split_heads, visible_keys
 from kvasir.model.network.positions import Positions, rotate
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.tokenizer import train_tokenizer
-from kvasir.server.errors import ContextLengthError, InvalidRequestError, NotFoundError
+from kvasir.server.errors import InvalidRequestError, NotFoundError
 from kvasir.server.explain.explainer import Explainer
 from kvasir.server.explain.explanation import Head, Questions
 from tests.random_models import export_decoder, make_config, make_decoder
@@ -46,13 +47,20 @@ def make_directory(folder: Path, precision: str, **changes: Any) -> tuple[Transf
         make_config(vocab_size=tokenizer.get_vocab_size(), max_model_len=64, **changes)
     )
     folder.mkdir(parents=True)
-    decoder.config.save(folder / "config.json")
-    tokenizer.save(str(folder / "tokenizer.json"))
     export_decoder(decoder, folder, precision)
+    return decoder, completed(folder, decoder.config, tokenizer, precision)
+
+
+def completed(
+    folder: Path, config: TransformerConfig, tokenizer: Tokenizer, precision: str = "fp32"
+) -> ModelBundle:
+    """Add what a model directory has beside the model's graph."""
     write_attention_graph(folder)
+    config.save(folder / "config.json")
+    tokenizer.save(str(folder / "tokenizer.json"))
     figures = Verification(max_logit_error=0.0, greedy_agreement=1.0)
-    make_manifest(decoder.config, folder, precision, {}, figures).save(folder / "manifest.json")
-    return decoder, load_bundle(folder)
+    make_manifest(config, folder, precision, {}, figures).save(folder / "manifest.json")
+    return load_bundle(folder)
 
 
 def eager_weights(decoder: Transformer, token_ids: list[int]) -> list[torch.Tensor]:
@@ -139,12 +147,18 @@ def test_parts_of_characters_are_named_by_their_bytes(directory: Path) -> None:
 
 def test_texts_and_layers_that_cannot_be_explained(directory: Path, tmp_path: Path) -> None:
     explainer = Explainer(load_bundle(directory))
-    with pytest.raises(InvalidRequestError, match="layer 2"):
-        explainer.explain(TEXT, [0, 2])
-    with pytest.raises(InvalidRequestError, match="token"):
-        explainer.explain("", [0])
-    with pytest.raises(ContextLengthError, match="at most 64"):
-        explainer.explain(TEXT * 9, [0])
+    refused: list[tuple[str, list[int], Questions | None, str]] = [
+        (TEXT, [0, 2], None, "there is no layer 2"),
+        (TEXT, [0], Questions(without=(Head(2, 0),)), "there is no layer 2"),
+        (TEXT, [0], Questions(without=(Head(0, 4),)), "there is no head 4"),
+        (TEXT, [0], Questions(values_of=Head(0, 9)), "there is no head 9"),
+        (TEXT, [0], Questions(position=99), "there is no position 99; the text has 0 to"),
+        ("", [0], None, "token"),
+        (TEXT * 9, [0], None, "at most 64"),
+    ]
+    for text, layers, asked, message in refused:
+        with pytest.raises(InvalidRequestError, match=message):
+            explainer.explain(text, layers, asked)
     older = replace(explainer._bundle, path=tmp_path)
     with pytest.raises(NotFoundError, match=r"attention\.onnx"):
         Explainer(older)

@@ -9,97 +9,53 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
-from kvasir.model.bundle import load_bundle
+from kvasir.model.bundle import ModelBundle
 from kvasir.server.api.explain.answers import Explanation
 from kvasir.server.api.explain.routes import MAX_WEIGHTS
-from kvasir.server.engine.engine import Engine
 from kvasir.server.explain.explainer import Explainer
 from kvasir.server.explain.explanation import Explanation as Explained
 from kvasir.server.explain.explanation import Head, Questions
-from kvasir.server.process.app import create_app
-from kvasir.server.settings import load_settings
 from tests.api.test_explain import TEXT, make_directory
 from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.serving import serving
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("explained") / "model"
-    make_directory(folder, "fp32")
-    return folder
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> ModelBundle:
+    return make_directory(tmp_path_factory.mktemp("explained") / "model", "fp32")[1]
 
 
 @asynccontextmanager
-async def explaining(directory: Path, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    bundle = load_bundle(directory)
-    app = create_app(
-        load_settings(model=directory, **settings),
-        bundle,
-        Engine(FakeRunner(bundle.config.vocab_size), chunk_size=8),
-    )
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://localhost") as c,
-    ):
-        yield c
+async def explaining(bundle: ModelBundle, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    async with serving(FakeRunner(bundle.config.vocab_size), 0, bundle, **settings) as served:
+        yield served.client
 
 
-async def test_the_numbers_are_the_explainers(directory: Path) -> None:
-    expected = Explainer(load_bundle(directory), threads=1).explain(
-        TEXT, [0, 1], Questions(top_k=3)
-    )
-    async with explaining(directory) as client:
-        some = await client.post(
-            "/explain", json={"text": TEXT, "layers": [1, 0, 1], "heads": [2, 0], "top_k": 3}
-        )
-        usual = await client.post("/explain", json={"prompt": TEXT})
-        limits = (await client.get("/model")).json()["explain_limits"]
-    Explanation.model_validate_json(some.content)
-    answer = some.json()
-    assert answer["tokens"] == expected.tokens
-    assert answer["token_ids"] == expected.token_ids
-    shown = [(one["layer"], one["head"]) for one in answer["attention"]]
-    assert shown == [(0, 0), (0, 2), (1, 0), (1, 2)]
-    for one in answer["attention"]:
-        assert (
-            np.array(one["weights"], dtype=np.float32)
-            == expected.weights[one["layer"]][one["head"]]
-        ).all()
-    assert [(t["token_id"], t["text"], t["probability"]) for t in answer["next_tokens"]] == [
-        (token.token_id, token.text, token.probability) for token in expected.next_tokens
-    ]
-    assert [(one["layer"], one["head"]) for one in usual.json()["attention"]] == [
-        (0, head) for head in range(4)
-    ]
-    assert len(usual.json()["next_tokens"]) == 10
-    assert limits == {"max_tokens": 64, "max_weights": MAX_WEIGHTS}
-
-
-async def test_questions_are_answered_as_by_the_explainer(directory: Path) -> None:
+async def test_answers_are_the_explainers(bundle: ModelBundle) -> None:
+    """Each part is left out unless it is asked for."""
     of, off = {"layer": 1, "head": 3}, [{"layer": 0, "head": 1}]
     asked = Questions(2, 5, (Head(0, 1),), lens=3, entropies=True, values_of=Head(1, 3))
-    bundle = load_bundle(directory)
-    expected = Explainer(bundle, threads=1).explain(TEXT, [1], asked)
-    body = {"text": TEXT, "layers": [1], "heads": [3], "top_k": 2, "position": 5, "lens": 3}
-    async with explaining(directory) as client:
-        response = await client.post(
-            "/explain", json=body | {"without": off, "entropies": True, "head_values": of}
-        )
-        none = {"without": off, "heads": [], "top_k": 0}
+    expected = Explainer(bundle, threads=1).explain(TEXT, [1, 0], asked)
+    body = {"text": TEXT, "top_k": 2, "position": 5, "lens": 3, "without": off}
+    some = {"layers": [1, 0, 1], "heads": [3, 2], "entropies": True, "head_values": of}
+    async with explaining(bundle) as client:
+        response = await client.post("/explain", json=body | some)
+        usual = (await client.post("/explain", json={"prompt": TEXT})).json()
+        none = {"heads": [], "top_k": 0}
         without_maps = (await client.post("/explain", json=body | none)).json()
+        limits = (await client.get("/model")).json()["explain_limits"]
     Explanation.model_validate_json(response.content)
     answer = response.json()
-    assert expected.effect is not None
-    assert answer["effect"] == asdict(expected.effect)
+    parts = ("tokens", "token_ids", "next_tokens", "effect")
+    assert {name: answer[name] for name in parts} == {
+        name: value for name, value in asdict(expected).items() if name in parts
+    }
     assert answer["lens"] == [
         {"layer": layer, "next_tokens": [asdict(token) for token in tokens]}
         for layer, tokens in enumerate(expected.lens)
@@ -111,16 +67,23 @@ async def test_questions_are_answered_as_by_the_explainer(directory: Path) -> No
     assert (shown["layer"], shown["head"], shown["scale"]) == (1, 3, values.scale)
     for name in ("queries", "keys", "values", "scores"):
         np.testing.assert_array_equal(np.float32(shown[name]), getattr(values, name))
-    (own,) = expected.behaviours(1, [3], bundle.config)
-    [of_head] = answer["attention"]
-    assert (of_head["behaviour"], of_head["shares"]) == (own.label, own.shares)
+    heads = [(one["layer"], one["head"]) for one in answer["attention"]]
+    assert heads == [(0, 2), (0, 3), (1, 2), (1, 3)]
+    for one in answer["attention"]:
+        weights = expected.weights[one["layer"]][one["head"]]
+        np.testing.assert_array_equal(np.float32(one["weights"]), weights)
+        (own,) = expected.behaviours(one["layer"], [one["head"]], bundle.config)
+        assert (one["behaviour"], one["shares"]) == (own.label, own.shares)
+    assert [(one["layer"], one["head"]) for one in usual["attention"]] == [(0, i) for i in range(4)]
+    assert len(usual["next_tokens"]) == 10
     assert without_maps["lens"] == answer["lens"]
     assert (without_maps["attention"], without_maps["next_tokens"]) == ([], [])
     assert "effect" not in without_maps  # it takes another run
+    assert limits == {"max_tokens": 64, "max_weights": MAX_WEIGHTS}
 
 
 async def test_weights_of_no_head_are_not_computed(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    bundle: ModelBundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A layer's weights come for all its heads, so an answer's limit would not bound them."""
     found: list[dict[int, Any]] = []
@@ -132,7 +95,7 @@ async def test_weights_of_no_head_are_not_computed(
             return explanation
 
     monkeypatch.setattr("kvasir.server.api.explain.routes.Explainer", Spy)
-    async with explaining(directory) as client:
+    async with explaining(bundle) as client:
         for top_k in (0, 3):
             body = {"text": TEXT, "layers": [0, 1], "heads": [], "top_k": top_k}
             answer = (await client.post("/explain", json=body)).json()
@@ -158,29 +121,29 @@ async def test_weights_of_no_head_are_not_computed(
     ({"text": "abcdef"}, "heads", "4 heads of 6 tokens are 144 weights, more than the 143"),
 ])  # fmt: skip
 async def test_a_bad_field_is_named(
-    directory: Path,
+    bundle: ModelBundle,
     body: dict[str, Any],
     param: str | None,
     message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvasir.server.api.explain.routes.MAX_WEIGHTS", 143)
-    async with explaining(directory) as client:
+    async with explaining(bundle) as client:
         response = await client.post("/explain", json=body)
     assert response.status_code == 400
     assert message in response.json()["error"]["message"]
     assert response.json()["error"]["param"] == param
 
 
-async def test_its_tokens_are_of_the_keys_tokens_a_minute(directory: Path) -> None:
+async def test_its_tokens_are_of_the_keys_tokens_a_minute(bundle: ModelBundle) -> None:
     headers = {"authorization": "Bearer a"}
-    async with explaining(directory, api_key="a", max_tokens_per_minute_per_key=1) as client:
+    async with explaining(bundle, api_key="a", max_tokens_per_minute_per_key=1) as client:
         first, second = [
             await client.post("/explain", json={"text": TEXT}, headers=headers) for _ in range(2)
         ]
         metrics = (await client.get("/metrics")).text
     n = len(first.json()["tokens"])
-    labels = 'key="default",kind="prompt",model="model"'
+    labels = 'key="default",kind="prompt",model="fake-model"'
     assert f"kvasir_key_tokens_total{{{labels}}} {n}.0" in metrics
     assert (first.status_code, second.status_code) == (200, 429)
     assert "1 tokens a minute" in second.json()["error"]["message"]
@@ -207,7 +170,7 @@ async def test_a_model_without_the_graph_says_how_to_get_it() -> None:
 
 
 async def test_one_is_explained_three_wait_and_others_are_refused(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    bundle: ModelBundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server answers other requests meanwhile, and a finished explanation makes room."""
     may_finish, begun = threading.Event(), asyncio.Event()
@@ -223,7 +186,7 @@ async def test_one_is_explained_three_wait_and_others_are_refused(
         return explain(explainer, *arguments, **options)
 
     monkeypatch.setattr(Explainer, "explain_tokens", held)
-    async with explaining(directory) as client:
+    async with explaining(bundle) as client:
 
         def post() -> asyncio.Task[httpx.Response]:
             return asyncio.create_task(client.post("/explain", json={"text": TEXT}))

@@ -13,14 +13,13 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from kvasir.__main__ import app
-from kvasir.export.attention_graph import write_attention_graph
-from kvasir.export.directory import make_manifest
-from kvasir.model.bundle import ModelBundle, Verification, load_bundle
+from kvasir.model.bundle import ModelBundle
 from kvasir.model.network.cross_attention import CrossAttention, Source
 from kvasir.model.reference import generate
 from kvasir.server.errors import InvalidRequestError
 from kvasir.server.explain.explainer import Explainer
 from kvasir.server.explain.explanation import Head, Questions
+from tests.api.test_explain import completed
 from tests.api.test_explain_lab import without
 from tests.api.test_seq2seq import FR, NETWORK, SOURCE, TOKENIZER, client
 from tests.encoder_decoders import export_both
@@ -36,12 +35,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> ModelBundle:
     """A model directory, as `kvasir export` leaves it."""
     folder = tmp_path_factory.mktemp("explained")
     export_both(NETWORK.config, NETWORK.state_dict(), folder)
-    write_attention_graph(folder)
-    NETWORK.config.save(folder / "config.json")
-    TOKENIZER.save(str(folder / "tokenizer.json"))
-    figures = Verification(max_logit_error=0.0, greedy_agreement=1.0)
-    make_manifest(NETWORK.config, folder, "fp32", {}, figures).save(folder / "manifest.json")
-    return load_bundle(folder)
+    return completed(folder, NETWORK.config, TOKENIZER)
 
 
 def cross_weights(target_ids: list[int], source: Source) -> list[Tensor]:

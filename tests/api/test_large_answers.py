@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic_core import to_json
 from starlette.types import Message
 
 from kvasir.server.api.http import pieces
@@ -79,14 +80,13 @@ async def test_a_long_answer_is_what_a_short_one_is(
         assert short.status_code == 200, short.text
         monkeypatch.setattr(pieces, "FEW", 0)
         makers: set[str] = set()
-        named = pieces.whole
 
-        def whole(value: Any) -> str:
+        def encode(value: Any) -> bytes:
             if threading.current_thread().name.startswith("texts"):
                 makers.add("texts")
-            return named(value)
+            return to_json(value)
 
-        monkeypatch.setattr(pieces, "whole", whole)
+        monkeypatch.setattr(pieces, "to_json", encode)
         long = await served.client.post(path, json=body)
         assert shown(long) == shown(short)
         assert makers == {"texts"}  # off the event loop

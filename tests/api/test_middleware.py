@@ -18,7 +18,7 @@ import pytest
 from starlette.requests import Request
 
 from kvasir.server.api.http.keys import ApiKeys
-from kvasir.server.api.http.responses import unless_disconnected
+from kvasir.server.api.http.pieces import unless_disconnected
 from kvasir.server.engine.sampling import SamplingParams
 from kvasir.server.errors import InvalidRequestError, OverloadedError
 from kvasir.server.requests.admission.callers import Caller
@@ -33,95 +33,89 @@ HEALTH = ("/health", "/health/live", "/health/ready", "/health/startup")
 PROBED = (*HEALTH, "/metrics", "/metrics/router")
 
 
-async def test_the_callers_request_id_comes_back() -> None:
+async def test_the_callers_request_id_comes_back_or_a_new_one() -> None:
+    fit = (b"abc-123", b"x" * 128, b"with space", b'"}{')
+    unfit = (b"", b"x" * 129, b"tab\there", b"h\xe9", b"\x7f")
     async with serving() as served:
-        for given in ("abc-123", "x" * 128, "with space", '"}{'):
-            headers = {"x-request-id": given}
-            response = await served.client.get("/health", headers=headers)
-            assert response.headers["x-request-id"] == given
+        ids = []
+        for given in (*fit, *unfit):
+            headers = {b"x-request-id": given}
             body = {"prompt": "a", "max_tokens": 1}
             answer = await served.client.post("/v1/completions", json=body, headers=headers)
-            assert answer.json()["id"] == f"cmpl-{given}"
-
-
-async def test_an_unfit_request_id_is_replaced() -> None:
-    async with serving() as served:
-        ids = set()
-        for given in (b"", b"x" * 129, b"tab\there", b"h\xe9", b"\x7f"):
-            response = await served.client.get("/nothing", headers={b"x-request-id": given})
-            ids.add(response.headers["x-request-id"])
-    assert len(ids) == 5
-    assert all(one.isalnum() for one in ids)
+            ids.append(answer.headers["x-request-id"])
+            assert answer.json()["id"] == f"cmpl-{ids[-1]}"
+    assert [one.encode() for one in ids[:4]] == [*fit]
+    assert len(set(ids)) == 9
+    assert all(one.isalnum() for one in ids[4:])
 
 
 @pytest.mark.parametrize(
-    "header",
-    [None, "", "one", "Bearer", "Bearer wrong", "Bearer one2", "Basic one", b"Bearer \xfcber"],
+    ("status", "headers"),
+    [
+        *[(200, [("authorization", one)]) for one in ("Bearer one", "bearer one", "Bearer  one ")],
+        (200, [("x-api-key", "one")]),
+        (200, [("authorization", "Basic proxy"), ("x-api-key", "one")]),
+        (401, []),
+        *[(401, [("authorization", one)]) for one in ("", "one", "Bearer", "Bearer wrong")],
+        *[(401, [("authorization", one)]) for one in ("Bearer one2", "Basic one")],
+        (401, [(b"authorization", b"Bearer \xfcber")]),
+        *[(401, [("x-api-key", one)]) for one in ("two", "")],
+        (401, [("authorization", "Bearer two"), ("x-api-key", "one")]),
+    ],
 )
 async def test_without_a_valid_key_only_health_and_metrics_answer(
-    header: str | bytes | None,
+    status: int, headers: Any
 ) -> None:
-    given = header.encode() if isinstance(header, str) else header
-    headers = {} if given is None else {b"authorization": given}
     async with serving(api_key="one") as served:
-        for good in ("Bearer one", "bearer one", "Bearer  one "):
-            answer = await served.client.get("/v1/models", headers={"authorization": good})
-            assert answer.status_code == 200
-        for path in ("/v1/models", "/nothing", "/healthy", "/metrics/", "/health/live/x"):
+        assert (await served.client.get("/v1/models", headers=headers)).status_code == status
+        for path in ("/nothing", "/healthy", "/metrics/", "/health/live/x"):
             response = await served.client.get(path, headers=headers)
-            assert response.status_code == 401
-            assert response.headers["www-authenticate"] == "Bearer"
+            assert response.status_code == (404 if status == 200 else 401)
+            assert response.headers.get("www-authenticate") == (
+                (status == 401 and "Bearer") or None
+            )
         for path in PROBED:
             assert (await served.client.get(path, headers=headers)).status_code == 200
 
 
-@pytest.mark.parametrize("authorization", [None, "Basic proxy"])
-async def test_a_key_may_come_as_anthropics_clients_send_it(authorization: str | None) -> None:
-    headers = {} if authorization is None else {"authorization": authorization}
-    async with serving(api_key="one") as served:
-        for key, status in (("one", 200), ("two", 401), ("", 401)):
-            answer = await served.client.get("/version", headers=headers | {"x-api-key": key})
-            assert answer.status_code == status
-        wrong = {"authorization": "Bearer two", "x-api-key": "one"}
-        assert (await served.client.get("/version", headers=wrong)).status_code == 401
+EVIL = {"host": "evil.example", "origin": "https://evil.example"}
+LINK = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
 
 
-async def test_probes_answer_under_any_name_and_a_link_may_open_the_page() -> None:
-    foreign = {"host": "evil.example", "origin": "https://evil.example"}
-    link = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
-    async with serving() as served:
-        for path in PROBED:
-            assert (await served.client.get(path, headers=foreign | link)).status_code == 200
-        assert (await served.client.get("/", headers=link)).status_code == 200
-        refused = await served.client.get("/", headers=foreign)
-        assert refused.status_code == 403
-        assert "'evil.example'; name it in the setting allowed_hosts" in refused.text
-        refused = await served.client.post("/generate", headers=link)
-        assert refused.json()["error_type"] == "permission_error"
-        assert "cors_origins" in refused.text
-
-
-@pytest.mark.parametrize("settings", [{"api_key": "one"}, {"allowed_hosts": "*"}])
-async def test_other_names_answer_with_keys_or_where_all_are_allowed(
-    settings: dict[str, Any],
+@pytest.mark.parametrize(
+    ("settings", "path", "headers", "status"),
+    [
+        *[({}, path, EVIL | LINK, 200) for path in PROBED],
+        ({}, "/", LINK, 200),  # a link may open the page
+        ({}, "/", EVIL, 403),
+        ({}, "/version", LINK, 403),
+        ({"api_key": "one"}, "/version", {"host": "any.example", "x-api-key": "one"}, 200),
+        ({"allowed_hosts": "*"}, "/version", {"host": "any.example"}, 200),
+        ({"host": "Llm.lan"}, "/version", {"host": "llm.LAN:8000"}, 200),
+        *[
+            (
+                {"cors_origins": "*"},
+                "/version",
+                {"origin": one, "sec-fetch-site": "cross-site"},
+                200,
+            )
+            for one in ("null", "https://evil.example")
+        ],
+        *[  # an empty name to listen on is no pattern
+            ({"host": ""}, "/version", {"host": name}, status)
+            for name, status in (("evil.example", 403), ("", 200), (".", 200), ("localhost", 200))
+        ],
+    ],
+)
+async def test_names_and_origins_that_no_page_should_use_are_refused(
+    settings: dict[str, Any], path: str, headers: dict[str, str], status: int
 ) -> None:
-    headers = {"host": "any.example", "authorization": "Bearer one"}
     async with serving(**settings) as served:
-        assert (await served.client.get("/version", headers=headers)).status_code == 200
-
-
-async def test_the_name_to_listen_on_answers_and_all_origins_may_be_allowed() -> None:
-    async with serving(host="Llm.lan", cors_origins="*") as served:
-        for origin in ("null", "https://evil.example"):
-            headers = {"host": "llm.LAN:8000", "origin": origin, "sec-fetch-site": "cross-site"}
-            assert (await served.client.get("/version", headers=headers)).status_code == 200
-
-
-async def test_an_empty_name_to_listen_on_is_no_pattern() -> None:
-    async with serving(host="") as served:
-        for name, status in (("evil.example", 403), ("", 200), (".", 200), ("localhost", 200)):
-            answer = await served.client.get("/version", headers={"host": name})
-            assert answer.status_code == status
+        answer = await served.client.get(path, headers=headers)
+    assert answer.status_code == status, answer.text
+    if status == 403:
+        setting = "allowed_hosts" if "host" in headers else "cors_origins"
+        assert setting in answer.text
 
 
 def complete(served: Served, key: str, **fields: object) -> asyncio.Task[httpx.Response]:
@@ -222,41 +216,38 @@ async def test_a_client_that_does_not_read_uses_its_tokens_all_the_same() -> Non
 
 
 async def test_pages_of_other_origins_are_served_only_where_that_is_set() -> None:
+    origin, key = {"origin": "https://a.example"}, {"authorization": "Bearer one"}
     preflight = {
         "access-control-request-method": "POST",
         "access-control-request-headers": "authorization,x-any",
     }
-    origin = {"origin": "https://a.example"}
+    path = "/v1/completions"
     async with serving(api_key="one") as served:
-        answers = [await served.client.options("/v1/completions", headers=origin | preflight)]
-        answers += [await served.client.get("/health", headers=origin)]
-        assert not any(
-            name.startswith("access-control") for answer in answers for name in answer.headers
-        )
-        assert answers[0].status_code == 401
+        asked = await served.client.options(path, headers=origin | preflight)
+        health = await served.client.get("/health", headers=origin)
+    names = {*asked.headers, *health.headers}
+    assert (asked.status_code, any(one.startswith("access-control") for one in names)) == (
+        401,
+        False,
+    )
     async with serving(api_key="one", cors_origins="https://a.example,https://b.example") as served:
-        asked = await served.client.options("/v1/completions", headers=origin | preflight)
-        assert asked.status_code == 200  # without a key: browsers send none
-        assert asked.headers["access-control-allow-origin"] == "https://a.example"
-        assert "x-any" in asked.headers["access-control-allow-headers"]
-        assert asked.headers["x-request-id"]
-        key = {"authorization": "Bearer one"}
-        for headers, body, status in (
-            ({}, {}, 401),
-            (key, {"prompt": 1.5}, 400),
-            (key, {"prompt": "a"}, 200),
-        ):
-            answer = await served.client.post(
-                "/v1/completions", json=body, headers=origin | headers
-            )
-            assert answer.status_code == status
-            assert answer.headers["access-control-allow-origin"] == "https://a.example"
-            exposed = answer.headers["access-control-expose-headers"].split(", ")
-            assert {"x-request-id", "retry-after", "x-should-retry"} <= set(exposed)
-        stranger = await served.client.options(
-            "/v1/completions", headers={"origin": "https://c.example"} | preflight
-        )
-        assert "access-control-allow-origin" not in stranger.headers
+        asked = await served.client.options(path, headers=origin | preflight)
+        stranger = {"origin": "https://c.example"} | preflight
+        refused = await served.client.options(path, headers=stranger)
+        answers = [
+            await served.client.post(path, json=body, headers=origin | headers)
+            for headers, body in (({}, {}), (key, {"prompt": 1.5}), (key, {"prompt": "a"}))
+        ]
+    assert asked.status_code == 200  # without a key: browsers send none
+    assert "x-any" in asked.headers["access-control-allow-headers"]
+    assert asked.headers["x-request-id"]
+    assert "access-control-allow-origin" not in refused.headers
+    assert [answer.status_code for answer in answers] == [401, 400, 200]
+    for answer in (asked, *answers):
+        assert answer.headers["access-control-allow-origin"] == "https://a.example"
+    for answer in answers:
+        exposed = answer.headers["access-control-expose-headers"].split(", ")
+        assert {"x-request-id", "retry-after", "x-should-retry"} <= set(exposed)
 
 
 @pytest.mark.parametrize("root_path", ["", "/llm"])

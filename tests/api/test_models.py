@@ -29,33 +29,22 @@ def bundle_with_files(path: Path) -> ModelBundle:
 
 async def card_of(bundle: ModelBundle) -> ModelCard:
     app = create_app(load_settings(model=bundle.path), bundle)
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://localhost"
-    ) as http:
-        response = await http.get("/model")
-    assert response.status_code == 200
-    return ModelCard.model_validate_json(response.content)
+    transport = httpx.ASGITransport(app)  # without the lifespan: nothing is loaded
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        return ModelCard.model_validate_json((await http.get("/model")).content)
 
 
 async def test_files_are_those_of_the_manifest_with_their_sizes(tmp_path: Path) -> None:
+    """A file that has gone has none; keys and values are unknown until the model is loaded."""
     bundle = bundle_with_files(tmp_path)
     card = await card_of(bundle)
     assert {file.name: file.sha256 for file in card.files} == bundle.manifest.files
     assert {file.name: file.bytes for file in card.files} == {"config.json": 7, "model.onnx": 3000}
     assert card.config == json.loads(json.dumps(asdict(bundle.config)))
-
-
-async def test_a_file_that_has_gone_has_no_size(tmp_path: Path) -> None:
-    bundle = bundle_with_files(tmp_path)
+    assert card.kv_cache is None
     (tmp_path / "model.onnx").unlink()
-    card = await card_of(bundle)
-    assert {file.name: file.bytes for file in card.files} == {"config.json": 7, "model.onnx": None}
-
-
-async def test_memory_of_keys_and_values_is_unknown_until_the_model_is_loaded(
-    tmp_path: Path,
-) -> None:
-    assert (await card_of(bundle_with_files(tmp_path))).kv_cache is None
+    sizes = {file.name: file.bytes for file in (await card_of(bundle)).files}
+    assert sizes == {"config.json": 7, "model.onnx": None}
 
 
 @pytest.mark.parametrize("int8", [False, True])

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from kvasir.server.api.joined import STATIC, joined
+from kvasir.server.api.playground import STATIC, joined
 from tests.fake_runner import FakeRunner
 from tests.serving import VOCAB_SIZE, fake_app
 

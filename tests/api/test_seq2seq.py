@@ -23,7 +23,15 @@ from kvasir.server.process.app import create_app
 from kvasir.server.requests.service import Service
 from kvasir.server.settings import Settings, load_settings
 from tests.fake_seq2seq import EOS, FakeSeq2SeqRunner, read, small_config, small_model
-from tests.serving import MODEL, VOCAB_SIZE, events_of, fake_bundle, serving, small_tokenizer
+from tests.serving import (
+    MODEL,
+    VOCAB_SIZE,
+    events_of,
+    fake_bundle,
+    running,
+    serving,
+    small_tokenizer,
+)
 
 LANGUAGES = ("de_DE", "fr_XX", "__en__")
 SOURCE = "def read(path)"
@@ -52,11 +60,7 @@ def expected(prefix: list[int], max_tokens: int, source: str = SOURCE) -> str:
 async def client(bundle: ModelBundle = BUNDLE, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     known = load_settings(model=Path(MODEL), max_num_seqs=4, **settings)
     app = create_app(known, bundle, Engine(FakeSeq2SeqRunner(NETWORK), chunk_size=32))
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://localhost") as c,
-    ):
+    async with running(app) as c:
         yield c
 
 

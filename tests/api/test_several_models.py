@@ -25,7 +25,7 @@ from kvasir.server.requests.models import Models
 from kvasir.server.settings import Settings, load_settings
 from tests.fake_encoder import FakeTextRunner, encoder_bundle
 from tests.fake_runner import TIMEOUT, FakeRunner
-from tests.serving import VOCAB_SIZE, fake_bundle, sample, small_tokenizer
+from tests.serving import VOCAB_SIZE, fake_bundle, running, sample, small_tokenizer
 
 TEXTS = {"first": "a", "second": "d", "third": "p"}  # each model repeats its own
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
@@ -77,11 +77,7 @@ async def serving_all(*names: str) -> AsyncIterator[tuple[Models, httpx.AsyncCli
             loaded.set()
 
         models.start = starting  # type: ignore[assignment,method-assign]
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
-        ):
+        async with running(app) as client:
             await asyncio.wait_for(loaded.wait(), TIMEOUT)
             yield models, client
 

@@ -1,30 +1,35 @@
-"""Cohere's embeddings: POST /v2/embed."""
+"""Cohere's routes: POST /v2/embed; /v1/rerank, as Jina too, and /v2/rerank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request
-from pydantic import Field
-from pydantic_core import to_json
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from kvasir.server.api.embeddings.figures import base64, listed, shortened
+from kvasir.server.api.embeddings import figures
+from kvasir.server.api.embeddings.openai import InputUsage
 from kvasir.server.api.embeddings.requests import (
+    Dimensions,
+    EncoderFields,
     PromptFields,
     QueueFields,
     check_dimensions,
+    pooling_of,
     respond,
 )
-from kvasir.server.api.http.body import VectorRoute
+from kvasir.server.api.http.body import LabelRoute, VectorRoute
+from kvasir.server.api.http.pieces import LazyList
 from kvasir.server.api.http.responses import GENERATE_ERRORS, service_of, state_of
-from kvasir.server.api.schemas import Items, ModelName, ResponseBody
+from kvasir.server.api.schemas import Items, ModelName, ResponseBody, Share, Size
 from kvasir.server.engine.sampling import Floats
 from kvasir.server.errors import InvalidRequestError
 
 router = APIRouter(route_class=VectorRoute)
+label_router = APIRouter(route_class=LabelRoute)
 
 Purpose = Literal["search_document", "search_query", "classification", "clustering"]
 Form = Literal["float", "base64", "ubinary", "binary"]
@@ -43,9 +48,7 @@ def _bits(vector: Floats) -> list[int]:
     return packed
 
 
-_SHOWN: dict[Form, Callable[[Floats], Any]] = {
-    "float": np.ndarray.tolist,
-    "base64": base64,
+_SHOWN: dict[str, Callable[[Floats], Any]] = figures.FORMATS | {
     "ubinary": _bits,
     "binary": lambda vector: [byte - 128 for byte in _bits(vector)],
 }
@@ -66,9 +69,7 @@ class EmbedTextsBody(QueueFields):
         description="Numbers; base64 of them as float32, little-endian; or their signs, eight a "
         "byte, the first one highest: `binary` is 128 less than `ubinary`.",
     )
-    output_dimension: int | None = Field(
-        None, ge=1, description="Keep so many numbers of a vector, and make its length 1 again."
-    )
+    output_dimension: Dimensions = None
     truncate: Literal["NONE", "START", "END"] = Field(
         "NONE", description="The end at which too long texts are cut; `NONE` makes them a 400."
     )
@@ -115,17 +116,102 @@ async def embed(request: Request, body: EmbedTextsBody) -> Response:
         timeout_ms=body.timeout_ms,
         priority=body.priority,
     )
-    texts, forms = body.texts, dict.fromkeys(body.embedding_types)
+    texts, forms = body.texts, body.embedding_types
     request_id = state_of(request.scope).id
 
-    def show(vectors: list[Floats], n_tokens: int) -> Iterator[bytes]:
-        kept = [shortened(vector, n) for vector in vectors]
-        yield b'{"id":' + to_json(request_id) + b',"embeddings":{'
-        for place, form in enumerate(forms):
-            yield b'%s"%s":' % (b"," if place else b"", form.encode())
-            yield from listed(map(_SHOWN[form], kept))
-        meta = {"api_version": {"version": "2"}, "tokens": {"input_tokens": n_tokens}}
-        tail = {"texts": texts, "meta": meta, "response_type": "embeddings_by_type"}
-        yield b"}," + to_json(tail)[1:]
+    def show(vectors: list[Floats]) -> dict[str, LazyList]:
+        kept = [figures.shortened(vector, n) for vector in vectors]
+        return {form: LazyList(kept, _SHOWN[form]) for form in forms}
 
-    return await respond(request, fields, texts, "texts", "pooled", show, dimensions=n)
+    def envelope(embeddings: Any, n_tokens: int) -> dict[str, Any]:
+        return {
+            "id": request_id,
+            "embeddings": embeddings,
+            "texts": LazyList(texts, str),
+            "meta": _meta("2", n_tokens),
+            "response_type": "embeddings_by_type",
+        }
+
+    return await respond(request, fields, texts, "texts", "pooled", show, envelope, dimensions=n)
+
+
+class Document(BaseModel):
+    """A text that may answer the question. Further fields have no effect."""
+
+    model_config = ConfigDict(strict=True)
+
+    text: str
+
+
+class RankBody(EncoderFields):
+    """The body of POST /v1/rerank and /v2/rerank."""
+
+    model: ModelName = None
+    query: str = Field(description="The question.")
+    documents: Items[str | Document] = Field(
+        min_length=1, description="Up to 2,048 texts that may answer it, or objects with `text`."
+    )
+    top_n: int | None = Field(
+        None, ge=1, description="Return only so many, the best. Default: all."
+    )
+    return_documents: bool | None = Field(
+        None, description="Return the texts, too. Default: true on /v1/rerank, false on /v2/rerank."
+    )
+
+
+class Ranked(ResponseBody):
+    """A document's place in the order."""
+
+    index: Size = Field(description="Its place in the request.")
+    relevance_score: Share
+    document: Document | None = None
+
+
+class Ranking(ResponseBody):
+    """The response of both: Cohere's `id` and `meta`, Jina's `model` and `usage`."""
+
+    id: str
+    model: str
+    results: list[Ranked] = Field(description="The best first.")
+    usage: InputUsage
+    meta: dict[str, dict[str, str | int]] = Field(
+        description="`api_version.version`, of the path, and `tokens.input_tokens`."
+    )
+
+
+@label_router.post("/v1/rerank", response_model=Ranking, responses=GENERATE_ERRORS)
+async def rank_v1(request: Request, body: RankBody) -> Response:
+    """Order documents by how well they answer a question, as Cohere and Jina do."""
+    return await _rank(request, body, "1")
+
+
+@label_router.post("/v2/rerank", response_model=Ranking, responses=GENERATE_ERRORS)
+async def rank_v2(request: Request, body: RankBody) -> Response:
+    """Order documents as /v1/rerank does, in Cohere's second version."""
+    return await _rank(request, body, "2")
+
+
+async def _rank(request: Request, body: RankBody, version: str) -> Response:
+    service = service_of(request)
+    pooling, top_n = pooling_of(service, n_labels=1), body.top_n
+    texts = [given if isinstance(given, str) else given.text for given in body.documents]
+    has_texts = version == "1" if body.return_documents is None else body.return_documents
+    head = {"id": state_of(request.scope).id, "model": service.name}
+
+    def show(outputs: list[Floats]) -> LazyList:
+        def ranked(index: int) -> dict[str, Any]:
+            rank = {"index": index, "relevance_score": figures.shares(outputs[index], pooling)[0]}
+            return rank | ({"document": {"text": texts[index]}} if has_texts else {})
+
+        return LazyList(figures.best_first(np.concatenate(outputs))[:top_n], ranked)
+
+    def envelope(results: Any, n_tokens: int) -> dict[str, Any]:
+        tail = {"usage": figures.usage(n_tokens), "meta": _meta(version, n_tokens)}
+        return head | {"results": results} | tail
+
+    pairs = [(body.query, text) for text in texts]
+    return await respond(request, body, pairs, "documents", "scores", show, envelope)
+
+
+def _meta(version: str, n_tokens: int) -> dict[str, Any]:
+    return {"api_version": {"version": version}, "tokens": {"input_tokens": n_tokens}}

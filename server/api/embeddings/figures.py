@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from pydantic_core import to_json
 
 from kvasir.model.config import Pooling
 from kvasir.server.engine.sampling import Floats
@@ -19,6 +18,11 @@ def unit(vector: Floats) -> Floats:
     return vector / length if length else vector
 
 
+def cosine(first: Floats, second: Floats) -> float:
+    """Return the cosine of the angle between two vectors [d]."""
+    return float(np.dot(unit(first), unit(second)))
+
+
 def shortened(vector: Floats, n: int | None) -> Floats:
     """Return the first n numbers of a vector [d], made of length 1; None: the vector as it is."""
     return vector if n is None else unit(vector[:n])
@@ -27,6 +31,9 @@ def shortened(vector: Floats, n: int | None) -> Floats:
 def base64(array: Floats) -> str:
     """Return the base64 of an array's numbers as float32, little-endian."""
     return b64encode(array.astype("<f4").tobytes()).decode()
+
+
+FORMATS: dict[str, Callable[[Floats], Any]] = {"float": np.ndarray.tolist, "base64": base64}
 
 
 def shares(scores: Floats, pooling: Pooling) -> list[float]:
@@ -46,22 +53,6 @@ def shares(scores: Floats, pooling: Pooling) -> list[float]:
 def best_first(scores: Floats) -> list[int]:
     """Return the places of scores [n], the highest score's first."""
     return [int(place) for place in np.argsort(-scores, kind="stable")]
-
-
-def listed(items: Iterable[Any]) -> Iterator[bytes]:
-    """Yield the JSON of a list of at least one item, in pieces."""
-    for place, item in enumerate(items):
-        yield (b"," if place else b"[") + to_json(item)
-    yield b"]"
-
-
-def enveloped(
-    head: Mapping[str, Any], name: str, items: Iterable[Any], tail: Mapping[str, Any]
-) -> Iterator[bytes]:
-    """Yield the JSON of an object with a list under `name`, in pieces."""
-    yield to_json(head)[:-1] + b',"%s":' % name.encode()
-    yield from listed(items)
-    yield b"," + to_json(tail)[1:]
 
 
 def usage(n_tokens: int) -> dict[str, int]:

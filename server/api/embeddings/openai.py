@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from kvasir.server.api.embeddings.figures import base64, enveloped, shortened, usage
-from kvasir.server.api.embeddings.requests import PromptFields, check_dimensions, respond
+from kvasir.server.api.embeddings import figures
+from kvasir.server.api.embeddings.requests import (
+    Dimensions,
+    EncodingFormat,
+    PromptFields,
+    check_dimensions,
+    each,
+    respond,
+)
 from kvasir.server.api.http.body import VectorRoute
 from kvasir.server.api.http.responses import GENERATE_ERRORS, service_of
 from kvasir.server.api.openai.schemas import Prompts
@@ -25,12 +31,8 @@ class EmbeddingsBody(PromptFields):
 
     model: ModelName = None
     input: Prompts = Field(description="Text, token ids, or a list of up to 2,048 of either.")
-    encoding_format: Literal["float", "base64"] = Field(
-        "float", description="Numbers, or base64 of their bytes as float32, little-endian."
-    )
-    dimensions: int | None = Field(
-        None, ge=1, description="Keep so many numbers of a vector, and make its length 1 again."
-    )
+    encoding_format: EncodingFormat = "float"
+    dimensions: Dimensions = None
 
 
 class Embedding(ResponseBody):
@@ -60,18 +62,16 @@ class Embeddings(ResponseBody):
 @router.post("/v1/embeddings", response_model=Embeddings, responses=GENERATE_ERRORS)
 async def embeddings(request: Request, body: EmbeddingsBody) -> Response:
     """Return a vector for each text, as OpenAI does."""
-    service = service_of(request)
-    n, form = body.dimensions, body.encoding_format
+    service, n, form = service_of(request), body.dimensions, body.encoding_format
     check_dimensions(service, n, "dimensions")
-    head = {"object": "list", "model": service.name}
 
-    def show(vectors: list[Floats], n_tokens: int) -> Iterator[bytes]:
-        def embedding(index: int) -> dict[str, Any]:
-            kept = shortened(vectors[index], n)
-            shown = base64(kept) if form == "base64" else kept.tolist()
-            return {"object": "embedding", "index": index, "embedding": shown}
+    def embedding(index: int, vector: Floats) -> dict[str, Any]:
+        shown = figures.FORMATS[form](figures.shortened(vector, n))
+        return {"object": "embedding", "index": index, "embedding": shown}
 
-        items = map(embedding, range(len(vectors)))
-        return enveloped(head, "data", items, {"usage": usage(n_tokens)})
+    def envelope(data: Any, n_tokens: int) -> dict[str, Any]:
+        usage = figures.usage(n_tokens)
+        return {"object": "list", "model": service.name, "data": data, "usage": usage}
 
-    return await respond(request, body, body.input, "input", "pooled", show, form, n)
+    show = each(embedding)
+    return await respond(request, body, body.input, "input", "pooled", show, envelope, form, n)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import Request
 from pydantic import AliasChoices, Field
@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 from kvasir.model.config import Pooling
 from kvasir.server.api import schemas
-from kvasir.server.api.http.responses import Deferred, json_response, service_of, state_of
+from kvasir.server.api.http.pieces import Deferred, LazyList, Pieces, json_response
+from kvasir.server.api.http.responses import service_of, state_of
 from kvasir.server.engine.sampling import Floats
 from kvasir.server.errors import InvalidRequestError
-from kvasir.server.requests.completion import RequestState
 from kvasir.server.requests.embedding import EmbeddingRequest, Output
 from kvasir.server.requests.encoding import MAX_INPUTS, EncodingOptions, Text, encode
 from kvasir.server.requests.service import Service
@@ -25,8 +25,18 @@ from kvasir.server.requests.text_worker import SHORT
 _NUMBER_BYTES = {"float": 24, "base64": 6, "none": 4}
 _SCORE_BYTES, _CHAR_BYTES = 40, 6  # of a label's score, and of its name
 
-# The JSON of an answer in pieces, from an array for each input and the number of tokens.
-Show = Callable[[list[Floats], int], Iterator[bytes]]
+EncodingFormat = Annotated[
+    Literal["float", "base64"],
+    Field(description="Numbers, or base64 of their bytes as float32, little-endian."),
+]
+Dimensions = Annotated[
+    Annotated[int, Field(ge=1)] | None,
+    Field(description="Keep so many numbers of a vector, and make its length 1 again."),
+]
+
+# The JSON of an answer, or of a part of it, from an array for each input; its lists are lazy.
+Show = Callable[[list[Floats]], Any]
+Envelope = Callable[[Any, int], Any]  # that of the answer, from the part and the number of tokens
 
 
 class QueueFields(schemas.RequestBody):
@@ -69,6 +79,7 @@ async def respond(
     param: str,
     output: Output,
     show: Show,
+    envelope: Envelope = lambda shown, _n_tokens: shown,
     form: str = "float",
     dimensions: int | None = None,
 ) -> Response:
@@ -93,7 +104,7 @@ async def respond(
         truncate_to=truncate_to,
         side="left" if fields.truncation_direction.lower() == "left" else "right",
     )
-    size = sum(len(one) if isinstance(one, str) else sum(map(_size, one)) for one in inputs)
+    size = sum(sum(map(len, one)) if isinstance(one, tuple) else len(one) for one in inputs)
     encodings = await service.text_worker.call(size, partial(encode, service.builder, options))
     if output == "scores":
         labels = pooling_of(service).labels
@@ -114,11 +125,21 @@ async def respond(
         deadline=service.builder.deadline(state, fields.timeout_ms),
         priority=state.priority(fields.priority),
     )
-    return Deferred(partial(_answer, service, wanted, show, state), answers.hold(n_bytes))
+
+    async def answer() -> Response:
+        outputs = await service.embed(wanted)
+        n_tokens = state.n_embedded = wanted.n_prompt_tokens
+        pieces = Pieces(envelope(show(outputs), n_tokens))
+        if sum(array.size for array in outputs) <= SHORT:
+            return json_response(b"".join(pieces), service.text_worker)
+        return json_response(pieces, service.text_worker)
+
+    return Deferred(answer, answers.hold(n_bytes))
 
 
-def _size(part: str | int) -> int:
-    return len(part) if isinstance(part, str) else 1
+def each(item: Callable[[int, Floats], Any]) -> Show:
+    """Return the list of what `item` returns for each input's place and array."""
+    return lambda outputs: LazyList([*enumerate(outputs)], lambda found: item(*found))
 
 
 def _prompt(service: Service, fields: EncoderFields, inputs: Sequence[Text | list[int]]) -> str:
@@ -136,17 +157,6 @@ def _prompt(service: Service, fields: EncoderFields, inputs: Sequence[Text | lis
         message = f"prompt_name: the model has no prompt {name!r}; it has {names}"
         raise InvalidRequestError(message, param="prompt_name")
     return known[name]
-
-
-async def _answer(
-    service: Service, wanted: EmbeddingRequest, show: Show, state: RequestState
-) -> Response:
-    """Run a request; write a long answer in a thread, while it is sent."""
-    outputs = await service.embed(wanted)
-    n_tokens = state.n_embedded = wanted.n_prompt_tokens
-    pieces = show(outputs, n_tokens)
-    is_short = sum(array.size for array in outputs) <= SHORT
-    return json_response(b"".join(pieces) if is_short else pieces, service.text_worker)
 
 
 def check_dimensions(service: Service, n: int | None, param: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from typing import Annotated, Any, Literal
@@ -10,19 +10,20 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from fastapi import APIRouter, Request
 from pydantic import Field
-from pydantic_core import to_json
 from starlette.responses import Response
 
 from kvasir.model.config import Pooling
-from kvasir.server.api.embeddings.figures import best_first, listed, shares, unit
+from kvasir.server.api.embeddings import figures
 from kvasir.server.api.embeddings.requests import (
     EncoderFields,
     PromptFields,
     check_dimensions,
+    each,
     pooling_of,
     respond,
 )
 from kvasir.server.api.http.body import LabelRoute, VectorRoute
+from kvasir.server.api.http.pieces import LazyList
 from kvasir.server.api.http.responses import GENERATE_ERRORS, service_of
 from kvasir.server.api.openai.schemas import Prompts
 from kvasir.server.api.schemas import Items, ModelName, RequestBody, ResponseBody, Size
@@ -161,10 +162,10 @@ async def embed(request: Request, body: EmbedBody) -> Response:
         raise InvalidRequestError(message, param="normalize")
     scales = body.normalize and (n is not None or not is_unit)
 
-    def show(vectors: list[Floats], _n_tokens: int) -> Iterator[bytes]:
-        kept = (vector[:n] for vector in vectors)
-        return listed(one.tolist() for one in (map(unit, kept) if scales else kept))
+    def scaled(_index: int, vector: Floats) -> Any:
+        return (figures.unit(vector[:n]) if scales else vector[:n]).tolist()
 
+    show = each(scaled)
     return await respond(request, body, body.inputs, "inputs", "pooled", show, dimensions=n)
 
 
@@ -172,11 +173,8 @@ async def embed(request: Request, body: EmbedBody) -> Response:
 async def embed_all(request: Request, body: EmbedAllBody) -> Response:
     """Return a vector for each token of each text, as TEI does."""
 
-    def show(outputs: list[Floats], _n_tokens: int) -> Iterator[bytes]:
-        for place, vectors in enumerate(outputs):  # [n_tokens, d_model]
-            yield b"," if place else b"["
-            yield from listed(vector.tolist() for vector in vectors)
-        yield b"]"
+    def show(outputs: list[Floats]) -> list[LazyList]:  # each [n_tokens, d_model]
+        return [LazyList(list(vectors), np.ndarray.tolist) for vectors in outputs]
 
     return await respond(request, body, body.inputs, "inputs", "tokens", show)
 
@@ -185,26 +183,25 @@ async def embed_all(request: Request, body: EmbedAllBody) -> Response:
 async def similarity(request: Request, body: SimilarityBody) -> Response:
     """Return the cosine of a text's vector and those of others, as TEI does."""
 
-    def show(vectors: list[Floats], _n_tokens: int) -> Iterator[bytes]:
-        source, *others = map(unit, vectors)
-        return listed(float(np.dot(source, other)) for other in others)
+    def show(vectors: list[Floats]) -> LazyList:
+        return LazyList(vectors[1:], partial(figures.cosine, vectors[0]))
 
     inputs = [body.inputs.source_sentence, *body.inputs.sentences]
-    return await respond(request, body.parameters, inputs, "inputs", "pooled", show, "none")
+    return await respond(request, body.parameters, inputs, "inputs", "pooled", show, form="none")
 
 
 @label_router.post("/rerank", response_model=list[Rank], responses=GENERATE_ERRORS)
 async def rerank(request: Request, body: RerankBody) -> Response:
     """Return the scores of texts that may answer a question, best first, as TEI does."""
-    figures = _figures(pooling_of(service_of(request), n_labels=1), raw=body.raw_scores)
+    shown = _shown(pooling_of(service_of(request), n_labels=1), raw=body.raw_scores)
     texts = body.texts if body.return_text else None
 
-    def show(outputs: list[Floats], _n_tokens: int) -> Iterator[bytes]:
-        def rank(place: int) -> dict[str, Any]:
-            found = {"index": place, "score": figures(outputs[place])[0]}
-            return found if texts is None else {**found, "text": texts[place]}
+    def show(outputs: list[Floats]) -> LazyList:
+        def rank(index: int) -> dict[str, Any]:
+            score = {"index": index, "score": shown(outputs[index])[0]}
+            return score if texts is None else {**score, "text": texts[index]}
 
-        return listed(map(rank, best_first(np.concatenate(outputs))))
+        return LazyList(figures.best_first(np.concatenate(outputs)), rank)
 
     pairs = [(body.query, text) for text in body.texts]
     return await respond(request, body, pairs, "texts", "scores", show)
@@ -216,24 +213,19 @@ async def rerank(request: Request, body: RerankBody) -> Response:
 async def predict(request: Request, body: PredictBody) -> Response:
     """Return the scores of a text's labels, the highest first, as TEI does."""
     pooling = pooling_of(service_of(request))
-    figures, labels = _figures(pooling, raw=body.raw_scores), pooling.labels
+    shown, labels = _shown(pooling, raw=body.raw_scores), pooling.labels
     is_batch = isinstance(body.inputs, list) and isinstance(body.inputs[0], list)
     batch: Any = body.inputs if is_batch else [body.inputs]
 
-    def show(outputs: list[Floats], _n_tokens: int) -> Iterator[bytes]:
-        def predictions(scores: Floats) -> list[dict[str, Any]]:
-            shown = figures(scores)
-            return [{"score": shown[i], "label": labels[i]} for i in best_first(scores)]
+    def predictions(_index: int, scores: Floats) -> list[dict[str, Any]]:
+        by_label = shown(scores)
+        return [{"score": by_label[i], "label": labels[i]} for i in figures.best_first(scores)]
 
-        found = map(predictions, outputs)
-        return listed(found) if is_batch else map(to_json, found)
-
+    show = each(predictions) if is_batch else lambda outputs: predictions(0, outputs[0])
     inputs = [one if isinstance(one, str) else tuple(one) if one[1:] else one[0] for one in batch]
     return await respond(request, body, inputs, "inputs", "scores", show)
 
 
-def _figures(pooling: Pooling, *, raw: bool) -> Callable[[Floats], list[float]]:
+def _shown(pooling: Pooling, *, raw: bool) -> Callable[[Floats], list[float]]:
     """Return the function from an input's scores to those that are shown."""
-    if raw:
-        return lambda scores: [float(score) for score in scores]
-    return partial(shares, pooling=pooling)
+    return np.ndarray.tolist if raw else partial(figures.shares, pooling=pooling)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from time import time
 from typing import Any, Literal
 
@@ -11,10 +10,19 @@ from fastapi import APIRouter, Request
 from pydantic import AliasChoices, Field
 from starlette.responses import Response
 
-from kvasir.server.api.embeddings.figures import base64, enveloped, shares, unit, usage
+from kvasir.server.api.embeddings import figures
 from kvasir.server.api.embeddings.openai import InputUsage
-from kvasir.server.api.embeddings.requests import EncoderFields, PromptFields, pooling_of, respond
+from kvasir.server.api.embeddings.requests import (
+    EncoderFields,
+    EncodingFormat,
+    Envelope,
+    PromptFields,
+    each,
+    pooling_of,
+    respond,
+)
 from kvasir.server.api.http.body import EncoderRoute, LabelRoute
+from kvasir.server.api.http.pieces import LazyList
 from kvasir.server.api.http.responses import GENERATE_ERRORS, service_of, state_of
 from kvasir.server.api.openai.schemas import Prompts
 from kvasir.server.api.schemas import Items, ModelName, ResponseBody, Share, Size
@@ -106,9 +114,7 @@ class PoolingBody(PromptFields):
         description="A vector of each input, vectors of its tokens, or the probabilities of its "
         "labels. Default: the first, or of a model with labels the last.",
     )
-    encoding_format: Literal["float", "base64"] = Field(
-        "float", description="Numbers, or base64 of their bytes as float32, little-endian."
-    )
+    encoding_format: EncodingFormat = "float"
 
 
 class Pooled(ResponseBody):
@@ -129,7 +135,7 @@ class PooledInputs(_Listed):
 @router.post("/v1/score", response_model=Scores, responses=GENERATE_ERRORS)
 async def score(request: Request, body: ScoreBody) -> Response:
     """Return the scores of pairs of texts, as vLLM does: of a model of vectors their cosines."""
-    service, head = service_of(request), _head(request, "score")
+    service, envelope = service_of(request), _listed(request, "score")
     firsts, seconds = ([one] if isinstance(one, str) else one for one in (body.text_1, body.text_2))
     if not (firsts and seconds) or len(firsts) not in (1, len(seconds)):
         raise InvalidRequestError(
@@ -138,82 +144,70 @@ async def score(request: Request, body: ScoreBody) -> Response:
             param="text_1",
         )
     is_cosine = service.task == "embed"
-    pooling = pooling_of(service, None if is_cosine else 1)
-    pairs: list[Text] = [*zip(firsts * (len(seconds) // len(firsts)), seconds, strict=True)]
+    pooling, n_first, n_pairs = (
+        pooling_of(service, None if is_cosine else 1),
+        len(firsts),
+        len(seconds),
+    )
 
-    def scores(outputs: list[Floats]) -> Iterator[float]:
-        if not is_cosine:
-            yield from (shares(one, pooling)[0] for one in outputs)
-            return
-        units = [unit(one) for one in outputs]
-        of_firsts, of_seconds = units[: len(firsts)], units[len(firsts) :]
-        for place, other in enumerate(of_seconds):
-            yield float(np.dot(of_firsts[place % len(firsts)], other))
+    def show(outputs: list[Floats]) -> LazyList:
+        def scored(index: int) -> dict[str, Any]:
+            if is_cosine:
+                score = figures.cosine(outputs[index % n_first], outputs[n_first + index])
+            else:
+                score = figures.shares(outputs[index], pooling)[0]
+            return {"index": index, "object": "score", "score": score}
 
-    def show(outputs: list[Floats], n_tokens: int) -> Iterator[bytes]:
-        items = (
-            {"index": index, "object": "score", "score": one}
-            for index, one in enumerate(scores(outputs))
-        )
-        return enveloped(head, "data", items, {"usage": usage(n_tokens)})
+        return LazyList(range(n_pairs), scored)
 
     if is_cosine:
         texts = [*firsts, *seconds]
-        return await respond(request, body, texts, "text_2", "pooled", show, "none")
-    return await respond(request, body, pairs, "text_2", "scores", show)
+        return await respond(request, body, texts, "text_2", "pooled", show, envelope, "none")
+    pairs: list[Text] = [*zip(firsts * (n_pairs // n_first), seconds, strict=True)]
+    return await respond(request, body, pairs, "text_2", "scores", show, envelope)
 
 
 @label_router.post("/classify", response_model=Classification, responses=GENERATE_ERRORS)
 @label_router.post("/v1/classify", response_model=Classification, responses=GENERATE_ERRORS)
 async def classify(request: Request, body: ClassifyBody) -> Response:
     """Return each text's label and the probabilities of all labels, as vLLM does."""
-    service = service_of(request)
-    pooling, head = pooling_of(service), _head(request, "classify")
+    pooling, envelope = pooling_of(service_of(request)), _listed(request, "classify")
 
-    def show(outputs: list[Floats], n_tokens: int) -> Iterator[bytes]:
-        def classified(index: int) -> dict[str, Any]:
-            label = pooling.labels[int(outputs[index].argmax())]
-            probs = shares(outputs[index], pooling)
-            return {"index": index, "label": label, "probs": probs, "num_classes": len(probs)}
+    def classified(index: int, scores: Floats) -> dict[str, Any]:
+        label, probs = pooling.labels[int(scores.argmax())], figures.shares(scores, pooling)
+        return {"index": index, "label": label, "probs": probs, "num_classes": len(probs)}
 
-        items = map(classified, range(len(outputs)))
-        return enveloped(head, "data", items, {"usage": usage(n_tokens)})
-
-    return await respond(request, body, body.input, "input", "scores", show)
+    show = each(classified)
+    return await respond(request, body, body.input, "input", "scores", show, envelope)
 
 
 @router.post("/pooling", response_model=PooledInputs, responses=GENERATE_ERRORS)
 async def pool(request: Request, body: PoolingBody) -> Response:
     """Return what the model makes of each text, as vLLM does."""
-    service, head = service_of(request), _head(request, "pool")
+    service, envelope = service_of(request), _listed(request, "pool")
     task, pooling = body.task or service.task, pooling_of(service)
     output, purpose = _TASKS[task]
     if purpose != service.task:
-        can = " or ".join(repr(one) for one, (_, of) in _TASKS.items() if of == service.task)
+        can = " or ".join(repr(name) for name in _TASKS if _TASKS[name][1] == service.task)
         message = f"task: the model {service.name!r} can do {can}, not {task!r}"
         raise InvalidRequestError(message, param="task")
-    as_text = body.encoding_format == "base64"
+    form = body.encoding_format
 
-    def show(outputs: list[Floats], n_tokens: int) -> Iterator[bytes]:
-        def pooled(index: int) -> dict[str, Any]:
-            found = outputs[index]
-            if output == "scores":
-                found = np.array(shares(found, pooling), np.float32)
-            data = base64(found) if as_text else found.tolist()
-            return {"index": index, "object": "pooling", "data": data}
+    def pooled(index: int, numbers: Floats) -> dict[str, Any]:
+        if output == "scores":
+            numbers = np.array(figures.shares(numbers, pooling), np.float32)
+        return {"index": index, "object": "pooling", "data": figures.FORMATS[form](numbers)}
 
-        items = map(pooled, range(len(outputs)))
-        return enveloped(head, "data", items, {"usage": usage(n_tokens)})
-
-    return await respond(request, body, body.input, "input", output, show, body.encoding_format)
+    show = each(pooled)
+    return await respond(request, body, body.input, "input", output, show, envelope, form)
 
 
-def _head(request: Request, kind: str) -> dict[str, Any]:
-    """Return the first fields of a response."""
-    name, created = service_of(request).name, int(time())
-    return {
-        "id": f"{kind}-{state_of(request.scope).id}",
-        "object": "list",
-        "created": created,
-        "model": name,
-    }
+def _listed(request: Request, kind: str) -> Envelope:
+    """Return the envelope of an answer."""
+    name, request_id = service_of(request).name, state_of(request.scope).id
+
+    def envelope(data: Any, n_tokens: int) -> dict[str, Any]:
+        head = {"id": f"{kind}-{request_id}", "object": "list", "created": int(time())}
+        return head | {"model": name, "data": data, "usage": figures.usage(n_tokens)}
+
+    return envelope

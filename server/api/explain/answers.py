@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import product
+from dataclasses import asdict
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import Field
-from pydantic_core import to_json
 
+from kvasir.model.config import TransformerConfig
 from kvasir.server.api import schemas
+from kvasir.server.api.http.pieces import LazyList, Pieces
 from kvasir.server.engine.sampling import Floats
 from kvasir.server.explain import explanation as explained
-from kvasir.server.explain.behaviour import Behaviour
 from kvasir.server.explain.explanation import Effect, NextToken
 
 
@@ -82,49 +82,42 @@ class Explanation(schemas.ResponseBody):
     head_values: HeadValues | None = None
 
 
-def write(
-    found: explained.Explanation, heads: list[int], behaviours: list[Behaviour]
-) -> Iterator[bytes]:
-    """Yield the JSON of an Explanation row by row."""
-    known: dict[str, Any] = {
+def shown(found: explained.Explanation, heads: list[int], config: TransformerConfig) -> Pieces:
+    """Return the JSON of an Explanation, whose matrices are written row by row."""
+    answer: dict[str, Any] = {
         "tokens": found.tokens,
         "token_ids": found.token_ids,
         "next_tokens": found.next_tokens,
     }
     if found.effect is not None:
-        known["effect"] = found.effect
+        answer["effect"] = found.effect
     if found.lens:
-        known["lens"] = [{"layer": i, "next_tokens": one} for i, one in enumerate(found.lens)]
+        answer["lens"] = [{"layer": i, "next_tokens": one} for i, one in enumerate(found.lens)]
     if found.entropies is not None:
-        known["entropies"] = found.entropies.tolist()
-    maps = {"attention": found.weights}
+        answer["entropies"] = found.entropies.tolist()
+    answer["attention"] = [
+        {"layer": layer, "head": head, "weights": _rows(weights[head])}
+        | {"behaviour": behaviour.label, "shares": behaviour.shares}
+        for layer, weights in found.weights.items()
+        for head, behaviour in zip(heads, found.behaviours(layer, heads, config), strict=True)
+    ]
     if found.source_ids:
-        known |= {"source_tokens": found.source_tokens, "source_token_ids": found.source_ids}
-        maps["source_attention"] = found.source_weights
-    yield to_json(known)[:-1]
-    for name, of_layers in maps.items():
-        yield b',"%s":[' % name.encode()
-        for i, (layer, head) in enumerate(product(of_layers, heads)):
-            about: dict[str, Any] = {"layer": layer, "head": head}
-            if name == "attention":
-                about |= {"behaviour": behaviours[i].label, "shares": behaviours[i].shares}
-            yield (b"," if i else b"") + to_json(about)[:-1]
-            yield from _rows("weights", of_layers[layer][head])
-            yield b"}"
-        yield b"]"
-    if (of := found.head_values) is not None:
-        about = {"layer": of.layer, "head": of.head, "scale": of.scale, "sink": of.sink}
-        yield b',"head_values":' + to_json(about)[:-1]
-        for name in ("queries", "keys", "values", "scores", "bias"):
-            if (matrix := getattr(of, name)) is not None:
-                yield from _rows(name, matrix)
-        yield b"}"
-    yield b"}"
+        answer |= {"source_tokens": found.source_tokens, "source_token_ids": found.source_ids}
+        answer["source_attention"] = [
+            {"layer": layer, "head": head, "weights": _rows(weights[head])}
+            for layer, weights in found.source_weights.items()
+            for head in heads
+        ]
+    if found.head_values is not None:
+        values = asdict(found.head_values)
+        if values["bias"] is None:
+            del values["bias"]
+        answer["head_values"] = {
+            name: _rows(value) if isinstance(value, np.ndarray) else value
+            for name, value in values.items()
+        }
+    return Pieces(answer)
 
 
-def _rows(name: str, matrix: Floats) -> Iterator[bytes]:
-    """Yield a field of an object, a matrix [n, …], row by row."""
-    yield b',"%s":[' % name.encode()
-    for i, row in enumerate(matrix):
-        yield (b"," if i else b"") + to_json(row.tolist())
-    yield b"]"
+def _rows(matrix: Floats) -> LazyList:
+    return LazyList(list(matrix), np.ndarray.tolist)

@@ -9,22 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
+from typing import Annotated
 
 from fastapi import APIRouter, Request
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from starlette.responses import Response
 
 from kvasir.model.bundle import ModelBundle
 from kvasir.server.api import schemas
-from kvasir.server.api.explain.answers import Explanation, write
+from kvasir.server.api.explain.answers import Explanation, shown
 from kvasir.server.api.http.body import BodyRoute
-from kvasir.server.api.http.responses import (
-    BODY_ERRORS,
-    held_response,
-    service_of,
-    state_of,
-    unless_disconnected,
-)
+from kvasir.server.api.http.pieces import held_response, unless_disconnected
+from kvasir.server.api.http.responses import BODY_ERRORS, service_of, state_of
 from kvasir.server.engine.sampling import SamplingParams
 from kvasir.server.errors import InvalidRequestError, OverloadedError
 from kvasir.server.explain.explainer import Explainer
@@ -55,6 +51,9 @@ class HeadReference(schemas.RequestBody):
     head: schemas.Count
 
 
+_Head = Annotated[HeadReference, AfterValidator(lambda given: Head(given.layer, given.head))]
+
+
 class ExplainBody(schemas.RequestBody):
     """The body of POST /explain. `text` may be called `prompt`."""
 
@@ -73,7 +72,7 @@ class ExplainBody(schemas.RequestBody):
         description="Position of the token after which the next tokens come, from 0. Default: the "
         "last. Encoders have no next tokens, so no position, lens and entropies.",
     )
-    without: list[HeadReference] = Field(
+    without: list[_Head] = Field(
         [],
         max_length=schemas.MAX_NAMED_TOKENS,
         fail_fast=True,
@@ -87,7 +86,7 @@ class ExplainBody(schemas.RequestBody):
     entropies: bool = Field(
         False, description="Return the entropy of every head's weights at the position."
     )
-    head_values: HeadReference | None = Field(
+    head_values: _Head | None = Field(
         None, description="A head whose queries, keys, values and scores to return."
     )
     target: str | None = Field(
@@ -137,15 +136,13 @@ class Explanations:
         if self._n_inside >= _MAX_INSIDE:
             raise OverloadedError("other texts are being explained; try again", retry_after=1)
         caller.n_used += len(token_ids) + len(source_ids)
-        config = self._bundle.config
 
         def work() -> bytes:
             if self._explainer is None:
                 self._explainer = Explainer(self._bundle, _THREADS)
-            of = layers if heads else []  # a layer's weights are found for all its heads
-            found = self._explainer.explain_tokens(token_ids, of, source_ids, questions)
-            behaviours = [one for layer in of for one in found.behaviours(layer, heads, config)]
-            return b"".join(write(found, heads, behaviours))
+            of_heads = layers if heads else []  # a layer's weights are found for all its heads
+            found = self._explainer.explain_tokens(token_ids, of_heads, source_ids, questions)
+            return b"".join(shown(found, heads, self._bundle.config))
 
         self._n_inside += 1
         try:  # if the client disconnects, an explanation that waits is cancelled
@@ -180,7 +177,9 @@ async def explain(request: Request, body: ExplainBody) -> Response:
             if getattr(body, name) is not None:
                 message = f"{name} is for a model with an encoder; leave it out"
                 raise InvalidRequestError(message, param=name)
-    questions = _questions(body)
+    questions = Questions(
+        body.top_k, body.position, tuple(body.without), body.lens, body.entropies, body.head_values
+    )
     questions.check(len(token_ids), config)
     n_tokens = len(token_ids) + len(source_ids)
     n_weights = len(layers) * len(heads) * len(token_ids) * n_tokens
@@ -199,19 +198,6 @@ async def explain(request: Request, body: ExplainBody) -> Response:
     response = held_response(await unless_disconnected(request.receive, work), service)
     service.metrics.used(caller.name, n_tokens, 0)
     return response
-
-
-def _questions(body: ExplainBody) -> Questions:
-    """Return what a body asks for beside weights."""
-    of = body.head_values
-    return Questions(
-        top_k=body.top_k,
-        position=body.position,
-        without=tuple(Head(one.layer, one.head) for one in body.without),
-        lens=body.lens,
-        entropies=body.entropies,
-        values_of=None if of is None else Head(of.layer, of.head),
-    )
 
 
 async def _target(request: Request, body: ExplainBody, source_ids: list[int]) -> list[int]:

@@ -13,8 +13,8 @@ from pydantic_core import ErrorDetails, from_json
 from starlette.responses import Response
 
 from kvasir.model.suggestions import did_you_mean, nearest
-from kvasir.server.api.http.pieces import compact
-from kvasir.server.api.http.responses import models_of, state_of, unless_disconnected
+from kvasir.server.api.http.pieces import compact, unless_disconnected
+from kvasir.server.api.http.responses import models_of, state_of
 from kvasir.server.api.other_servers import NO_OPS, USED_HERE
 from kvasir.server.api.schemas import RequestBody, field_names
 from kvasir.server.errors import InvalidRequestError
@@ -74,28 +74,14 @@ class BodyRoute(APIRoute):
         return handle
 
 
-class TextRoute(BodyRoute):
-    """A route of the models that continue texts."""
-
-    tasks = ("generate",)
+def _route_for(*tasks: Task) -> type[BodyRoute]:
+    return type("TaskRoute", (BodyRoute,), {"tasks": tasks})
 
 
-class VectorRoute(BodyRoute):
-    """A route of the models that make vectors of texts."""
-
-    tasks = ("embed",)
-
-
-class LabelRoute(BodyRoute):
-    """A route of the models that score labels."""
-
-    tasks = ("classify",)
-
-
-class EncoderRoute(BodyRoute):
-    """A route of the models that make vectors of texts, and of those that score labels."""
-
-    tasks = ("embed", "classify")
+TextRoute = _route_for("generate")
+VectorRoute = _route_for("embed")
+LabelRoute = _route_for("classify")
+EncoderRoute = _route_for("embed", "classify")
 
 
 def check_amount(raw: bytes) -> None:

@@ -1,15 +1,25 @@
-"""JSON in pieces: a long answer is written by the text worker while it is sent."""
+"""Answers of JSON: a long one is written by the text worker, in pieces, while it is sent."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
+from pydantic_core import PydanticSerializationError, to_json
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from kvasir.server.requests.models import Models
+from kvasir.server.requests.service import Service
 from kvasir.server.requests.text_worker import TextWorker
 
+T = TypeVar("T")
+
+_JSON = "application/json"
 FEW = 1024  # values that are written on the event loop, in a few milliseconds
 _VALUE_BYTES = 20  # of a value of which JSON is to be made
 PIECE = 2**16  # bytes: uvicorn's limit on data that waits to be sent
@@ -38,13 +48,8 @@ def _few(value: LazyList) -> list[Any]:
     return list(value)
 
 
-def _none(_value: LazyList) -> list[Any]:
-    raise _LongError
-
-
-_encoder = partial(json.JSONEncoder, allow_nan=False, separators=(",", ":"))
-compact = _encoder(default=_few).encode  # of events
-whole = _encoder(default=_none, ensure_ascii=False).encode  # of answers with many short lists
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=_few)
+compact = _ENCODER.encode  # of events
 
 
 class Pieces:
@@ -67,7 +72,7 @@ class Pieces:
                 continue
             start = b"["
             for item in part:
-                yield start + whole(item).encode()
+                yield start + to_json(item)
                 start = b","
             yield b"]" if start == b"," else b"[]"
 
@@ -83,16 +88,24 @@ def _parts(value: Any) -> Iterator[bytes | LazyList]:
         yield from value._parts
     elif isinstance(value, dict) and value:
         for place, (key, one) in enumerate(value.items()):
-            yield f"{',' if place else '{'}{whole(key)}:".encode()
+            yield (b"," if place else b"{") + to_json(key) + b":"
             yield from _parts(one)
         yield b"}"
-    elif isinstance(value, list) and value and isinstance(value[0], dict):
+    elif isinstance(value, list) and value and isinstance(value[0], dict | LazyList):
         for place, one in enumerate(value):
             yield b"," if place else b"["
             yield from _parts(one)
         yield b"]"
     else:
-        yield whole(value).encode()
+        yield to_json(value)
+
+
+def whole(value: Any) -> Written:
+    """Return the JSON of an answer: in pieces if much of it is to be made."""
+    try:
+        return to_json(value)
+    except PydanticSerializationError:  # of a lazy list
+        return _short(Pieces(value))
 
 
 def written(
@@ -102,8 +115,11 @@ def written(
     try:
         return f"{before}{encode(value)}{after}".encode()
     except _LongError:
-        made = Pieces(before.encode(), value, after.encode())
-        return b"".join(made) if made.n_values <= FEW else made
+        return _short(Pieces(before.encode(), value, after.encode()))
+
+
+def _short(made: Pieces) -> Written:
+    return b"".join(made) if made.n_values <= FEW else made
 
 
 def together(some: list[Written]) -> Written:
@@ -111,17 +127,95 @@ def together(some: list[Written]) -> Written:
     return b"".join(some) if all(isinstance(one, bytes) for one in some) else Pieces(*some)  # type: ignore[arg-type]
 
 
-async def sent(pieces: Iterator[bytes], worker: TextWorker) -> AsyncIterator[bytes]:
-    """Yield pieces that a thread makes, joined to larger ones."""
-    loop = asyncio.get_running_loop()
+async def sent(made: Written, worker: TextWorker) -> AsyncIterator[bytes]:
+    """Yield bytes, or pieces that a thread makes and joins to larger ones."""
+    if isinstance(made, bytes):
+        if made:
+            yield made
+        return
+    loop, pieces = asyncio.get_running_loop(), iter(made)
     while piece := await loop.run_in_executor(worker, _next, pieces):
         yield piece
 
 
 def _next(pieces: Iterator[bytes]) -> bytes:
-    found = bytearray()
+    joined = bytearray()
     for piece in pieces:
-        found += piece
-        if len(found) >= PIECE:
+        joined += piece
+        if len(joined) >= PIECE:
             break
-    return bytes(found)
+    return bytes(joined)
+
+
+def json_response(body: Written, worker: TextWorker) -> Response:
+    """Return a response of JSON; a large one is sent in pieces, and streams can send in between.
+
+    In one piece it would be copied whenever a part has been sent, which blocks the event loop.
+    """
+    if not isinstance(body, bytes):
+        return StreamingResponse(sent(body, worker), media_type=_JSON)
+    if len(body) <= PIECE:
+        return Response(body, media_type=_JSON)
+    headers = {"content-length": str(len(body))}
+    return StreamingResponse(_slices(body), headers=headers, media_type=_JSON)
+
+
+def held_response(body: Written, server: Service | Models) -> Response:
+    """Return a response of JSON that counts among the answers until it is sent, if it is large."""
+
+    async def made() -> Response:
+        return json_response(body, server.text_worker)
+
+    if len(body) <= PIECE:
+        return json_response(body, server.text_worker)
+    return Deferred(made, server.answers[False].hold(len(body)))
+
+
+async def _slices(body: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), PIECE):
+        yield body[start : start + PIECE]
+        await asyncio.sleep(0)
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`; cancel it and raise ClientDisconnect if the client disconnects.
+
+    Call it once the body has been read: then the server reports nothing but the disconnect.
+    """
+    working = asyncio.ensure_future(work)
+    disconnecting = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((working, disconnecting), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        working.cancel()
+        disconnecting.cancel()
+        await asyncio.gather(working, disconnecting, return_exceptions=True)
+        del working, disconnecting  # else an error holds the request until garbage is collected
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Deferred(Response):
+    """A response that is made when it is sent: nothing holds the request's body any more.
+
+    A client that disconnects before that cancels the work.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[], Coroutine[Any, Any, Response]],
+        held: AbstractContextManager[None],
+    ) -> None:
+        self._work, self._held = work, held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Make the response and send it, as an ASGI application does."""
+        with self._held:
+            response = await unless_disconnected(receive, self._work())
+            await response(scope, receive, send)

@@ -1,32 +1,39 @@
-"""Responses: a completion whole or as server-sent events, and errors.
+"""Responses: errors, and a completion whole or as server-sent events.
 
 An error becomes a response in `error_response`, or in a stream's last event: nowhere else.
 """
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from functools import partial
 from typing import Annotated, Any, TypeVar, cast
 
 from fastapi import Depends, Query
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from kvasir.model.files import in_words
-from kvasir.server.api.http.pieces import PIECE, Written, compact, sent, together, whole, written
+from kvasir.server.api.http.pieces import (
+    Deferred,
+    Written,
+    compact,
+    json_response,
+    sent,
+    together,
+    unless_disconnected,
+    whole,
+)
 from kvasir.server.errors import EngineError, InsufficientStorageError, KvasirError
 from kvasir.server.requests.completion import Completion, CompletionRequest, Delta, RequestState
 from kvasir.server.requests.models import Models
 from kvasir.server.requests.service import Service
-from kvasir.server.requests.text_worker import TextWorker
 
 logger = logging.getLogger("kvasir")
 
@@ -34,7 +41,6 @@ T = TypeVar("T")
 Failed = Callable[[dict[str, Any]], bytes]
 
 DONE = b"data: [DONE]\n\n"
-_JSON = "application/json"
 KEEP_ALIVE = b": keep-alive\n\n"
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 # Their errors have the form of TGI, which is TEI's, too.
@@ -171,60 +177,6 @@ def error_response(scope: Scope, error: Exception) -> JSONResponse:
     return JSONResponse(body, known.status, known.headers)
 
 
-def json_response(body: Written | Iterator[bytes], worker: TextWorker) -> Response:
-    """Return a response of JSON; a large one is sent in pieces, and streams can send in between.
-
-    In one piece it would be copied whenever a part has been sent, which blocks the event loop.
-    """
-    if not isinstance(body, bytes):
-        return StreamingResponse(sent(iter(body), worker), media_type=_JSON)
-    if len(body) <= PIECE:
-        return Response(body, media_type=_JSON)
-    headers = {"content-length": str(len(body))}
-    return StreamingResponse(_slices(body), headers=headers, media_type=_JSON)
-
-
-def held_response(body: Written, of: Service | Models) -> Response:
-    """Return a response of JSON that counts among the answers until it is sent, if it is large."""
-
-    async def made() -> Response:
-        return json_response(body, of.text_worker)
-
-    if len(body) <= PIECE:
-        return json_response(body, of.text_worker)
-    return Deferred(made, of.answers[False].hold(len(body)))
-
-
-async def _slices(body: bytes) -> AsyncIterator[bytes]:
-    for start in range(0, len(body), PIECE):
-        yield body[start : start + PIECE]
-        await asyncio.sleep(0)
-
-
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`; cancel it and raise ClientDisconnect if the client disconnects.
-
-    Call it once the body has been read: then the server reports nothing but the disconnect.
-    """
-    working = asyncio.ensure_future(work)
-    disconnecting = asyncio.ensure_future(_disconnect(receive))
-    try:
-        await asyncio.wait((working, disconnecting), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientDisconnect
-    finally:
-        working.cancel()
-        disconnecting.cancel()
-        await asyncio.gather(working, disconnecting, return_exceptions=True)
-        del working, disconnecting  # else an error holds the request until garbage is collected
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 class Formatter(ABC):
     """The form of a completion's response: a stream shows the parts of which `whole` is made."""
 
@@ -289,18 +241,12 @@ async def _events(
         async for deltas in completion.deltas(service.settings.keep_alive_interval):
             chunk = together([formatter.chunk(delta) for delta in deltas])
             if not isinstance(chunk, bytes):
-                async for piece in sent(iter(chunk), service.text_worker):
+                async for piece in sent(chunk, service.text_worker):
                     yield piece
-            elif chunk:
-                yield chunk
-            elif not deltas:
-                yield formatter.keep_alive
-        tail = formatter.tail()
-        if not isinstance(tail, bytes):
-            async for piece in sent(iter(tail), service.text_worker):
-                yield piece
-        elif tail:
-            yield tail
+            elif chunk or not deltas:
+                yield chunk or formatter.keep_alive
+        async for piece in sent(formatter.tail(), service.text_worker):
+            yield piece
 
 
 async def _whole(state: RequestState, wanted: CompletionRequest, formatter: Formatter) -> Response:
@@ -309,27 +255,7 @@ async def _whole(state: RequestState, wanted: CompletionRequest, formatter: Form
         async for deltas in completion.deltas():
             for delta in deltas:
                 formatter.add(delta)
-    return json_response(written(formatter.whole(), whole), formatter.service.text_worker)
-
-
-class Deferred(Response):
-    """A response that is made when it is sent: nothing holds the request's body any more.
-
-    A client that disconnects before that cancels the work.
-    """
-
-    def __init__(
-        self,
-        work: Callable[[], Coroutine[Any, Any, Response]],
-        held: AbstractContextManager[None],
-    ) -> None:
-        self._work, self._held = work, held
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Make the response and send it, as an ASGI application does."""
-        with self._held:
-            response = await unless_disconnected(receive, self._work())
-            await response(scope, receive, send)
+    return json_response(whole(formatter.whole()), formatter.service.text_worker)
 
 
 def event(data: str, name: str | None = None) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 from fastapi import Request
 from python_multipart import MultipartParser
@@ -17,17 +17,10 @@ FORM_BYTES = 2**16  # of a form beside its file
 _MAX_FIELD = 512  # bytes
 
 
-class Sink(Protocol):
-    """The place for the content of the file."""
-
-    def write(self, data: bytes) -> None:
-        """Take the next piece."""
-
-
 class Form:
     """A form that is being read: the text of its fields, and the name of its file."""
 
-    def __init__(self, content_type: str, sink: Sink) -> None:
+    def __init__(self, content_type: str, write: Callable[[bytes], object]) -> None:
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary")
         if kind != b"multipart/form-data" or not boundary:
@@ -35,7 +28,7 @@ class Form:
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
         self.is_complete = False
-        self._sink = sink
+        self._write = write
         self._header = self._value = self._disposition = b""
         self._field: str | None = None  # None is the file
         self._data = b""
@@ -53,7 +46,7 @@ class Form:
         )
 
     def feed(self, piece: bytes) -> None:
-        """Read a piece of the body. Raises InvalidRequestError, and what the sink raises."""
+        """Read a piece of the body. Raises InvalidRequestError, and what `write` raises."""
         try:
             self._parser.write(piece)
         except MultipartParseError as error:
@@ -86,7 +79,7 @@ class Form:
 
     def _add_data(self, data: bytes, start: int, end: int) -> None:
         if self._field is None:
-            self._sink.write(data[start:end])
+            self._write(data[start:end])
         elif len(self._data) + end - start > _MAX_FIELD:
             message = f"{self._field}: it has more than {_MAX_FIELD} bytes"
             raise InvalidRequestError(message, param=self._field)
@@ -101,12 +94,12 @@ class Form:
         self.is_complete = True
 
 
-async def read_form(request: Request, sink: Sink) -> Form:
-    """Read a request's form, and write its file to `sink`, in threads.
+async def read_form(request: Request, write: Callable[[bytes], object]) -> Form:
+    """Read a request's form, and pass its file to `write`, in threads.
 
-    Raises InvalidRequestError for a broken form, and what the sink raises.
+    Raises InvalidRequestError for a broken form, and what `write` raises.
     """
-    form = Form(request.headers.get("content-type", ""), sink)
+    form = Form(request.headers.get("content-type", ""), write)
     async for piece in request.stream():
         await in_thread(None, form.feed, piece)
     if not form.is_complete:

@@ -101,7 +101,7 @@ async def upload(request: Request, store: Store, owner: Owner) -> File:
     """Store a file of requests, for a batch."""
     content = await in_thread(None, Content, store, owner)
     try:
-        form = await read_form(request, content)
+        form = await read_form(request, content.write)
         if form.fields.get("purpose") != "batch":
             given = form.fields.get("purpose")
             raise InvalidRequestError(f"purpose: it must be batch, not {given!r}", param="purpose")

@@ -12,11 +12,10 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from kvasir.server.api.http.body import TextRoute
-from kvasir.server.api.http.pieces import compact, written
+from kvasir.server.api.http.pieces import compact, held_response, written
 from kvasir.server.api.http.responses import (
     STREAMED,
     errors,
-    held_response,
     models_of,
     respond,
     service_of,
