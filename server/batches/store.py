@@ -27,6 +27,7 @@ from kvasir.model.files import in_words, sync
 from kvasir.server.batches.objects import ENDED, StoredBatch, StoredFile
 from kvasir.server.errors import ConflictError, NotFoundError, RequestTooLargeError, StartupError
 
+MAX_BATCHES = 1000  # of each key; the oldest that has ended is forgotten for a new one
 RECORD_BYTES = 4096  # counted for each description
 WINDOW = 24 * 3600  # seconds in which a batch is answered
 _RESERVE_BYTES = 2**18  # room of the disk for the ends of batches
@@ -38,17 +39,14 @@ Record = TypeVar("Record", StoredFile, StoredBatch)
 class BatchStore:
     """The files and batches of all API keys, by id, in the order of their creation.
 
-    max_bytes: of all files. is_shared: a key may use as many bytes as it leaves to others.
-    max_batches: of each key; the oldest that has ended is then forgotten. What is `reserved` ends a
-    batch: it may exceed the limit, and use the last room of the disk. Raises StartupError for a
-    folder that another server uses, or that cannot be read.
+    max_bytes: of all files. is_shared: a key may use as many bytes as it leaves to others. What is
+    `reserved` ends a batch: it may exceed the limit, and use the last room of the disk. Raises
+    StartupError for a folder that another server uses, or that cannot be read.
     """
 
-    def __init__(
-        self, folder: Path, *, max_bytes: int, max_batches: int, is_shared: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, *, max_bytes: int, is_shared: bool = False) -> None:
         self._files, self._batches = folder / "files", folder / "batches"
-        self._max_bytes, self._max_batches, self._is_shared = max_bytes, max_batches, is_shared
+        self._max_bytes, self._is_shared = max_bytes, is_shared
         self._writing, self._counting = threading.RLock(), threading.Lock()
         self._used = Counter[str]()  # bytes, by owner
         try:
@@ -173,9 +171,8 @@ class BatchStore:
         self, file: StoredFile, endpoint: str, metadata: Mapping[str, str] | None, now: float
     ) -> StoredBatch:
         """Return a new batch, to be saved or forgotten. Raises ConflictError for one too many."""
-        if sum(one.owner == file.owner for one in self.unfinished) >= self._max_batches:
-            limit = f"{self._max_batches} batches have not ended, the limit (setting max_batches)"
-            raise ConflictError(f"{limit}; wait for one to end")
+        if sum(one.owner == file.owner for one in self.unfinished) >= MAX_BATCHES:
+            raise ConflictError(f"{MAX_BATCHES} batches have not ended; wait for one to end")
         self.take(RECORD_BYTES, file.owner)
         batch = StoredBatch(
             id=f"batch_{secrets.token_hex(12)}",
@@ -201,7 +198,7 @@ class BatchStore:
         """Remove the oldest ended batches of a key that has more than it may."""
         mine = [one for one in self.batches.values() if one.owner == owner]
         ended = [one for one in mine if one.status in ENDED]
-        for batch in ended[: max(0, len(mine) - self._max_batches)]:
+        for batch in ended[: max(0, len(mine) - MAX_BATCHES)]:
             self.forget(batch)
 
     def save(self, batch: StoredBatch, *, reserved: bool = False) -> None:

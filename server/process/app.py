@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from kvasir.model.bundle import ModelBundle
 from kvasir.model.suggestions import install_command
 from kvasir.server.api.explain.routes import Explanations
-from kvasir.server.api.http.keys import ApiKeys, Limits
+from kvasir.server.api.http.keys import ApiKeys
 from kvasir.server.api.http.middleware import (
     body_limit,
     error_responses,
@@ -54,7 +54,8 @@ def create_app(
     """
     if isinstance(bundles, ModelBundle):
         bundles = {settings.model_name: bundles}
-    keys = _keys(settings)
+    key = settings.api_key.get_secret_value() if settings.api_key else None
+    keys = ApiKeys(key, settings.api_key_file)
     models = Models(settings, bundles)
     models.metrics.key_file_failed.set_function(lambda: keys.has_failed)
     clock = clock or StartClock()
@@ -97,21 +98,13 @@ def create_app(
         name: Explanations(service.bundle) for name, service in models.services.items()
     }
     app.state.batches = _batch_worker(app, keys if settings.has_keys else None)
-    app.state.response_store = ResponseStore(
-        settings.max_stored_responses, settings.stored_responses_memory
-    )
+    app.state.response_store = ResponseStore(settings.stored_responses_memory)
     add_routes(app)
     _add_middleware(app, keys)
     if provider is not None:
         app.add_middleware(tracing.request_spans, provider=provider, model=settings.model_name)
     app.add_middleware(request_context)
     return app
-
-
-def _keys(settings: Settings) -> ApiKeys:
-    key = settings.api_key.get_secret_value() if settings.api_key else None
-    limits = Limits(settings.max_concurrency_per_key, settings.max_tokens_per_minute_per_key)
-    return ApiKeys(key, settings.api_key_file, limits)
 
 
 def _add_middleware(app: FastAPI, keys: ApiKeys) -> None:
@@ -160,7 +153,6 @@ def _batch_worker(app: FastAPI, keys: ApiKeys | None) -> BatchWorker | None:
     store = BatchStore(
         settings.batch_dir,
         max_bytes=settings.batch_dir_bytes,
-        max_batches=settings.max_batches,
         is_shared=settings.api_key_file is not None,
     )
     worker = BatchWorker(

@@ -40,8 +40,8 @@ def check_model(settings: Settings, name: str | None = None) -> ModelBundle:
         BACKENDS[device].require()
     except NoDeviceError as error:
         raise StartupError(f"{path} was exported for {device}: {error}") from None
-    for setting in settings.model_fields_set & {"threads", "spin_microseconds"}:
-        raise StartupError(f"setting {setting} is for the CPU; leave it out for a model on a GPU")
+    if settings.threads is not None:
+        raise StartupError("setting threads is for the CPU; leave it out for a model on a GPU")
     if settings.prefix_cache_memory:
         cause = "setting prefix_cache_memory can only be 0 on a GPU"
         raise StartupError(f"{cause}: blocks are kept in kv_cache_memory")
@@ -68,7 +68,6 @@ def build_encoder_engine(
         bundle.config,
         max_model_len=settings.max_model_len,
         threads=settings.threads,
-        spin_microseconds=settings.spin_microseconds,
         fits_16_bits=bundle.manifest.fits_16_bits,
     )
     if clock is not None:
@@ -122,7 +121,6 @@ def build_engine(
             kv_cache_bytes=settings.kv_cache_memory,
             n_models=len(settings.models),
             threads=settings.threads,
-            spin_microseconds=settings.spin_microseconds,
             fits_16_bits=bundle.manifest.fits_16_bits,
         )
         chunk_size = settings.chunk_size or _CPU_CHUNK
@@ -139,7 +137,6 @@ def build_engine(
             n_models=len(settings.models),
             prefix_cache_bytes=settings.prefix_cache_memory,
             threads=settings.threads,
-            spin_microseconds=settings.spin_microseconds,
         )
         chunk_size = settings.chunk_size or _CPU_CHUNK
         clock.lap("session")

@@ -58,7 +58,7 @@ class Models:
         self.names = tuple(bundles)
         self.metrics = ServerMetrics()
         self.text_worker = TextWorker()
-        self.answers = AnswerMemory.pots(settings.max_answer_bytes, self.text_worker)
+        self.answers = AnswerMemory.pots(self.text_worker)
         self.services: dict[str, Service] = {}
         self.failures: dict[str, StartupError] = {}  # of models that could not be loaded
         self.on_load_failure: Callable[[StartupError], None] = logger.error

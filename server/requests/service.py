@@ -84,7 +84,7 @@ class Service:
             max_queue_tokens=self.settings.queue_tokens_limit,
         )
         self.text_worker = text_worker or TextWorker()
-        self.answers = answers or AnswerMemory.pots(settings.max_answer_bytes, self.text_worker)
+        self.answers = answers or AnswerMemory.pots(self.text_worker)
         self.builder = RequestBuilder(
             self.settings, bundle, self.engine, self.admission, self.text_worker, self.answers
         )

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -215,14 +216,16 @@ TGI_TYPES = {"invalid_request_error": "validation", "internal_error": "generatio
     ("dialect", "stream"), [("openai", False), ("tgi", True), ("anthropic", True)]
 )
 @pytest.mark.parametrize("name", CASES)
-async def test_row(name: str, dialect: str, stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+async def test_row(
+    name: str, dialect: str, stream: bool, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     case, status, kind, code = CASES[name]
     runner = FakeRunner(VOCAB_SIZE, max_num_seqs=1, budget_tokens=40)
     caplog.set_level(logging.CRITICAL, logger="kvasir")
-    limits: dict[str, Any] = {"max_queue": 1, "max_body_bytes": 2000, "max_concurrency_per_key": 3}
-    if name == "key has used its tokens":
-        limits["max_tokens_per_minute_per_key"] = 1
-    async with serving(runner, **limits, api_key="right") as served:
+    keys, n_tokens = tmp_path / "keys", 1 if name == "key has used its tokens" else 10**6
+    keys.write_text(f"concurrency=3 tokens_per_minute={n_tokens} right")
+    limits: dict[str, Any] = {"max_queue": 1, "max_body_bytes": 2000}
+    async with serving(runner, **limits, api_key_file=keys) as served:
         served.client.headers["authorization"] = "Bearer right"
         post = partial(poster(served, dialect), stream=stream)
         metrics, reason = served.service.metrics, REASONS.get(name, code or kind)

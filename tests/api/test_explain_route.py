@@ -172,9 +172,10 @@ async def test_a_bad_field_is_named(
     assert response.json()["error"]["param"] == param
 
 
-async def test_its_tokens_are_of_the_keys_tokens_a_minute(directory: Path) -> None:
-    headers = {"authorization": "Bearer a"}
-    async with explaining(directory, api_key="a", max_tokens_per_minute_per_key=1) as client:
+async def test_its_tokens_are_of_the_keys_tokens_a_minute(directory: Path, tmp_path: Path) -> None:
+    headers, keys = {"authorization": "Bearer a"}, tmp_path / "keys"
+    keys.write_text("name=default tokens_per_minute=1 a")
+    async with explaining(directory, api_key_file=keys) as client:
         first, second = [
             await client.post("/explain", json={"text": TEXT}, headers=headers) for _ in range(2)
         ]

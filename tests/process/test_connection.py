@@ -20,14 +20,18 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from kvasir.server.process.connection import MAX_HEADERS, MAX_PIPELINED, MIN_BODY_RATE
+from kvasir.server.process.connection import (
+    MAX_HEAD_BYTES,
+    MAX_HEADERS,
+    MAX_PIPELINED,
+    MIN_BODY_RATE,
+)
 from kvasir.server.process.serve import configure
 from kvasir.server.process.shared_limits import SharedLimits, Turns, max_connections
 from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.live import KEY, Live, live, wait
 from tests.serving import VOCAB_SIZE, fake_app
 
-LIMIT = 2048
 GET = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
@@ -121,9 +125,7 @@ class Connection:
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.n_begun = self.n_disconnects = 0
-        kind: Any = configure(
-            fake_app(FakeRunner(VOCAB_SIZE), max_header_bytes=LIMIT, **settings)
-        ).http
+        kind: Any = configure(fake_app(FakeRunner(VOCAB_SIZE), **settings)).http
         config = uvicorn.Config(
             self.application,
             interface="asgi3",
@@ -444,9 +446,9 @@ async def test_trailers_and_chunk_extensions_are_bounded_as_heads_are(
 ) -> None:
     """Each by its length, and all by the time that they may take."""
     connection = Connection()
-    await connection.receive(CHUNKED + begun + repeated * (LIMIT // len(repeated)))
+    await connection.receive(CHUNKED + begun + repeated * (MAX_HEAD_BYTES // len(repeated)))
     assert connection.statuses == []
-    for _ in range(10):
+    for _ in range(40):
         await connection.receive(repeated * 1000)
     assert connection.statuses == [431]
 
@@ -481,7 +483,7 @@ async def test_trailers_that_do_not_end_are_cut_off_without_a_second_answer() ->
     connection = Connection()
     connection.protocol.app = refusing
     await connection.receive(CHUNKED + b"0\r\nx: ")
-    for _ in range(10):
+    for _ in range(40):
         await connection.receive(b"y" * 1000)
     assert connection.statuses == [413]
     await connection.clock.advance(2.0)
@@ -549,15 +551,15 @@ async def test_only_a_complete_answer_may_be_read_slowly(
 def head(chance: random.Random) -> tuple[bytes, bool]:
     """Return a head, and whether its URL, a header or the number of headers is too large."""
     n_url, n_headers = (
-        chance.choice([1, 1, 900, LIMIT, LIMIT + 1]),
+        chance.choice([1, 1, 900, MAX_HEAD_BYTES, MAX_HEAD_BYTES + 1]),
         chance.choice([0, 3, MAX_HEADERS, MAX_HEADERS + 1]),
     )
-    headers = [(b"a", b"x" * chance.choice([1, 1, 500, LIMIT])) for _ in range(n_headers)]
+    headers = [(b"a", b"x" * chance.choice([1, 1, 500, MAX_HEAD_BYTES])) for _ in range(n_headers)]
     size = n_url + sum(len(name) + len(value) + 4 for name, value in headers)
     lines = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
     return b"GET /" + b"u" * (
         n_url - 1
-    ) + b" HTTP/1.1\r\n" + lines + b"\r\n", size > LIMIT or n_headers > MAX_HEADERS
+    ) + b" HTTP/1.1\r\n" + lines + b"\r\n", size > MAX_HEAD_BYTES or n_headers > MAX_HEADERS
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -68,7 +68,7 @@ async def complete(served: Served, **body: Any) -> dict[str, Any]:
 
 async def test_answers_satisfy_their_schemas() -> None:
     schemas = [random_schema(Random(1000 + i)) for i in range(12)]
-    async with serving(long_runner(), max_queue=64, max_queue_tokens=2**20) as served:
+    async with serving(long_runner(), max_queue=256) as served:
         wanted = (complete(served, **schema_format(schema), n=2) for schema in schemas)
         answers = await asyncio.gather(*wanted)
     for schema, answer in zip(schemas, answers, strict=True):
