@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from kvasir.server.engine.encoder.sequence import Encoding
 from kvasir.server.errors import ContextLengthError, InvalidRequestError
-from kvasir.server.requests.builder import RequestBuilder
+from kvasir.server.requests.prompts import PromptReader
 
 MAX_INPUTS, MAX_TOKENS = 2048, 2**20  # of a request
 
@@ -36,15 +36,15 @@ class EncodingOptions:
     side: Side = "right"
 
 
-def encode(builder: RequestBuilder, options: EncodingOptions) -> list[Encoding]:
+def encode(reader: PromptReader, options: EncodingOptions) -> list[Encoding]:
     """Return the tokens of each input. Raises ContextLengthError or InvalidRequestError."""
-    tokenizer, limit, param = builder.bundle.tokenizer, builder.max_model_len, options.param
+    tokenizer, limit, param = reader.bundle.tokenizer, reader.max_model_len, options.param
     longest = min(limit, options.truncate_to or limit)
     sources = [_parts(one, options.prompt) for one in options.inputs]
     # A query is in each of its pairs, and is tokenised once.
     texts = list({part for parts in sources if parts is not None for part in parts})
     for text in texts:
-        builder.check_text(text, param, limit if options.truncate_to is None else None)
+        reader.check_text(text, param, limit if options.truncate_to is None else None)
     tokens = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     known = {text: one.ids for text, one in zip(texts, tokens, strict=True)}
     layouts = {n: _layout(tokenizer, n) for n in {len(parts) for parts in sources if parts}}
@@ -71,7 +71,7 @@ def encode(builder: RequestBuilder, options: EncodingOptions) -> list[Encoding]:
                 param=param,
             )
         if isinstance(source, list):
-            builder.check_token_ids(source, param)
+            reader.check_token_ids(source, param)
             cut = slice(-longest, None) if options.side == "left" else slice(longest)
             encodings.append(Encoding(source[cut], None))
         else:

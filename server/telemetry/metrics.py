@@ -78,10 +78,7 @@ class ServerMetrics:
         self._router = CollectorRegistry()
         self._loads: list[Load] = []
         for index, (name, (text, combine)) in enumerate(_LOAD.items()):
-
-            def read(index: int = index, combine: Callable[..., float] = combine) -> float:
-                return combine([load()[index] for load in self._loads] or [0.0])
-
+            read = partial(self._read_load, index, combine)
             Gauge(name, text, namespace="kvasir", registry=self._router).set_function(read)
         self._families: dict[str, Any] = {}
         self._counter = counter = partial(Counter, namespace="kvasir", registry=self.registry)
@@ -108,6 +105,9 @@ class ServerMetrics:
             options |= {"namespace": "kvasir", "registry": self.registry}
             self._families[name] = kind(name, text, ["model", *labels], **options)
         return self._families[name]
+
+    def _read_load(self, index: int, combine: Callable[..., float]) -> float:
+        return combine([load()[index] for load in self._loads] or [0.0])
 
     def show_batches(
         self, read: Callable[[], tuple[float, ...]], unfinished: Callable[[], Mapping[str, float]]
@@ -186,12 +186,7 @@ class Metrics:
             return partial(family.labels, model) if labels else family.labels(model)
 
         for index, (name, (text, _)) in enumerate(_LOAD.items()):
-
-            def read(index: int = index) -> float:
-                return load()[index]
-
-            metric(Gauge, name, text).set_function(read)
-
+            metric(Gauge, name, text).set_function(partial(_read_item, load, index))
         self._info = partial(metric, Gauge, "model_info", "The model.")
         counter = partial(metric, Counter)
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens processed.")
@@ -278,9 +273,7 @@ class Metrics:
         if end is None or sequence.is_background:  # whose times are nobody's wait
             return
         arrived = sequence.arrived_at
-        first = (
-            sequence.first_token_at or end
-        )  # where no token was wanted, the end counts as the first
+        first = sequence.first_token_at or end  # where none was wanted, the end counts as the first
         self._e2e.observe(end - arrived)
         self._queue.observe((scheduled or end) - arrived)
         if scheduled is not None and sequence.first_token_at is not None:

@@ -16,6 +16,7 @@ import pytest
 
 from kvasir.server.api.anthropic.answers import AnthropicError
 from kvasir.server.engine.engine import StepStats
+from kvasir.server.engine.sequence import FinishReason
 from kvasir.server.requests.admission.queue import Phase
 from kvasir.server.requests.async_engine import OutputStream
 from tests.fake_runner import FakeRunner
@@ -126,14 +127,14 @@ async def key_has_used_its_tokens(_served: Served, post: Post) -> httpx.Response
 async def deadline(served: Served, post: Post) -> httpx.Response:
     """It waits in the queue until its time is over."""
     expired = asyncio.Event()
-    expire = OutputStream.expire
+    end = OutputStream.end
 
-    def expire_and_note(stream: OutputStream) -> None:
-        expire(stream)
+    def end_and_note(stream: OutputStream, reason: FinishReason) -> None:
+        end(stream, reason)
         expired.set()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OutputStream, "expire", expire_and_note)
+        patch.setattr(OutputStream, "end", end_and_note)
         async with occupied(served, post):
             late = asyncio.create_task(post(timeout_ms=1))
             expiring = asyncio.create_task(expired.wait())

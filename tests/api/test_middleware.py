@@ -214,7 +214,7 @@ async def test_a_client_that_does_not_read_uses_its_tokens_all_the_same() -> Non
             prompts=[[5] * 3], params=params, max_tokens=30, default_max_tokens=30, seed=1
         )
         async with served.service.complete(await builder.build(options, state)) as completion:
-            while completion.n_generated < 30:
+            while completion.stream.n_generated < 30:
                 await completion.stream.receive()
         assert completion.n_completion_tokens == 0
         with pytest.raises(OverloadedError, match="2 tokens a minute"):

@@ -25,7 +25,8 @@ from kvasir.server.api.openai.responses.store import ResponseStore, Stored
 from kvasir.server.api.openai.tools import AnswerForm
 from kvasir.server.engine.sampling import TokenLogprobs
 from kvasir.server.engine.sequence import FinishReason
-from kvasir.server.requests.completion import CompletionRequest, Delta
+from kvasir.server.requests.completion import Delta
+from kvasir.server.requests.request import CompletionRequest
 from kvasir.server.requests.service import Service
 from kvasir.server.settings import load_settings
 from kvasir.server.text.reasoning import ReasoningFormat

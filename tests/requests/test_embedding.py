@@ -25,8 +25,8 @@ from kvasir.server.errors import (
     UnavailableError,
 )
 from kvasir.server.requests.admission.callers import Caller
-from kvasir.server.requests.embedding import EmbeddingRequest
 from kvasir.server.requests.encoding import EncodingOptions, Side, encode
+from kvasir.server.requests.request import EmbeddingRequest
 from kvasir.server.requests.service import Service
 from kvasir.server.settings import load_settings
 from kvasir.server.telemetry.start_clock import StartClock

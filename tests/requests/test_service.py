@@ -149,17 +149,15 @@ async def test_a_long_text_is_cut_to_its_last_tokens_up_to_a_limit() -> None:
 
 
 @pytest.mark.parametrize("is_waiting", [True, False])
-async def test_max_wait_ends_only_a_completion_that_waits(is_waiting: bool) -> None:
+async def test_max_wait_ends_only_a_request_that_waits(is_waiting: bool) -> None:
     ended = asyncio.Event()
-    completion: Any = SimpleNamespace(
-        is_waiting=is_waiting, stream=SimpleNamespace(expire=ended.set)
-    )
-    timers = start_timers(completion, -1.0, 3600.0)
+    stream: Any = SimpleNamespace(is_waiting=is_waiting, end=lambda _: ended.set())
+    timers = start_timers(stream, -1.0, 3600.0)
     for _ in range(3):
         await asyncio.sleep(0)
     assert ended.is_set() == is_waiting
     for timer in timers:
         timer.cancel()
-    for timer in start_timers(completion, 5.0, 0.0):
+    for timer in start_timers(stream, 5.0, 0.0):
         await asyncio.wait_for(ended.wait(), TIMEOUT)  # its deadline has passed, whatever it does
         timer.cancel()

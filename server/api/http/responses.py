@@ -24,8 +24,9 @@ from starlette.types import Receive, Scope, Send
 from kvasir.model.files import in_words
 from kvasir.server.api.http.pieces import PIECE, Written, compact, sent, together, whole, written
 from kvasir.server.errors import EngineError, InsufficientStorageError, KvasirError
-from kvasir.server.requests.completion import Completion, CompletionRequest, Delta, RequestState
+from kvasir.server.requests.completion import Completion, Delta, RequestState
 from kvasir.server.requests.models import Models
+from kvasir.server.requests.request import CompletionRequest
 from kvasir.server.requests.service import Service
 from kvasir.server.requests.text_worker import TextWorker
 
