@@ -33,7 +33,6 @@ MAX_PIPELINED = 16  # requests that a client may send before it has the answer t
 _SLICE = 4096  # bytes: the parser holds an unfinished header of at most this length unseen
 _UNREAD = 2**14  # bytes that wait in a connection before its client counts as one that stalls
 _PROBE_INTERVAL = 0.2  # seconds between writes to a client that has ended its side
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _LINGER = 2  # seconds in which a client that is still sending can read why it was refused
 
 
@@ -155,8 +154,9 @@ class BoundedConnection(HttpToolsProtocol):
             self.refuse(UnavailableError(message, retry_after=1))
 
     def _close_if_idle_for(self, seconds: float) -> None:
-        handler = self.timeout_keep_alive_handler
-        self.timeout_keep_alive_task = self.loop.call_later(seconds, handler)
+        self.timeout_keep_alive_task = self.loop.call_later(
+            seconds, self.timeout_keep_alive_handler
+        )
 
     def _start_receive_timer(self) -> None:
         if self._receive_timer is None:
@@ -188,10 +188,8 @@ class BoundedConnection(HttpToolsProtocol):
         self.refuse(InvalidRequestError(msg))
 
     def _refuse_head(self) -> None:
-        message = (
-            "the request's URL and headers, or its trailers, have more than "
-            f"{MAX_HEAD_BYTES} bytes, or there are more than {MAX_HEADERS} headers; send less"
-        )
+        many = f"more than {MAX_HEAD_BYTES} bytes, or there are more than {MAX_HEADERS} headers"
+        message = f"the request's URL and headers, or its trailers, have {many}; send less"
         self.refuse(HeadTooLargeError(message))
 
     def refuse(self, error: KvasirError) -> None:
@@ -229,12 +227,12 @@ class BoundedConnection(HttpToolsProtocol):
         """Start the clock of a client that does not read, and count what it leaves unread."""
         super().pause_writing()
         cycle, n_left = self._unanswered, self.transport.get_write_buffer_size()
-        seconds = self.settings.send_timeout
-        self._send_timer = self.loop.call_later(seconds, self._check_sent, n_left)
-        is_held = cycle is not None and f"{UPLOAD_PATH}/" not in cycle.scope["path"]  # no file
-        self.shared.stall(
-            self, n_left + (cycle.expected_content_length if cycle and is_held else 0)
+        self._send_timer = self.loop.call_later(
+            self.settings.send_timeout, self._check_sent, n_left
         )
+        if cycle is not None and f"{UPLOAD_PATH}/" not in cycle.scope["path"]:  # no file
+            n_left += cycle.expected_content_length
+        self.shared.stall(self, n_left)
 
     def resume_writing(self) -> None:
         """Stop the clock of a client that reads again."""
@@ -264,7 +262,7 @@ class BoundedConnection(HttpToolsProtocol):
         cycle = self._unanswered
         if cycle is not None and not self._is_refused and not self.transport.is_closing():
             if not cycle.response_started:
-                self.transport.write(_CONTINUE)
+                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self.loop.call_later(_PROBE_INTERVAL, self._probe)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import math
 import random
 import re
 import resource
 import socket
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,7 +27,7 @@ from kvasir.server.process.connection import (
 from kvasir.server.process.serve import configure
 from kvasir.server.process.shared_limits import SharedLimits, Turns, max_connections
 from tests.fake_runner import TIMEOUT, FakeRunner
-from tests.live import KEY, Live, live, wait
+from tests.live import Live, live, wait
 from tests.serving import VOCAB_SIZE, fake_app
 
 GET = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -639,8 +637,11 @@ class Peer:
 
 
 @pytest.mark.parametrize("most", [1, 4, 9])
-def test_the_connection_that_has_waited_longest_makes_room(most: int) -> None:
+def test_the_connection_that_has_waited_longest_makes_room(
+    most: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A quarter of the connections never have a request, and so can make room for a probe."""
+    monkeypatch.setattr("kvasir.server.process.shared_limits._LOG_INTERVAL", math.inf)
     chance = random.Random(most)
     shared: Any = SharedLimits(most, 0, 0)
     waiting, busy, n_aborted, n_full = list[Peer](), list[Peer](), 0, 0
@@ -670,6 +671,7 @@ def test_the_connection_that_has_waited_longest_makes_room(most: int) -> None:
                 shared.wait(peer)
             (busy if has_room else waiting).append(peer)
     assert n_aborted > 30
+    assert caplog.text.count("more connections than open files allow") == 1
     assert (n_full > 0) == (most >= 4)
 
 
@@ -787,49 +789,12 @@ def test_there_are_fewer_connections_than_open_files(monkeypatch: pytest.MonkeyP
         assert max_connections() == most
 
 
-def is_open(connection: socket.socket) -> bool:
-    """Return whether the server still answers on a connection, with a head: one piece."""
-    try:
-        connection.sendall(b"HEAD /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
-        return connection.recv(2**16) != b""
-    except ConnectionError:
-        return False
-
-
-def test_idle_and_slow_connections_shut_nobody_out(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Those whose request is being answered stay; if all are, only probes get another answer."""
-    monkeypatch.setattr("kvasir.server.process.serve.max_connections", lambda: 4)
-    monkeypatch.setattr("kvasir.server.process.shared_limits._LOG_INTERVAL", math.inf)
-    with live(FakeRunner(VOCAB_SIZE)) as served, caplog.at_level(logging.WARNING), ExitStack() as s:
-
-        def connect() -> socket.socket:
-            return s.enter_context(socket.create_connection(("127.0.0.1", served.port), TIMEOUT))
-
-        idle = [connect() for _ in range(10)]
-        for connection in idle[:6]:
-            assert connection.recv(1) == b""
-        assert all(map(is_open, idle[6:]))
-        served.runner.hold()
-        answering = [s.enter_context(served.post_raw(max_tokens=1)) for _ in range(3)]
-        for _ in answering:
-            wait(served.submitted)
-        slow = connect()
-        head = f"POST /v1/completions HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\n"
-        slow.sendall(f"{head}Content-Length: 9\r\nExpect: 100-continue\r\n\r\n".encode())
-        assert slow.recv(2**16).startswith(b"HTTP/1.1 100 ")
-        assert not any(map(is_open, idle))
-        for path in (b"/health/live", b"/metrics", b"/metrics/router?x"):
-            newcomer = connect()
-            newcomer.sendall(GET.replace(b"/x", path))
-            assert newcomer.recv(2**16).startswith(b"HTTP/1.1 200 ")
-        assert slow.recv(1) == b""
-        refused = s.enter_context(served.post_raw(max_tokens=1)).recv(2**16)
-        assert refused.startswith(b"HTTP/1.1 503 ")
-        assert b"\r\nretry-after: 1\r\n" in refused
-        served.runner.release()
-        for connection in answering:
-            assert connection.recv(2**16).startswith(b"HTTP/1.1 200 ")
-    messages = [record.getMessage() for record in caplog.records]
-    assert sum("more connections than open files allow" in one for one in messages) == 1
+async def test_a_request_beyond_those_that_leave_room_for_probes_is_refused() -> None:
+    connection = Connection()
+    connection.shared._most_busy = 0
+    for path in (b"/health/live", b"/metrics", b"/metrics/router?x"):
+        await connection.receive(GET.replace(b"/x", path))
+    assert connection.statuses == [200] * 3
+    await connection.receive(GET)
+    assert connection.statuses[3:] == [503]
+    assert b"\r\nretry-after: 1\r\n" in connection.transport.written
