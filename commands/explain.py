@@ -49,7 +49,7 @@ def explain(
         if head is not None:
             check_index("head", head, bundle.config.n_head)
         named = without.split(",") if without else ()
-        off = tuple(Head(*map(int, one.split("."))) for one in named)
+        off = tuple(Head(*map(int, name.split("."))) for name in named)
         questions = Questions(top_k=top_k, without=off)
         explanation = Explainer(bundle).explain(text, [layer], questions, target=target)
         heads = list(range(bundle.config.n_head)) if head is None else [head]
@@ -62,18 +62,18 @@ def explain(
     if (effect := explanation.effect) is not None:
         rows: list[tuple[str, ...]] = [
             (
-                *(repr(one.text), str(one.token_id), f"{one.whole_probability:.1%}"),
-                *(f"{one.probability:.1%}", f"{one.logit - one.whole_logit:+.2f}"),
+                *(repr(token.text), str(token.token_id), f"{token.whole_probability:.1%}"),
+                *(f"{token.probability:.1%}", f"{token.logit - token.whole_logit:+.2f}"),
             )
-            for one in effect.tokens
+            for token in effect.tokens
         ]
         title = f"after {len(tokens):,} tokens, without {len(questions.without)} heads"
         title += f": {effect.kl_divergence:.3f} bits from the whole model"
         columns: tuple[str, ...] = ("next token", "id", "whole", "without", "logit changes by")
     elif bundle.config.pooling is None:
         rows = [
-            (repr(one.text), str(one.token_id), f"{one.probability:.1%}")
-            for one in explanation.next_tokens
+            (repr(token.text), str(token.token_id), f"{token.probability:.1%}")
+            for token in explanation.next_tokens
         ]
         title, columns = f"after {len(tokens):,} tokens", ("next token", "id", "probability")
     else:

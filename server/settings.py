@@ -111,7 +111,7 @@ class Settings(BaseSettings):
         None,
         description="File of keys, one a line, read when it changes; if missing or empty, old keys "
         "stay valid. Before a key may stand name=N, concurrency=N and tokens_per_minute=N; a line "
-        "that begins with * gives the limits of the others.",
+        "that begins with * gives limits to those below it.",
     )
     cors_origins: Annotated[tuple[Origin, ...], NoDecode, BeforeValidator(_split)] | None = None
     """Origins whose pages may call from browsers, comma-separated; * is all. Default: none."""
@@ -184,14 +184,14 @@ class Settings(BaseSettings):
     @cached_property
     def models(self) -> dict[str, Path]:
         """The model directories by their ids in the API."""
-        found = {}
+        models = {}
         for given in self.model:
             name, is_named, path = str(given).partition("=")
             directory = Path(path) if is_named and not given.exists() else given
             if directory is given or not name:
                 name = self.served_model_name or directory.resolve().name
-            found[name] = directory
-        return found
+            models[name] = directory
+        return models
 
     @property
     def model_name(self) -> str:
@@ -217,10 +217,10 @@ def load_settings(**options: Any) -> Settings:
 
     Raises StartupError, in one line that names the setting.
     """
-    known = {PREFIX + name.upper() for name in Settings.model_fields}
+    variables = {PREFIX + name.upper() for name in Settings.model_fields}
     for name in sorted(os.environ):
-        if name.upper().startswith(PREFIX) and name.upper() not in known:
-            near = get_close_matches(name.upper(), known, n=1)
+        if name.upper().startswith(PREFIX) and name.upper() not in variables:
+            near = get_close_matches(name.upper(), variables, n=1)
             hint = f"did you mean {near[0]}" if near else "kvasir serve --help lists them"
             raise StartupError(f"unknown setting {name} in the environment; {hint}")
     try:

@@ -81,17 +81,17 @@ class BatchStore:
 
     def file(self, file_id: str, owner: str) -> StoredFile:
         """Return a file. Raises NotFoundError for one that is unknown or another key's."""
-        found = self.files.get(file_id)
-        if found is None or found.owner != owner:
+        file = self.files.get(file_id)
+        if file is None or file.owner != owner:
             raise NotFoundError(f"there is no file {file_id!r}")
-        return found
+        return file
 
     def batch(self, batch_id: str, owner: str) -> StoredBatch:
         """Return a batch. Raises NotFoundError for one that is unknown or another key's."""
-        found = self.batches.get(batch_id)
-        if found is None or found.owner != owner:
+        batch = self.batches.get(batch_id)
+        if batch is None or batch.owner != owner:
             raise NotFoundError(f"there is no batch {batch_id!r}")
-        return found
+        return batch
 
     def path(self, file_id: str) -> Path:
         """Return the path of a file's content."""
@@ -171,7 +171,7 @@ class BatchStore:
         self, file: StoredFile, endpoint: str, metadata: Mapping[str, str] | None, now: float
     ) -> StoredBatch:
         """Return a new batch, to be saved or forgotten. Raises ConflictError for one too many."""
-        if sum(one.owner == file.owner for one in self.unfinished) >= MAX_BATCHES:
+        if sum(batch.owner == file.owner for batch in self.unfinished) >= MAX_BATCHES:
             raise ConflictError(f"{MAX_BATCHES} batches have not ended; wait for one to end")
         self.take(RECORD_BYTES, file.owner)
         batch = StoredBatch(
@@ -196,8 +196,8 @@ class BatchStore:
 
     def forget_ended(self, owner: str) -> None:
         """Remove the oldest ended batches of a key that has more than it may."""
-        mine = [one for one in self.batches.values() if one.owner == owner]
-        ended = [one for one in mine if one.status in ENDED]
+        mine = [batch for batch in self.batches.values() if batch.owner == owner]
+        ended = [batch for batch in mine if batch.status in ENDED]
         for batch in ended[: max(0, len(mine) - MAX_BATCHES)]:
             self.forget(batch)
 
@@ -209,10 +209,10 @@ class BatchStore:
         with self._writing:
             if not reserved:
                 self._reserve()
-            known = self.batches.get(batch.id)
-            if known is not None and known.status not in ENDED:
+            stored = self.batches.get(batch.id)
+            if stored is not None and stored.status not in ENDED:
                 self._write(self._batches / f"{batch.id}.json", batch, reserved=reserved)
-                vars(known).update(vars(batch))
+                vars(stored).update(vars(batch))
 
     @property
     def unfinished(self) -> list[StoredBatch]:
@@ -247,4 +247,5 @@ def _replace(path: Path, content: bytes) -> None:
 def _read(folder: Path, kind: type[Record]) -> dict[str, Record]:
     """Return the descriptions in a folder by id. Raises OSError and ValidationError."""
     records = [kind.model_validate_json(path.read_bytes()) for path in folder.glob("*.json")]
-    return {one.id: one for one in sorted(records, key=lambda one: (one.created_at, one.id))}
+    records.sort(key=lambda record: (record.created_at, record.id))
+    return {record.id: record for record in records}

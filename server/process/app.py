@@ -72,7 +72,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         clock.lap("application")
-        of_text = [one for one in models.services.values() if one.task == "generate"]
+        of_text = [service for service in models.services.values() if service.task == "generate"]
         for service in of_text if engine is None else ():
             service.grammars.warm_up()
 
@@ -159,7 +159,7 @@ def _batch_worker(app: FastAPI, keys: ApiKeys | None) -> BatchWorker | None:
         store,
         Answers(app, keys),
         parse_line,
-        n_at_once=max(one.settings.max_num_seqs for one in models.services.values()),
+        n_at_once=max(service.settings.max_num_seqs for service in models.services.values()),
         max_line=settings.max_body_bytes,
         count=metrics.batch_request,
     )

@@ -22,7 +22,6 @@ from kvasir.server.errors import (
 )
 from kvasir.server.process.shared_limits import SharedLimits
 from kvasir.server.process.transport import Reader, end_by_close, refusal
-from kvasir.server.settings import Settings
 
 logger = logging.getLogger("kvasir")
 
@@ -46,7 +45,7 @@ class BoundedConnection(HttpToolsProtocol):
     """
 
     fastapi: FastAPI
-    settings: Settings
+    send_timeout: float  # seconds
     shared: SharedLimits
     url = b""
     # The last request whose answer was begun: `cycle`, unless the client has sent others early.
@@ -227,9 +226,7 @@ class BoundedConnection(HttpToolsProtocol):
         """Start the clock of a client that does not read, and count what it leaves unread."""
         super().pause_writing()
         cycle, n_left = self._unanswered, self.transport.get_write_buffer_size()
-        self._send_timer = self.loop.call_later(
-            self.settings.send_timeout, self._check_sent, n_left
-        )
+        self._send_timer = self.loop.call_later(self.send_timeout, self._check_sent, n_left)
         if cycle is not None and f"{UPLOAD_PATH}/" not in cycle.scope["path"]:  # no file
             n_left += cycle.expected_content_length
         self.shared.stall(self, n_left)

@@ -47,12 +47,12 @@ class OutputStream:
     @property
     def is_waiting(self) -> bool:
         """True while none of its sequences has a place in the batch."""
-        return all(one.status is SequenceStatus.WAITING for one in self.sequences)
+        return all(sequence.status is SequenceStatus.WAITING for sequence in self.sequences)
 
     @property
     def n_generated(self) -> int:
         """The number of tokens that the engine has generated, also for clients that do not read."""
-        return sum(len(one.output_ids) * one.params.n_rows for one in self.sequences)
+        return sum(len(sequence.output_ids) * sequence.params.n_rows for sequence in self.sequences)
 
     @property
     def _ids(self) -> list[int]:

@@ -160,8 +160,8 @@ class Completion:
                         if choice.finish_reason is None:
                             ready.append(self._advance(choice, output, rank))
                 except KvasirError:
-                    for one in self.choices:  # an error of one choice ends the request
-                        one.finish_reason = one.finish_reason or output.finish_reason
+                    for other in self.choices:  # an error of one choice ends the request
+                        other.finish_reason = other.finish_reason or output.finish_reason
                     if ready:
                         yield ready
                     raise

@@ -70,7 +70,7 @@ class PromptReader:
         model takes of a prompt. source_language: see TargetOptions.
         Raises ContextLengthError, InvalidRequestError or OverloadedError.
         """
-        if source_language is not None and not all(isinstance(one, str) for one in sources):
+        if source_language is not None and not all(isinstance(source, str) for source in sources):
             raise InvalidRequestError(
                 "source_language is for texts; put its token among those of the prompt",
                 param="source_language",
@@ -149,10 +149,10 @@ class PromptReader:
         return max(MOST_TOKENS, self.limits.prompt)
 
     def check_token_ids(
-        self, token_ids: Collection[int], param: str, of: TransformerConfig | None = None
+        self, token_ids: Collection[int], param: str, config: TransformerConfig | None = None
     ) -> None:
-        """Raise InvalidRequestError for an id that is not in the vocabulary; of: an encoder's."""
-        size = (of or self.bundle.config).vocab_size
+        """Raise InvalidRequestError for an id outside the vocabulary. config: an encoder's."""
+        size = (config or self.bundle.config).vocab_size
         for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
             if not 0 <= token_id < size:
                 raise InvalidRequestError(

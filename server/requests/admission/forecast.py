@@ -106,15 +106,17 @@ class Snapshot:
 
         The engine's thread keeps changing their states.
         """
-        statuses = [(one, one.status) for one in sequences if not one.is_background]
-        waiting = [one for one, status in statuses if status is SequenceStatus.WAITING]
-        held = [one for one, status in statuses if status in _IN_SLOT]
+        clients = (sequence for sequence in sequences if not sequence.is_background)
+        statuses = [(sequence, sequence.status) for sequence in clients]
+        waiting = [sequence for sequence, status in statuses if status is SequenceStatus.WAITING]
+        held = [sequence for sequence, status in statuses if status in _IN_SLOT]
         running_works, waiting_works = (
-            tuple(Work.of(one, now) for one in group for _ in range(one.params.n_rows))
+            tuple(Work.of(each, now) for each in group for _ in range(each.params.n_rows))
             for group in (held, waiting)
         )
         # By identity: the samples of a prompt share it.
-        n_tokens = sum({id(one.prompt_ids): len(one.prompt_ids) for one in waiting}.values())
+        prompts = {id(sequence.prompt_ids): sequence.prompt_ids for sequence in waiting}
+        n_tokens = sum(map(len, prompts.values()))
         return cls(rates, n_slots, running_works, waiting_works, n_tokens)
 
     def ahead_of(self, queue_time: float) -> Self:
