@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from pydantic_core import from_json
 
 from kvasir.server.api.anthropic import answers
+from kvasir.server.engine.sequence import FinishReason
 from tests.api.test_chat_completions import (
     BOTH,
     HERMES_TEXT,
@@ -331,23 +332,16 @@ async def test_the_beginning_of_a_stream_does_not_depend_on_the_load() -> None:
 async def test_a_stream_that_is_ended_has_one_end(end: str) -> None:
     async with serving() as served:
         served.runner.hold()
-        timers: list[Any] = []
-        submit = served.service.engine.submit
-
-        def noting(sequences: Any) -> Any:
-            timers.append(submit(sequences))
-            return timers[-1]
-
-        served.service.engine.submit = noting  # type: ignore[method-assign]
+        engine = served.service.engine
         body = {"messages": USER, "max_tokens": 30, "ignore_eos": True, "stream": True}
         reading = asyncio.create_task(served.client.post("/v1/messages", json=body))
         await served.submitted.acquire()
         served.runner.allow(4)
         await asyncio.to_thread(served.runner.wait_until_held)
         if end == "deadline":
-            timers[0].expire()
+            engine.abort([one.id for one in engine.sequences], FinishReason.TIMEOUT)
         elif end == "drain":
-            served.service.engine.abort_all()  # as when `drain_timeout` is over
+            engine.abort_all()  # as when `drain_timeout` is over
         else:
             served.runner.error = RuntimeError("secret detail")
         served.runner.release()
