@@ -24,7 +24,6 @@ from kvasir.server.errors import (
     InvalidRequestError,
     UnavailableError,
 )
-from kvasir.server.requests.admission.callers import Caller
 from kvasir.server.requests.encoding import EncodingOptions, Side, encode
 from kvasir.server.requests.request import EmbeddingRequest
 from kvasir.server.requests.service import Service
@@ -74,31 +73,6 @@ async def served(**settings: Any) -> AsyncIterator[tuple[Service, FirstTokens]]:
 
 def texts(first: list[int], **fields: Any) -> EmbeddingRequest:
     return EmbeddingRequest(inputs=[Encoding([n] * (1 + n % 5)) for n in first], **fields)
-
-
-async def test_vectors_come_in_the_order_of_the_texts() -> None:
-    async with served() as (service, _):
-        caller = Caller(name="a")
-        requests = [texts([5, 9, 2, 30, 1], caller=caller), texts([8]), texts([7, 3])]
-        answers = await asyncio.gather(*map(service.embed, requests))
-        for request, answer in zip(requests, answers, strict=True):
-            assert [int(vector[0]) for vector in answer] == [one.ids[0] for one in request.inputs]
-        assert caller.n_used == requests[0].n_prompt_tokens
-        assert service.admission.n_inside == 0
-
-
-async def test_texts_of_a_cancelled_task_never_run() -> None:
-    async with served() as (service, runner):
-        runner.may_run.clear()
-        task = asyncio.create_task(service.embed(texts([1, 2, 3, 4, 5, 6])))
-        assert await asyncio.to_thread(runner.has_begun.wait, TIMEOUT)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert service.admission.n_inside == 0
-        runner.may_run.set()
-        await service.embed(texts([7]))
-        assert set(runner.ran) < {1, 2, 3, 4, 5, 6, 7}
 
 
 async def test_a_deadline_ends_a_request_that_waits() -> None:

@@ -9,12 +9,10 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from random import Random
 from typing import Any
 from unittest.mock import Mock
 
 import httpx
-import jsonschema
 import numpy as np
 import pytest
 from llguidance import LLParserLimits
@@ -27,7 +25,6 @@ from kvasir.server.errors import DeadlineExceededError
 from kvasir.server.requests import grammars
 from kvasir.server.requests.request import CompletionRequest, Prompt
 from tests.fake_runner import FakeRunner
-from tests.random_schemas import random_schema
 from tests.serving import (
     EOS,
     VOCAB_SIZE,
@@ -66,21 +63,11 @@ async def complete(served: Served, **body: Any) -> dict[str, Any]:
     return answer
 
 
-async def test_answers_satisfy_their_schemas() -> None:
-    schemas = [random_schema(Random(1000 + i)) for i in range(12)]
-    async with serving(long_runner(), max_queue=256) as served:
-        wanted = (complete(served, **schema_format(schema), n=2) for schema in schemas)
-        answers = await asyncio.gather(*wanted)
-    for schema, answer in zip(schemas, answers, strict=True):
-        assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop", "stop"]
-        for choice in answer["choices"]:
-            jsonschema.validate(json.loads(choice["text"]), schema)
-
-
 @pytest.mark.parametrize(
     ("fields", "pattern"),
     [
         ({"response_format": {"type": "json_object"}}, r"\{.*\}"),
+        (schema_format({"enum": [{"a": 1}, ["b"]]}), r'\{"a": ?1\}|\["b"\]'),
         ({"regex": "[ab]{3,9}"}, "[ab]{3,9}"),
         ({"grammar": 'start: "yes" | "no" ", never"'}, "yes|no, never"),
     ],
