@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shutil
 import subprocess
 from collections import defaultdict
 from contextlib import suppress
@@ -47,15 +46,6 @@ _PURPOSES = {
     "otel": "serve --otlp-endpoint",
     "loadtest": "make loadtest, in an environment of its own",
     "dev": "make test, make lint",
-}
-_TOOLS = {  # of a checkout: the purpose, and how to get it
-    "promtool": ("make validate", "apt install prometheus"),
-    "docker": ("images and Compose", "https://docs.docker.com/engine/install"),
-    "helm": ("the chart", "https://helm.sh/docs/intro/install"),
-    "nginx": ("make rolling-restart", "apt install nginx"),
-    "chromium": ("make browser-test", "apt install chromium"),
-    "npm": ("make browser-test, make docs", "apt install npm"),
-    "debootstrap": ("make webgpu-check", "apt install debootstrap"),
 }
 _SECTIONS = ("versions", "machine", "precisions", "missing")
 _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+).*; extra == [\"'](?P<extra>[\w-]+)")
@@ -145,7 +135,7 @@ def _notes(features: list[str], runtimes: list[str], *, has_gpu: bool) -> list[s
 
 
 def _missing() -> dict[str, str]:
-    """Return what each extra that lacks packages, and each tool, is for, and how to get it."""
+    """Return what each extra that lacks packages is for, and how to get it."""
     needed = defaultdict(list)
     for requirement in requires("kvasir-lm") or ():
         if match := _REQUIREMENT.match(requirement):
@@ -157,9 +147,6 @@ def _missing() -> dict[str, str]:
         if absent := [name for name in names if not _version(name)]:
             purpose = _PURPOSES.get(extra, extra)
             missing[extra] = f"for {purpose}: {install_command(extra)} (brings {', '.join(absent)})"
-    for name, (purpose, get) in _TOOLS.items():
-        if not shutil.which(name):
-            missing[name] = f"for {purpose}: {get}"
     return missing
 
 
