@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from threading import Thread
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -59,15 +60,8 @@ def create_app(
     models = Models(settings, bundles)
     models.metrics.key_file_failed.set_function(lambda: keys.has_failed)
     clock = clock or StartClock()
-    provider = None
-    if settings.otlp_endpoint:
-        try:
-            from kvasir.server.process import tracing  # noqa: PLC0415  imports opentelemetry
-        except ImportError as error:
-            command = install_command("cpu", "otel")
-            message = f"otlp_endpoint needs {error.name}; install it with: {command}"
-            raise StartupError(message) from None
-        provider = tracing.make_provider(settings.otlp_endpoint, version("kvasir-lm"))
+    tracing = _tracing() if settings.otlp_endpoint else None
+    provider = tracing and tracing.make_provider(settings.otlp_endpoint, version("kvasir-lm"))
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -101,10 +95,21 @@ def create_app(
     app.state.response_store = ResponseStore(settings.stored_responses_memory)
     add_routes(app)
     _add_middleware(app, keys)
-    if provider is not None:
+    if tracing is not None:
         app.add_middleware(tracing.request_spans, provider=provider, model=settings.model_name)
     app.add_middleware(request_context)
     return app
+
+
+def _tracing() -> Any:
+    """Return the module of spans. Raises StartupError if packages for it are missing."""
+    try:
+        from kvasir.server.process import tracing  # noqa: PLC0415  imports opentelemetry
+    except ImportError as error:
+        command = install_command("cpu", "otel")
+        message = f"otlp_endpoint needs {error.name}; install it with: {command}"
+        raise StartupError(message) from None
+    return tracing
 
 
 def _add_middleware(app: FastAPI, keys: ApiKeys) -> None:

@@ -78,14 +78,8 @@ class RequestBuilder(PromptReader):
         )
         if max_tokens is None:
             longest = max(len(prompt.ids) for prompt in prompts)
-            most = options.default_max_tokens if config.encoder is None else self.max_model_len
-            max_tokens = min(most, self.limits.after(longest) - len(prefix))
-            if isinstance(engine := self.engine.engine, Engine):
-                needed = partial(engine.kv.n_needed, longest)
-                room = engine.kv.budget_tokens // params.n_rows
-                after = range(len(prefix) + 1, len(prefix) + max_tokens + 1)
-                max_tokens = bisect_right(after, room, key=needed)
-            max_tokens = max(1, max_tokens)
+            default = options.default_max_tokens if config.encoder is None else self.max_model_len
+            max_tokens = self._room(longest, len(prefix), params.n_rows, default)
         if params.min_tokens > max_tokens:
             raise InvalidRequestError(
                 f"min_tokens ({params.min_tokens}) must be at most the {max_tokens} tokens to "
@@ -123,6 +117,15 @@ class RequestBuilder(PromptReader):
             shows_prompt=options.shows_prompt,
         )
         return self._fitting(wanted, self.answers[state.is_background], options)
+
+    def _room(self, n_prompt: int, n_given: int, n_rows: int, most: int) -> int:
+        """Return how many new tokens fit the context and the KV cache, from 1 to `most`."""
+        n_new = min(most, self.limits.after(n_prompt) - n_given)
+        if isinstance(engine := self.engine.engine, Engine):
+            needed = partial(engine.kv.n_needed, n_prompt)
+            after = range(n_given + 1, n_given + n_new + 1)
+            n_new = bisect_right(after, engine.kv.budget_tokens // n_rows, key=needed)
+        return max(1, n_new)
 
     def _fitting(
         self, wanted: CompletionRequest, answers: AnswerMemory, options: RequestOptions

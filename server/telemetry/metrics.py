@@ -179,12 +179,7 @@ class Metrics:
         self.server.begin_rejections(model)
         self.server.failed(model, is_failed=False)
 
-        def metric(
-            kind: Any, name: str, text: str, labels: Iterable[str] = (), **options: Any
-        ) -> Any:
-            family = self.server.family(kind, name, text, labels, **options)
-            return partial(family.labels, model) if labels else family.labels(model)
-
+        metric = self._metric
         for index, (name, (text, _)) in enumerate(_LOAD.items()):
             metric(Gauge, name, text).set_function(partial(_read_item, load, index))
         self._info = partial(metric, Gauge, "model_info", "The model.")
@@ -235,6 +230,12 @@ class Metrics:
             self._finished(reason.value)
         for kind in get_args(StepKind):
             self._step(kind)
+
+    def _metric(
+        self, kind: Any, name: str, text: str, labels: Iterable[str] = (), **options: Any
+    ) -> Any:
+        family = self.server.family(kind, name, text, labels, **options)
+        return partial(family.labels, self.model) if labels else family.labels(self.model)
 
     def describe(self, **facts: str) -> None:
         """Show facts of the model in labels of a gauge that is always 1."""
