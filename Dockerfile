@@ -58,7 +58,7 @@ USER 10001:10001
 ENTRYPOINT ["kvasir"]
 CMD ["serve"]
 LABEL org.opencontainers.image.title=kvasir \
-    org.opencontainers.image.description="Serve an exported ONNX decoder with continuous batching" \
+    org.opencontainers.image.description="Serve exported ONNX models with continuous batching" \
     org.opencontainers.image.licenses=Apache-2.0
 
 FROM runtime AS cuda

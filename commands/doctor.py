@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shutil
 import subprocess
 from collections import defaultdict
 from contextlib import suppress
@@ -48,15 +47,6 @@ _PURPOSES = {
     "loadtest": "make loadtest, in an environment of its own",
     "dev": "make test, make lint",
 }
-_TOOLS = {  # of a checkout: the purpose, and how to get it
-    "promtool": ("make validate", "apt install prometheus"),
-    "docker": ("images and Compose", "https://docs.docker.com/engine/install"),
-    "helm": ("the chart", "https://helm.sh/docs/intro/install"),
-    "nginx": ("make rolling-restart", "apt install nginx"),
-    "chromium": ("make browser-test", "apt install chromium"),
-    "npm": ("make browser-test, make docs", "apt install npm"),
-    "debootstrap": ("make webgpu-check", "apt install debootstrap"),
-}
 _SECTIONS = ("versions", "machine", "precisions", "missing")
 _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+).*; extra == [\"'](?P<extra>[\w-]+)")
 _NVIDIA = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
@@ -68,13 +58,13 @@ def doctor(as_json: Json = False) -> None:
 
     Exits with 1 if no ONNX Runtime is installed, without which nothing is served.
     """
-    found = examine()
-    tables = [make_table(title, ("", ""), found[title].items()) for title in _SECTIONS]
+    facts = examine()
+    tables = [make_table(title, ("", ""), facts[title].items()) for title in _SECTIONS]
     for table in tables:
         table.columns[1].justify = "left"  # words
-    notes = [f"note: {note}" for note in found["notes"]]
-    show(as_json, found, *tables, *notes, then=("bench", "engine"))
-    if not found["can_serve"]:
+    notes = [f"note: {note}" for note in facts["notes"]]
+    show(as_json, facts, *tables, *notes, then=("bench", "engine"))
+    if not facts["can_serve"]:
         raise Exit(1)
 
 
@@ -120,14 +110,14 @@ def expectations(features: list[str], *, has_gpu: bool) -> dict[str, str]:
         exact = "the default; on AMX 2.5 to 3 times as fast as fp32, for prompts too"
     elif "VNNI" not in features and "AVX2" in features:
         exact = "the default; without VNNI exact products cost prompts up to a sixth of their speed"
-    found = {
+    words = {
         "int8": exact,
         "int4": "the fastest for one stream; perplexity may rise by up to 5 %",
         "fp32": "PyTorch's answers; the slowest, four times int8's memory",
     }
     if has_gpu:
-        found["bf16"] = "the default on a GPU: kvasir export --device cuda"
-    return found
+        words["bf16"] = "the default on a GPU: kvasir export --device cuda"
+    return words
 
 
 def _notes(features: list[str], runtimes: list[str], *, has_gpu: bool) -> list[str]:
@@ -145,22 +135,19 @@ def _notes(features: list[str], runtimes: list[str], *, has_gpu: bool) -> list[s
 
 
 def _missing() -> dict[str, str]:
-    """Return what each extra that lacks packages, and each tool, is for, and how to get it."""
+    """Return what each extra that lacks packages is for, and how to get it."""
     needed = defaultdict(list)
     for requirement in requires("kvasir-lm") or ():
         if match := _REQUIREMENT.match(requirement):
             needed[match["extra"]].append(match["name"])
     if any(map(_version, ("onnxruntime", "onnxruntime-gpu"))):
         needed["cpu"], needed["cuda"] = [], [] if _version("onnxruntime-gpu") else needed["cuda"]
-    found = {}
+    missing = {}
     for extra, names in needed.items():
         if absent := [name for name in names if not _version(name)]:
             purpose = _PURPOSES.get(extra, extra)
-            found[extra] = f"for {purpose}: {install_command(extra)} (brings {', '.join(absent)})"
-    for name, (purpose, get) in _TOOLS.items():
-        if not shutil.which(name):
-            found[name] = f"for {purpose}: {get}"
-    return found
+            missing[extra] = f"for {purpose}: {install_command(extra)} (brings {', '.join(absent)})"
+    return missing
 
 
 def _gpus() -> list[str]:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
+from rich.table import Table
 from typer import Option
 
 from kvasir.commands.console.options import InputText, Json, ModelDirectory
 from kvasir.commands.console.output import make_table, one_line_errors, show
 from kvasir.commands.console.progress import ProgressBar
+
+if TYPE_CHECKING:
+    from kvasir.server.explain.explanation import Explanation, Head
 
 
 def _check_picture(out: Path | None) -> Path | None:
@@ -49,7 +54,7 @@ def explain(
         if head is not None:
             check_index("head", head, bundle.config.n_head)
         named = without.split(",") if without else ()
-        off = tuple(Head(*map(int, one.split("."))) for one in named)
+        off = tuple(Head(*map(int, name.split("."))) for name in named)
         questions = Questions(top_k=top_k, without=off)
         explanation = Explainer(bundle).explain(text, [layer], questions, target=target)
         heads = list(range(bundle.config.n_head)) if head is None else [head]
@@ -58,22 +63,31 @@ def explain(
 
             progress(f"drawing {out.name}", 0, 0)
             draw_attention(explanation, bundle, layer, heads, out)
+    wrote = [] if out is None else [f"wrote {out}"]
+    table = _table(explanation, bundle.config.pooling is None, layer, heads, off)
+    show(as_json, explanation.as_json(layer, heads), table, *wrote, then=("serve", directory))
+
+
+def _table(
+    explanation: Explanation, is_decoder: bool, layer: int, heads: list[int], off: tuple[Head, ...]
+) -> Table:
+    """Return a decoder's likeliest next tokens, or the tokens that an encoder attends most to."""
     tokens = explanation.tokens
     if (effect := explanation.effect) is not None:
         rows: list[tuple[str, ...]] = [
             (
-                *(repr(one.text), str(one.token_id), f"{one.whole_probability:.1%}"),
-                *(f"{one.probability:.1%}", f"{one.logit - one.whole_logit:+.2f}"),
+                *(repr(token.text), str(token.token_id), f"{token.whole_probability:.1%}"),
+                *(f"{token.probability:.1%}", f"{token.logit - token.whole_logit:+.2f}"),
             )
-            for one in effect.tokens
+            for token in effect.tokens
         ]
-        title = f"after {len(tokens):,} tokens, without {len(questions.without)} heads"
+        title = f"after {len(tokens):,} tokens, without {len(off)} heads"
         title += f": {effect.kl_divergence:.3f} bits from the whole model"
         columns: tuple[str, ...] = ("next token", "id", "whole", "without", "logit changes by")
-    elif bundle.config.pooling is None:
+    elif is_decoder:
         rows = [
-            (repr(one.text), str(one.token_id), f"{one.probability:.1%}")
-            for one in explanation.next_tokens
+            (repr(token.text), str(token.token_id), f"{token.probability:.1%}")
+            for token in explanation.next_tokens
         ]
         title, columns = f"after {len(tokens):,} tokens", ("next token", "id", "probability")
     else:
@@ -82,8 +96,6 @@ def explain(
             (repr(token), repr(tokens[row.argmax()]), f"{row.max():.1%}")
             for token, row in zip(tokens, weights, strict=True)
         ]
-        which = f"the mean of {len(heads)} heads" if head is None else f"head {head}"
+        which = f"the mean of {len(heads)} heads" if heads[1:] else f"head {heads[0]}"
         title, columns = f"layer {layer}, {which}", ("token", "attends most to", "weight")
-    table, wrote = make_table(title, columns, rows), [] if out is None else [f"wrote {out}"]
-    values = explanation.as_json(layer, heads)
-    show(as_json, values, table, *wrote, then=("serve", directory))
+    return make_table(title, columns, rows)

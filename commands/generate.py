@@ -7,12 +7,23 @@ import sys
 from typing import Any
 
 import typer
+from rich.style import Style
+from rich.text import Text
 from typer import Option
 
 from kvasir.commands.console.options import InputText, Json, ModelDirectory, Temperature, TopK, TopP
 from kvasir.commands.console.output import console, one_line_errors, show
 from kvasir.commands.console.progress import ProgressBar
 from kvasir.model.harmless import harmless
+
+# The page's shades: least probabilities, and the colours of text and background.
+_SHADES = (
+    (0.9, ""),
+    (0.5, "black on #fdf1d3"),
+    (0.2, "black on #fbdfa6"),
+    (0.05, "black on #f8c48c"),
+    (0.0, "black on #f3a287"),
+)
 
 
 def generate(
@@ -31,7 +42,6 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Continue a prompt in this process. Sampling defaults to what the model recommends."""
-    from kvasir.commands.console.terminal import legend, shaded
     from kvasir.model.bundle import GenerationDefaults
     from kvasir.server.process.library import Model
 
@@ -53,7 +63,7 @@ def generate(
         if not show_probabilities:
             typer.echo(harmless(piece.text) if is_terminal else piece.text, nl=False)
         elif is_terminal:
-            console().print(shaded(piece), end="", soft_wrap=True)
+            console().print(_shaded(piece.text, piece.probability), end="", soft_wrap=True)
         elif piece.probability is not None:
             typer.echo(f"{piece.probability:6.1%}  {piece.text!r}")
     tokens = [piece for piece in pieces if piece.token_id is not None]
@@ -69,5 +79,18 @@ def generate(
         rows = ((piece.text, piece.token_id, piece.probability) for piece in tokens)
         values["tokens"] = [dict(zip(keys, row, strict=True)) for row in rows]
     if as_json or is_terminal or not show_probabilities:
-        parts = ["", legend()] if show_probabilities else [""]
+        parts = ["", _legend()] if show_probabilities else [""]
         show(as_json, values, *parts, then=("serve", directory))
+
+
+def _shaded(text: str, probability: float | None) -> Text:
+    """Return a text on the shade of its token's probability, if that is known."""
+    shown = 1.0 if probability is None else probability
+    style = next(style for least, style in _SHADES if shown >= least)
+    return Text(harmless(text), Style.parse(style))
+
+
+def _legend() -> Text:
+    """Return a line that explains the shades."""
+    parts = [(f" ≥ {least:.0%} " if least else " less ", style) for least, style in _SHADES]
+    return Text.assemble("probability ", *parts)

@@ -34,9 +34,9 @@ def pull(
         wanted = Reference.parse(reference)
         if wanted is None:
             raise ValueError(f"{reference!r} is no reference; write {_REFERENCE.rstrip('.')}")
-        found = find(wanted, cache_dir or user_cache())
-        folder = found.pull(progress)
-    values = {"reference": str(wanted), "revision": found.revision, "path": str(folder)}
+        model = find(wanted, cache_dir or user_cache())
+        folder = model.pull(progress)
+    values = {"reference": str(wanted), "revision": model.revision, "path": str(folder)}
     where = ("--cache-dir", cache_dir) if cache_dir else ()
     show(as_json, values, str(folder), then=("serve", str(wanted), *where))
 
@@ -56,9 +56,9 @@ def served_directory(given: Path, name: str | None, cache_dir: Path | None) -> P
         return given
     with one_line_errors(), ProgressBar(takes_minutes=True) as progress:
         cache = cache_dir or user_cache()
-        found = find(reference, cache)
-        directory = cache / "models" / found.key(f"format {FORMAT_VERSION}")
-        source = directory if directory.is_dir() else found.pull(progress)
+        model = find(reference, cache)
+        directory = cache / "models" / model.key(f"format {FORMAT_VERSION}")
+        source = directory if directory.is_dir() else model.pull(progress)
     if not (source / MANIFEST_FILE).is_file():
         _export(source, directory)
         source = directory

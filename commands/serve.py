@@ -32,8 +32,8 @@ def serve(**options: list[Path] | Path | str | bool | None) -> None:
     try:
         settings = load_settings(**options | {"model": options["model"] or None})
         directories = [
-            served_directory(one, settings.served_model_name, settings.cache_dir)
-            for one in settings.model
+            served_directory(model, settings.served_model_name, settings.cache_dir)
+            for model in settings.model
         ]
         if directories != [*settings.model]:
             settings = load_settings(**options | {"model": directories})
@@ -68,4 +68,6 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
 # Typer reads a function's signature and its annotations.
 _SIGNATURE = inspect.Signature([_parameter(*item) for item in Settings.model_fields.items()])
 serve.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
-serve.__annotations__ = {one.name: one.annotation for one in _SIGNATURE.parameters.values()}
+serve.__annotations__ = {
+    parameter.name: parameter.annotation for parameter in _SIGNATURE.parameters.values()
+}

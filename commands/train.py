@@ -36,9 +36,9 @@ def _check_seed(seed: int) -> int:
 
 def _given_options(invocation: typer.Context) -> dict[str, str]:
     """Return the options on the command line: by parameter, the name as written there."""
-    names = {one.name or "": one.opts[0] for one in invocation.command.params}
+    names = {parameter.name or "": parameter.opts[0] for parameter in invocation.command.params}
     sources = ((key, invocation.get_parameter_source(key)) for key in names)
-    return {key: names[key] for key, one in sources if one and one.name == "COMMANDLINE"}
+    return {key: names[key] for key, source in sources if source and source.name == "COMMANDLINE"}
 
 
 def _parse_changes(changes: list[str]) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def _prepare_run(
     if checkpoint is not None and not checkpoint.progress:  # it comes from no run of `train`
         chosen = {"learning_rate": _PUBLISHED_LEARNING_RATE} | chosen
     corpus, settings = (
-        {one.name: chosen[one.name] for one in fields(kind) if one.name in chosen}
+        {field.name: chosen[field.name] for field in fields(kind) if field.name in chosen}
         for kind in (CorpusSettings, TrainSettings)
     )
     source = CorpusSettings(paths=options["corpus"], **corpus)

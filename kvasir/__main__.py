@@ -41,7 +41,7 @@ _BENCHES: tuple[tuple[Callable[..., None], str], ...] = (
     (bench_engine, "kvasir bench engine --preset smollm2-135m --precision int8"),
     (bench_serve, "kvasir bench serve artifacts/mine --workload 16x128/64"),
 )
-_ABOUT = "Train a decoder language model, or take a published one; export it to ONNX, serve it."
+_ABOUT = "Train a Transformer, or take a published one; export it to ONNX, serve it."
 _EXAMPLES = "\n".join([example for _, _, example in _COMMANDS] + [_BENCHES[-1][1]])
 _PUBLISHED = "A published model: kvasir export SmolLM2-135M/ --out artifacts/smollm2"
 _AT_ONCE = "To see it at once: kvasir serve"

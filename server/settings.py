@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ByteSize, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from kvasir.server.engine.machine import SPIN_MICROSECONDS
 from kvasir.server.errors import StartupError
 
 PREFIX = "KVASIR_"
@@ -94,40 +93,25 @@ class Settings(BaseSettings):
     """Launch the kernels of a decode together, on CUDA, unless several models are served."""
     threads: int | None = Field(None, ge=1)
     """Compute threads. Default: the CPUs that this process may use."""
-    spin_microseconds: int = Field(SPIN_MICROSECONDS, ge=0, le=1_000_000)
-    """Time for which an idle compute thread waits for more work before it sleeps."""
     max_queue: int | None = Field(None, ge=0)
-    """Sequences that may wait beyond those that run. Default: 4 x max_num_seqs; 4096 texts."""
-    max_queue_tokens: int | None = Field(None, ge=0)
-    """Prompt tokens that may wait; a lone prompt may be longer. Default: 4096 x max_queue."""
-    max_concurrency_per_key: int | None = Field(None, ge=1)
-    """Requests that each API key may have in flight. Default: no limit."""
-    max_tokens_per_minute_per_key: int | None = Field(None, ge=1)
-    """Tokens of prompts and answers that each API key may use in a minute. Default: no limit."""
-    max_header_bytes: ByteSize = Field(ByteSize(32 * 2**10), ge=1024)
-    """Maximum size of a request's head: its URL and headers."""
+    """Sequences that may wait, of 4096 tokens each. Default: 4 x max_num_seqs; 4096 texts."""
     max_body_bytes: ByteSize = Field(ByteSize(4 * 2**20), gt=0)
     """Maximum size of a request's body; unfinished bodies together may have 8 times as much."""
-    max_answer_bytes: ByteSize = Field(ByteSize(64 * 2**20), gt=0)
-    """Maximum size of what a request may make an answer hold beside its new text."""
     default_timeout_ms: int | None = Field(None, ge=1, le=86_400_000)
     """Deadline of a request that names none. Default: none."""
     exit_on_failure: bool = False
     """End the process, with exit code 1, once an engine has failed or hangs."""
     drain_timeout: Seconds = 45.0
     """Seconds that running requests get to finish at shutdown."""
-    receive_timeout: Seconds = 30.0
-    """Seconds for a request to arrive; a longer body must bring 500 bytes a second."""
     send_timeout: Seconds = 60.0
     """Seconds after which a client that does not read its answer is cut off."""
-    keep_alive_interval: Seconds = 15.0
-    """Seconds of silence before a stream gets a comment line."""
     api_key: SecretStr | None = Field(None, min_length=1)
     """The key that clients must send."""
     api_key_file: Path | None = Field(
         None,
         description="File of keys, one a line, read when it changes; if missing or empty, old keys "
-        "stay valid. Before a key may stand name=N, concurrency=N and tokens_per_minute=N.",
+        "stay valid. Before a key may stand name=N, concurrency=N and tokens_per_minute=N; a line "
+        "that begins with * gives limits to those below it.",
     )
     cors_origins: Annotated[tuple[Origin, ...], NoDecode, BeforeValidator(_split)] | None = None
     """Origins whose pages may call from browsers, comma-separated; * is all. Default: none."""
@@ -155,12 +139,11 @@ class Settings(BaseSettings):
         description="Maximum size of all files in batch_dir; with api_key_file a key may use as "
         "much as it leaves to others.",
     )
-    max_batches: int = Field(1000, ge=1)
-    """Batches kept for each API key; the oldest that has ended is forgotten for a new one."""
-    max_stored_responses: int = Field(1024, ge=0)
-    """Answers of /v1/responses that are kept in memory for follow-ups; 0 keeps none."""
-    stored_responses_memory: ByteSize = ByteSize(64 * 2**20)
-    """Memory for these answers and conversations before; the key with most loses its oldest."""
+    stored_responses_memory: ByteSize = Field(
+        ByteSize(64 * 2**20),
+        description="Memory for answers of /v1/responses, kept with their conversations for "
+        "follow-ups; the key with most loses its oldest. 0 keeps none.",
+    )
     explain: bool = True
     """Serve POST /explain, whose requests cost a pass over their text in a second session."""
     otlp_endpoint: str | None = Field(None, pattern=r"^https?://.+")
@@ -196,19 +179,19 @@ class Settings(BaseSettings):
     @property
     def queue_tokens_limit(self) -> int:
         """The number of prompt tokens that may wait."""
-        return 4096 * self.queue_limit if self.max_queue_tokens is None else self.max_queue_tokens
+        return 4096 * self.queue_limit
 
     @cached_property
     def models(self) -> dict[str, Path]:
         """The model directories by their ids in the API."""
-        found = {}
+        models = {}
         for given in self.model:
             name, is_named, path = str(given).partition("=")
             directory = Path(path) if is_named and not given.exists() else given
             if directory is given or not name:
                 name = self.served_model_name or directory.resolve().name
-            found[name] = directory
-        return found
+            models[name] = directory
+        return models
 
     @property
     def model_name(self) -> str:
@@ -234,10 +217,10 @@ def load_settings(**options: Any) -> Settings:
 
     Raises StartupError, in one line that names the setting.
     """
-    known = {PREFIX + name.upper() for name in Settings.model_fields}
+    variables = {PREFIX + name.upper() for name in Settings.model_fields}
     for name in sorted(os.environ):
-        if name.upper().startswith(PREFIX) and name.upper() not in known:
-            near = get_close_matches(name.upper(), known, n=1)
+        if name.upper().startswith(PREFIX) and name.upper() not in variables:
+            near = get_close_matches(name.upper(), variables, n=1)
             hint = f"did you mean {near[0]}" if near else "kvasir serve --help lists them"
             raise StartupError(f"unknown setting {name} in the environment; {hint}")
     try:
@@ -249,9 +232,6 @@ def load_settings(**options: Any) -> Settings:
     if len(settings.models) < len(settings.model):
         given = ", ".join(map(str, settings.model))
         raise StartupError(f"two of the models have the same name: {given}; name one: NAME=DIR")
-    for name in ("max_concurrency_per_key", "max_tokens_per_minute_per_key"):
-        if getattr(settings, name) and not settings.has_keys:
-            raise StartupError(f"setting {name} needs keys; set api_key_file or api_key too")
     return settings
 
 

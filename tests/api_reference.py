@@ -73,13 +73,10 @@ BODIES: dict[str, type[schemas.RequestBody]] = {
     )
 }
 OF_REQUESTS = (
-    "max_model_len", "max_num_seqs", "max_queue", "max_queue_tokens", "max_concurrency_per_key",
-    "max_tokens_per_minute_per_key", "max_body_bytes", "max_header_bytes", "max_answer_bytes",
-    "default_timeout_ms", "receive_timeout", "send_timeout", "keep_alive_interval",
-    "tool_call_format", "reasoning_format", "api_key", "api_key_file", "share_prefix_cache",
-    "cors_origins", "allowed_hosts", "root_path",
-    "explain", "batch_dir", "batch_dir_bytes", "max_batches", "max_stored_responses",
-    "stored_responses_memory",
+    "max_model_len", "max_num_seqs", "max_queue", "max_body_bytes", "default_timeout_ms",
+    "send_timeout", "tool_call_format", "reasoning_format", "api_key", "api_key_file",
+    "share_prefix_cache", "cors_origins", "allowed_hosts", "root_path", "explain", "batch_dir",
+    "batch_dir_bytes", "stored_responses_memory",
 )  # fmt: skip
 
 

@@ -16,10 +16,15 @@ Respond = Callable[[dict[str, Any]], tuple[int, Iterable[bytes] | dict[str, Any]
 
 
 class FakeCompletions:
-    """bodies: of all requests. step: if set, released by the test before each further piece."""
+    """bodies: of all requests. step: if set, released by the test before each further piece.
 
-    def __init__(self, respond: Respond) -> None:
-        self.respond = respond
+    answers: those that come in turn, if no function answers. about: its model.
+    """
+
+    def __init__(self, respond: Respond | None = None) -> None:
+        self.respond = respond or (lambda _: self.answers.pop(0))
+        self.answers: list[tuple[int, list[bytes]]] = []
+        self.about: dict[str, Any] = {"id": "some/model", "max_model_len": 64}
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.paths: list[str] = []
@@ -30,6 +35,10 @@ class FakeCompletions:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                fake.headers.append(dict(self.headers))
+                fake.send(self, 200, [json.dumps({"data": [fake.about]}).encode()])
 
             def do_POST(self) -> None:
                 fake.answer(self)
@@ -46,7 +55,15 @@ class FakeCompletions:
         self.headers.append(dict(handler.headers))
         self.paths.append(handler.path)
         self.connections.add(handler.client_address)
-        status, pieces = self.respond(body)
+        self.send(handler, *self.respond(body), self.step)
+
+    def send(
+        self,
+        handler: BaseHTTPRequestHandler,
+        status: int,
+        pieces: Iterable[bytes] | dict[str, Any],
+        step: threading.Semaphore | None = None,
+    ) -> None:
         handler.send_response(status)
         if isinstance(pieces, dict):
             pieces = [json.dumps(pieces).encode()]
@@ -58,15 +75,15 @@ class FakeCompletions:
         for piece in pieces:
             handler.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
             handler.wfile.flush()
-            if self.step is not None:
-                assert self.step.acquire(timeout=TIMEOUT)
+            if step is not None:
+                assert step.acquire(timeout=TIMEOUT)
         if not self.breaks_off:
             handler.wfile.write(b"0\r\n\r\n")
         handler.close_connection = self.breaks_off or self.closes
 
 
 @contextmanager
-def fake_completions(respond: Respond) -> Iterator[FakeCompletions]:
+def fake_completions(respond: Respond | None = None) -> Iterator[FakeCompletions]:
     fake = FakeCompletions(respond)
     thread = threading.Thread(target=fake.server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

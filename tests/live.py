@@ -16,12 +16,11 @@ import openai
 import uvicorn
 from fastapi import FastAPI
 
-from kvasir.server.engine.sequence import Sequence
 from kvasir.server.process.serve import bind, configure
-from kvasir.server.requests.async_engine import AsyncEngine, OutputStream
+from kvasir.server.requests.async_engine import AsyncEngine
 from kvasir.server.requests.service import Service
 from tests.fake_runner import TIMEOUT, FakeRunner
-from tests.serving import VOCAB_SIZE, fake_app, sample
+from tests.serving import VOCAB_SIZE, fake_app, on_submission, sample
 
 KEY = "a-key"
 
@@ -44,12 +43,7 @@ class Live:
         self.thread.start()
 
     def _announce(self, engine: AsyncEngine) -> None:
-        submit, cancel, free = engine.submit, engine.cancel, self.runner.kv.free
-
-        def submitting(sequences: list[Sequence]) -> OutputStream:
-            stream = submit(sequences)
-            self.submitted.release()
-            return stream
+        cancel, free = engine.cancel, self.runner.kv.free
 
         def leaving(*arguments: Any) -> None:
             cancel(*arguments)
@@ -59,7 +53,7 @@ class Live:
             free(row)
             self.freed.release()
 
-        engine.submit = submitting  # type: ignore[method-assign]
+        on_submission(engine, self.submitted.release)
         engine.cancel = leaving  # type: ignore[assignment,method-assign]
         self.runner.kv.free = freeing  # type: ignore[method-assign]
 

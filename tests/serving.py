@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -125,16 +125,16 @@ def sample(metrics: Metrics, name: str, **labels: str) -> float | None:
     return sum(values) if values else None
 
 
-def announce_submissions(app: FastAPI, submitted: asyncio.Semaphore) -> None:
-    engine: AsyncEngine = app.state.models.find().engine
+def on_submission(engine: AsyncEngine, tell: Callable[[], object]) -> None:
+    """Call a function after each request that the engine is handed."""
     submit = engine.submit
 
-    def announcing(sequences: list[Sequence]) -> OutputStream:
+    def telling(sequences: list[Sequence]) -> OutputStream:
         stream = submit(sequences)
-        submitted.release()
+        tell()
         return stream
 
-    engine.submit = announcing  # type: ignore[method-assign]
+    engine.submit = telling  # type: ignore[method-assign]
 
 
 def fake_app(
@@ -172,7 +172,7 @@ async def serving(
     app = fake_app(runner, cache_bytes, bundle, **settings)
     async with running(app) as client:
         submitted = asyncio.Semaphore(0)
-        announce_submissions(app, submitted)
+        on_submission(app.state.models.find().engine, submitted.release)
         try:
             yield Served(app, runner, client, submitted)
         finally:

@@ -180,10 +180,11 @@ def test_a_cancelled_stream_frees_its_slot_within_one_step() -> None:
 
 @pytest.mark.parametrize("more", [b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n", b"\0\r\n\r\n"])
 def test_a_client_that_has_sent_more_than_its_request_is_cancelled_too(
-    more: bytes, caplog: pytest.LogCaptureFixture
+    more: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its next request, or what is none. Nothing more is read, so only writing shows the end."""
-    with live(FakeRunner(VOCAB_SIZE, max_num_seqs=1), keep_alive_interval=0.05) as served:
+    monkeypatch.setattr("kvasir.server.api.http.responses.KEEP_ALIVE_SECONDS", 0.05)
+    with live(FakeRunner(VOCAB_SIZE, max_num_seqs=1)) as served:
         served.runner.hold()
         leaving = served.post_raw(max_tokens=50, stream=True)
         served.runner.allow(2)
@@ -213,8 +214,11 @@ def test_a_cancelled_request_without_a_stream_frees_its_slot_too() -> None:
         assert served.value("request_success_total", finished_reason="length") == 0
 
 
-def test_a_queued_request_whose_status_is_not_known_yet_is_sent_nothing() -> None:
-    with live(FakeRunner(VOCAB_SIZE, max_num_seqs=1), keep_alive_interval=0.001) as served:
+def test_a_queued_request_whose_status_is_not_known_yet_is_sent_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvasir.server.api.http.responses.KEEP_ALIVE_SECONDS", 0.001)
+    with live(FakeRunner(VOCAB_SIZE, max_num_seqs=1)) as served:
         served.runner.hold()
         with served.post_raw(max_tokens=2, stream=True) as waiting, served.http() as client:
             wait(served.submitted)

@@ -56,7 +56,7 @@ RULES = {
     "export.verification.paged_session": ("export.verification", "model", "server.engine"),
     "export": ("model",),
     "server.errors": (),
-    "server.settings": ("server.errors", "server.engine.machine"),
+    "server.settings": ("server.errors",),
     "server.engine.kv": (),
     "server.engine.grammar": ("model.limited_process",),
     "server.engine": WITHOUT_TORCH,

@@ -58,9 +58,11 @@ class ChatClient:
         self._opener = build_opener(*[ProxyHandler({})] * (not through_proxy))
         with self._open("/models") as response:
             listed = _parsed(response.read())
-        known = listed.get("data") if isinstance(listed, dict) else None
+        entries = listed.get("data") if isinstance(listed, dict) else None
         by_id = {
-            str(one["id"]): one for one in known or () if isinstance(one, dict) and "id" in one
+            str(entry["id"]): entry
+            for entry in entries or ()
+            if isinstance(entry, dict) and "id" in entry
         }
         if not by_id and not model:
             raise ChatError(f"{self.url}/v1/models lists no model; name one with --model")

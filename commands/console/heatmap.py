@@ -7,16 +7,15 @@ import warnings
 from pathlib import Path
 
 import numpy as np
-from matplotlib.colors import ListedColormap
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
 from kvasir.model.bundle import ModelBundle
 from kvasir.server.explain.explanation import Explanation
 
 _MAX_LABELS = 64  # tokens that can be read on an axis
-# Lightness, chroma and hue at weights 0, 0.5 and 1: the page's in light (static/common/colours.js).
-STOPS = ((0.975, 0.012, 85.0), (0.635, 0.15, 58.0), (0.295, 0.075, 30.0))
+# At weights 0, 0.25 … 1: the page's in light (static/common/colours.js).
+_COLOURS = ("#faf6ee", "#e1b785", "#cc6f08", "#8b411d", "#4b1b15")
 _VISIBLE = str.maketrans({" ": "·", "\n": "↵", "\t": "→", "$": r"\$"})  # $ would begin a formula
 
 
@@ -39,9 +38,7 @@ def draw_attention(
         masked[:] = False
     elif bundle.config.causal:
         masked |= distances < 0
-    shares = np.linspace(0, 2, 256)
-    channels = (np.interp(shares, range(3), stops) for stops in zip(*STOPS, strict=True))
-    colours = ListedColormap(rgb_of_oklch(*channels)).with_extremes(bad="white")
+    colours = LinearSegmentedColormap.from_list("page", _COLOURS).with_extremes(bad="white")
     columns = math.ceil(math.sqrt(len(heads)))
     rows = math.ceil(len(heads) / columns)
     side = min(14.0, max(6.0, 2.5 + 0.28 * n)) if is_single else 2.6
@@ -66,29 +63,3 @@ def draw_attention(
     with warnings.catch_warnings():  # a missing glyph is drawn as a box
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(out, format="png", dpi=120)
-
-
-def rgb_of_oklch(
-    lightness: NDArray[np.float64], chroma: NDArray[np.float64], hue: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Return sRGB from 0 to 1, [n, 3], of OKLCH with hues in degrees (CSS Color 4, section 10)."""
-    a, b = chroma * np.cos(np.radians(hue)), chroma * np.sin(np.radians(hue))
-    cones = np.stack(
-        [
-            lightness + 0.3963377774 * a + 0.2158037573 * b,
-            lightness - 0.1055613458 * a - 0.0638541728 * b,
-            lightness - 0.0894841775 * a - 1.2914855480 * b,
-        ]
-    )
-    to_linear = np.array(
-        [
-            [4.0767416621, -3.3077115913, 0.2309699292],
-            [-1.2684380046, 2.6097574011, -0.3413193965],
-            [-0.0041960863, -0.7034186147, 1.7076147010],
-        ]
-    )
-    linear = (to_linear @ cones**3).clip(0, 1).T
-    curved: NDArray[np.float64] = np.where(
-        linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055
-    )
-    return curved

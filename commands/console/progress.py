@@ -19,13 +19,13 @@ _DELAY = 0.5  # seconds: shorter work shows no bar
 
 @contextmanager
 def on_interrupt(
-    handle: Callable[..., None] | signal.Handlers, *others: signal.Signals
+    handle: Callable[..., None] | signal.Handlers, *signals: signal.Signals
 ) -> Iterator[None]:
     """Handle Ctrl-C, and other signals, with `handle` in this block.
 
     Those that the process was started to ignore stay ignored.
     """
-    numbers = (signal.SIGINT, *others)
+    numbers = (signal.SIGINT, *signals)
     previous: dict[signal.Signals, Any] = {number: signal.getsignal(number) for number in numbers}
     for number, handler in previous.items():
         if handler != signal.SIG_IGN:

@@ -27,6 +27,7 @@ from kvasir.model.files import in_words, sync
 from kvasir.server.batches.objects import ENDED, StoredBatch, StoredFile
 from kvasir.server.errors import ConflictError, NotFoundError, RequestTooLargeError, StartupError
 
+MAX_BATCHES = 1000  # of each key; the oldest that has ended is forgotten for a new one
 RECORD_BYTES = 4096  # counted for each description
 WINDOW = 24 * 3600  # seconds in which a batch is answered
 _RESERVE_BYTES = 2**18  # room of the disk for the ends of batches
@@ -38,17 +39,14 @@ Record = TypeVar("Record", StoredFile, StoredBatch)
 class BatchStore:
     """The files and batches of all API keys, by id, in the order of their creation.
 
-    max_bytes: of all files. is_shared: a key may use as many bytes as it leaves to others.
-    max_batches: of each key; the oldest that has ended is then forgotten. What is `reserved` ends a
-    batch: it may exceed the limit, and use the last room of the disk. Raises StartupError for a
-    folder that another server uses, or that cannot be read.
+    max_bytes: of all files. is_shared: a key may use as many bytes as it leaves to others. What is
+    `reserved` ends a batch: it may exceed the limit, and use the last room of the disk. Raises
+    StartupError for a folder that another server uses, or that cannot be read.
     """
 
-    def __init__(
-        self, folder: Path, *, max_bytes: int, max_batches: int, is_shared: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, *, max_bytes: int, is_shared: bool = False) -> None:
         self._files, self._batches = folder / "files", folder / "batches"
-        self._max_bytes, self._max_batches, self._is_shared = max_bytes, max_batches, is_shared
+        self._max_bytes, self._is_shared = max_bytes, is_shared
         self._writing, self._counting = threading.RLock(), threading.Lock()
         self._used = Counter[str]()  # bytes, by owner
         try:
@@ -83,17 +81,17 @@ class BatchStore:
 
     def file(self, file_id: str, owner: str) -> StoredFile:
         """Return a file. Raises NotFoundError for one that is unknown or another key's."""
-        found = self.files.get(file_id)
-        if found is None or found.owner != owner:
+        file = self.files.get(file_id)
+        if file is None or file.owner != owner:
             raise NotFoundError(f"there is no file {file_id!r}")
-        return found
+        return file
 
     def batch(self, batch_id: str, owner: str) -> StoredBatch:
         """Return a batch. Raises NotFoundError for one that is unknown or another key's."""
-        found = self.batches.get(batch_id)
-        if found is None or found.owner != owner:
+        batch = self.batches.get(batch_id)
+        if batch is None or batch.owner != owner:
             raise NotFoundError(f"there is no batch {batch_id!r}")
-        return found
+        return batch
 
     def path(self, file_id: str) -> Path:
         """Return the path of a file's content."""
@@ -173,9 +171,8 @@ class BatchStore:
         self, file: StoredFile, endpoint: str, metadata: Mapping[str, str] | None, now: float
     ) -> StoredBatch:
         """Return a new batch, to be saved or forgotten. Raises ConflictError for one too many."""
-        if sum(one.owner == file.owner for one in self.unfinished) >= self._max_batches:
-            limit = f"{self._max_batches} batches have not ended, the limit (setting max_batches)"
-            raise ConflictError(f"{limit}; wait for one to end")
+        if sum(batch.owner == file.owner for batch in self.unfinished) >= MAX_BATCHES:
+            raise ConflictError(f"{MAX_BATCHES} batches have not ended; wait for one to end")
         self.take(RECORD_BYTES, file.owner)
         batch = StoredBatch(
             id=f"batch_{secrets.token_hex(12)}",
@@ -199,9 +196,9 @@ class BatchStore:
 
     def forget_ended(self, owner: str) -> None:
         """Remove the oldest ended batches of a key that has more than it may."""
-        mine = [one for one in self.batches.values() if one.owner == owner]
-        ended = [one for one in mine if one.status in ENDED]
-        for batch in ended[: max(0, len(mine) - self._max_batches)]:
+        mine = [batch for batch in self.batches.values() if batch.owner == owner]
+        ended = [batch for batch in mine if batch.status in ENDED]
+        for batch in ended[: max(0, len(mine) - MAX_BATCHES)]:
             self.forget(batch)
 
     def save(self, batch: StoredBatch, *, reserved: bool = False) -> None:
@@ -212,10 +209,10 @@ class BatchStore:
         with self._writing:
             if not reserved:
                 self._reserve()
-            known = self.batches.get(batch.id)
-            if known is not None and known.status not in ENDED:
+            stored = self.batches.get(batch.id)
+            if stored is not None and stored.status not in ENDED:
                 self._write(self._batches / f"{batch.id}.json", batch, reserved=reserved)
-                vars(known).update(vars(batch))
+                vars(stored).update(vars(batch))
 
     @property
     def unfinished(self) -> list[StoredBatch]:
@@ -250,4 +247,5 @@ def _replace(path: Path, content: bytes) -> None:
 def _read(folder: Path, kind: type[Record]) -> dict[str, Record]:
     """Return the descriptions in a folder by id. Raises OSError and ValidationError."""
     records = [kind.model_validate_json(path.read_bytes()) for path in folder.glob("*.json")]
-    return {one.id: one for one in sorted(records, key=lambda one: (one.created_at, one.id))}
+    records.sort(key=lambda record: (record.created_at, record.id))
+    return {record.id: record for record in records}

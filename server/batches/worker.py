@@ -113,13 +113,13 @@ class BatchWorker:
     def n_pending(self) -> int:
         """The number of requests of valid batches that are not answered."""
         counts = (batch.request_counts for batch in self.store.unfinished)
-        return sum(max(0, one.total - one.completed - one.failed) for one in counts)
+        return sum(max(0, count.total - count.completed - count.failed) for count in counts)
 
     @property
     def n_unfinished(self) -> dict[str, int]:
         """The number of batches that have not ended, by status."""
-        found = Counter(batch.status for batch in self.store.unfinished)
-        return {status: found[status] for status in get_args(Status) if status not in ENDED}
+        counts = Counter(batch.status for batch in self.store.unfinished)
+        return {status: counts[status] for status in get_args(Status) if status not in ENDED}
 
     async def _run(self, batch: StoredBatch) -> None:
         try:
@@ -171,9 +171,9 @@ class BatchWorker:
             return None, True
 
         while True:
-            found, is_over = await in_thread(self._threads, run)
-            if found is not None or is_over:
-                return found
+            result, is_over = await in_thread(self._threads, run)
+            if result is not None or is_over:
+                return result
 
     async def _attempt(self, batch: StoredBatch) -> None:
         """Bring a batch to its end. Raises OSError and RequestTooLargeError, also as a group."""

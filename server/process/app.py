@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from threading import Thread
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -14,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from kvasir.model.bundle import ModelBundle
 from kvasir.model.suggestions import install_command
 from kvasir.server.api.explain.routes import Explanations
-from kvasir.server.api.http.keys import ApiKeys, Limits
+from kvasir.server.api.http.keys import ApiKeys
 from kvasir.server.api.http.middleware import (
     body_limit,
     error_responses,
@@ -54,24 +55,18 @@ def create_app(
     """
     if isinstance(bundles, ModelBundle):
         bundles = {settings.model_name: bundles}
-    keys = _keys(settings)
+    key = settings.api_key.get_secret_value() if settings.api_key else None
+    keys = ApiKeys(key, settings.api_key_file)
     models = Models(settings, bundles)
     models.metrics.key_file_failed.set_function(lambda: keys.has_failed)
     clock = clock or StartClock()
-    provider = None
-    if settings.otlp_endpoint:
-        try:
-            from kvasir.server.process import tracing  # noqa: PLC0415  imports opentelemetry
-        except ImportError as error:
-            command = install_command("cpu", "otel")
-            message = f"otlp_endpoint needs {error.name}; install it with: {command}"
-            raise StartupError(message) from None
-        provider = tracing.make_provider(settings.otlp_endpoint, version("kvasir-lm"))
+    tracing = _tracing() if settings.otlp_endpoint else None
+    provider = tracing and tracing.make_provider(settings.otlp_endpoint, version("kvasir-lm"))
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         clock.lap("application")
-        of_text = [one for one in models.services.values() if one.task == "generate"]
+        of_text = [service for service in models.services.values() if service.task == "generate"]
         for service in of_text if engine is None else ():
             service.grammars.warm_up()
 
@@ -97,21 +92,24 @@ def create_app(
         name: Explanations(service.bundle) for name, service in models.services.items()
     }
     app.state.batches = _batch_worker(app, keys if settings.has_keys else None)
-    app.state.response_store = ResponseStore(
-        settings.max_stored_responses, settings.stored_responses_memory
-    )
+    app.state.response_store = ResponseStore(settings.stored_responses_memory)
     add_routes(app)
     _add_middleware(app, keys)
-    if provider is not None:
+    if tracing is not None:
         app.add_middleware(tracing.request_spans, provider=provider, model=settings.model_name)
     app.add_middleware(request_context)
     return app
 
 
-def _keys(settings: Settings) -> ApiKeys:
-    key = settings.api_key.get_secret_value() if settings.api_key else None
-    limits = Limits(settings.max_concurrency_per_key, settings.max_tokens_per_minute_per_key)
-    return ApiKeys(key, settings.api_key_file, limits)
+def _tracing() -> Any:
+    """Return the module of spans. Raises StartupError if packages for it are missing."""
+    try:
+        from kvasir.server.process import tracing  # noqa: PLC0415  imports opentelemetry
+    except ImportError as error:
+        command = install_command("cpu", "otel")
+        message = f"otlp_endpoint needs {error.name}; install it with: {command}"
+        raise StartupError(message) from None
+    return tracing
 
 
 def _add_middleware(app: FastAPI, keys: ApiKeys) -> None:
@@ -160,14 +158,13 @@ def _batch_worker(app: FastAPI, keys: ApiKeys | None) -> BatchWorker | None:
     store = BatchStore(
         settings.batch_dir,
         max_bytes=settings.batch_dir_bytes,
-        max_batches=settings.max_batches,
         is_shared=settings.api_key_file is not None,
     )
     worker = BatchWorker(
         store,
         Answers(app, keys),
         parse_line,
-        n_at_once=max(one.settings.max_num_seqs for one in models.services.values()),
+        n_at_once=max(service.settings.max_num_seqs for service in models.services.values()),
         max_line=settings.max_body_bytes,
         count=metrics.batch_request,
     )

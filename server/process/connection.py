@@ -22,31 +22,30 @@ from kvasir.server.errors import (
 )
 from kvasir.server.process.shared_limits import SharedLimits
 from kvasir.server.process.transport import Reader, end_by_close, refusal
-from kvasir.server.settings import Settings
 
 logger = logging.getLogger("kvasir")
 
-MAX_HEADERS = 128
-MIN_BODY_RATE = 500  # bytes a second, as a mean over `receive_timeout`
+MAX_HEADERS, MAX_HEAD_BYTES = 128, 2**15  # of a request's URL and headers, or its trailers
+RECEIVE_TIMEOUT = 30.0  # seconds
+MIN_BODY_RATE = 500  # bytes a second, as a mean over RECEIVE_TIMEOUT
 MAX_PIPELINED = 16  # requests that a client may send before it has the answer to another
 _SLICE = 4096  # bytes: the parser holds an unfinished header of at most this length unseen
 _UNREAD = 2**14  # bytes that wait in a connection before its client counts as one that stalls
 _PROBE_INTERVAL = 0.2  # seconds between writes to a client that has ended its side
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _LINGER = 2  # seconds in which a client that is still sending can read why it was refused
 
 
 class BoundedConnection(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 connection, with limits.
 
-    A request must arrive within `receive_timeout` of its first byte, or its body at
+    A request must arrive within `RECEIVE_TIMEOUT` of its first byte, or its body at
     `MIN_BODY_RATE`. No such clock runs while an answer is made. A client that does not read is cut
     off after `send_timeout`. A complete answer may be read slowly, as long as it is read: its
     request holds no slot any more. The next request begins once it has been read.
     """
 
     fastapi: FastAPI
-    settings: Settings
+    send_timeout: float  # seconds
     shared: SharedLimits
     url = b""
     # The last request whose answer was begun: `cycle`, unless the client has sent others early.
@@ -60,11 +59,11 @@ class BoundedConnection(HttpToolsProtocol):
     _send_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Give the client `receive_timeout` for its first byte."""
+        """Give the client `RECEIVE_TIMEOUT` for its first byte."""
         transport.set_write_buffer_limits(_UNREAD)
         super().connection_made(transport)
         transport.set_protocol(Reader(self, self.shared.read_buffer))
-        self._close_if_idle_for(self.settings.receive_timeout)
+        self._close_if_idle_for(RECEIVE_TIMEOUT)
         self.shared.add(self, len(self.connections))
 
     def data_received(self, data: bytes) -> None:
@@ -83,7 +82,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._start_receive_timer()
             self._n_overhead += len(piece)
             super().data_received(piece)
-            if self._n_overhead > self.settings.max_header_bytes + _SLICE:
+            if self._n_overhead > MAX_HEAD_BYTES + _SLICE:
                 self._refuse_head()
         if self._unparsed:
             self.shared.turns.parse(self._parse)
@@ -104,7 +103,7 @@ class BoundedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Refuse a large head, or let uvicorn start the request."""
         n_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if n_bytes > self.settings.max_header_bytes or len(self.headers) > MAX_HEADERS:
+        if n_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
             self._refuse_head()
         elif len(self.pipeline) == MAX_PIPELINED:
             message = f"more than {MAX_PIPELINED} requests wait for the answer to an earlier one"
@@ -154,13 +153,14 @@ class BoundedConnection(HttpToolsProtocol):
             self.refuse(UnavailableError(message, retry_after=1))
 
     def _close_if_idle_for(self, seconds: float) -> None:
-        handler = self.timeout_keep_alive_handler
-        self.timeout_keep_alive_task = self.loop.call_later(seconds, handler)
+        self.timeout_keep_alive_task = self.loop.call_later(
+            seconds, self.timeout_keep_alive_handler
+        )
 
     def _start_receive_timer(self) -> None:
         if self._receive_timer is None:
-            self._n_body, seconds = 0, self.settings.receive_timeout
-            self._receive_timer = self.loop.call_later(seconds, self._check_received)
+            self._n_body = 0
+            self._receive_timer = self.loop.call_later(RECEIVE_TIMEOUT, self._check_received)
 
     def _stop_receive_timer(self) -> None:
         if self._receive_timer is not None:
@@ -171,7 +171,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._receive_timer = None
         is_pipelined = self._unanswered not in (None, self._incoming)
         is_wanted = self._incoming is not None and not self._incoming.response_complete
-        is_fast = self._n_body >= MIN_BODY_RATE * self.settings.receive_timeout
+        is_fast = self._n_body >= MIN_BODY_RATE * RECEIVE_TIMEOUT
         if self.flow.read_paused or is_pipelined or (is_wanted and is_fast):
             self._start_receive_timer()
         else:
@@ -187,11 +187,8 @@ class BoundedConnection(HttpToolsProtocol):
         self.refuse(InvalidRequestError(msg))
 
     def _refuse_head(self) -> None:
-        message = (
-            "the request's URL and headers, or its trailers, have more than "
-            f"{self.settings.max_header_bytes} bytes, or there are more than {MAX_HEADERS} "
-            "headers; send less"
-        )
+        many = f"more than {MAX_HEAD_BYTES} bytes, or there are more than {MAX_HEADERS} headers"
+        message = f"the request's URL and headers, or its trailers, have {many}; send less"
         self.refuse(HeadTooLargeError(message))
 
     def refuse(self, error: KvasirError) -> None:
@@ -229,12 +226,10 @@ class BoundedConnection(HttpToolsProtocol):
         """Start the clock of a client that does not read, and count what it leaves unread."""
         super().pause_writing()
         cycle, n_left = self._unanswered, self.transport.get_write_buffer_size()
-        seconds = self.settings.send_timeout
-        self._send_timer = self.loop.call_later(seconds, self._check_sent, n_left)
-        is_held = cycle is not None and f"{UPLOAD_PATH}/" not in cycle.scope["path"]  # no file
-        self.shared.stall(
-            self, n_left + (cycle.expected_content_length if cycle and is_held else 0)
-        )
+        self._send_timer = self.loop.call_later(self.send_timeout, self._check_sent, n_left)
+        if cycle is not None and f"{UPLOAD_PATH}/" not in cycle.scope["path"]:  # no file
+            n_left += cycle.expected_content_length
+        self.shared.stall(self, n_left)
 
     def resume_writing(self) -> None:
         """Stop the clock of a client that reads again."""
@@ -264,7 +259,7 @@ class BoundedConnection(HttpToolsProtocol):
         cycle = self._unanswered
         if cycle is not None and not self._is_refused and not self.transport.is_closing():
             if not cycle.response_started:
-                self.transport.write(_CONTINUE)
+                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self.loop.call_later(_PROBE_INTERVAL, self._probe)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from kvasir.model.bundle import ENCODER_GRAPH_FILE, BundleError, ModelBundle, load_bundle
 from kvasir.model.suggestions import install_command
@@ -40,8 +41,8 @@ def check_model(settings: Settings, name: str | None = None) -> ModelBundle:
         BACKENDS[device].require()
     except NoDeviceError as error:
         raise StartupError(f"{path} was exported for {device}: {error}") from None
-    for setting in settings.model_fields_set & {"threads", "spin_microseconds"}:
-        raise StartupError(f"setting {setting} is for the CPU; leave it out for a model on a GPU")
+    if settings.threads is not None:
+        raise StartupError("setting threads is for the CPU; leave it out for a model on a GPU")
     if settings.prefix_cache_memory:
         cause = "setting prefix_cache_memory can only be 0 on a GPU"
         raise StartupError(f"{cause}: blocks are kept in kv_cache_memory")
@@ -68,7 +69,6 @@ def build_encoder_engine(
         bundle.config,
         max_model_len=settings.max_model_len,
         threads=settings.threads,
-        spin_microseconds=settings.spin_microseconds,
         fits_16_bits=bundle.manifest.fits_16_bits,
     )
     if clock is not None:
@@ -93,55 +93,41 @@ def build_engine(
         raise ValueError("speculate is not for encoder-decoders; leave it out")
     if settings.speculate:
         logger.info("speculation is on: the load may change answers, by rounding")
-    clock = clock or StartClock()
-    if bundle.manifest.device != "cpu":
+    clock, device = clock or StartClock(), bundle.manifest.device
+    chunk_size = settings.chunk_size or _CPU_CHUNK
+    limits: dict[str, Any] = {
+        "max_num_seqs": settings.max_num_seqs,
+        "max_model_len": settings.max_model_len,
+        "kv_cache_bytes": settings.kv_cache_memory,
+    }
+    of_cpu = limits | {"n_models": len(settings.models), "threads": settings.threads}
+    if device != "cpu":
         from kvasir.server.engine.gpu.session import BACKENDS, open_gpu_runner  # noqa: PLC0415
 
-        chunk_size = settings.chunk_size or BACKENDS[bundle.manifest.device].chunk_size
+        chunk_size = settings.chunk_size or BACKENDS[device].chunk_size
         runner: Runner = open_gpu_runner(
-            bundle.manifest.device,
+            device,
             bundle.graph_path,
             bundle.config,
-            max_num_seqs=settings.max_num_seqs,
-            max_model_len=settings.max_model_len,
-            kv_cache_bytes=settings.kv_cache_memory,
             chunk_size=chunk_size,
             keep_prompts=settings.prefix_cache_memory != 0,
             captures=settings.cuda_graphs and len(settings.models) == 1,
+            **limits,
         )
         clock.lap("session_and_warm_up")
     elif bundle.config.encoder is not None:
         from kvasir.server.engine.seq2seq.runner import Seq2SeqRunner  # noqa: PLC0415
 
+        encoder, fits = bundle.path / ENCODER_GRAPH_FILE, bundle.manifest.fits_16_bits
         runner = Seq2SeqRunner(
-            bundle.path / ENCODER_GRAPH_FILE,
-            bundle.graph_path,
-            bundle.config,
-            max_num_seqs=settings.max_num_seqs,
-            max_model_len=settings.max_model_len,
-            kv_cache_bytes=settings.kv_cache_memory,
-            n_models=len(settings.models),
-            threads=settings.threads,
-            spin_microseconds=settings.spin_microseconds,
-            fits_16_bits=bundle.manifest.fits_16_bits,
+            encoder, bundle.graph_path, bundle.config, fits_16_bits=fits, **of_cpu
         )
-        chunk_size = settings.chunk_size or _CPU_CHUNK
         clock.lap("session_and_warm_up")
     else:
         from kvasir.server.engine.runner import OnnxRunner  # noqa: PLC0415  imports ONNX Runtime
 
-        runner = OnnxRunner(
-            bundle.graph_path,
-            bundle.config,
-            max_num_seqs=settings.max_num_seqs,
-            max_model_len=settings.max_model_len,
-            kv_cache_bytes=settings.kv_cache_memory,
-            n_models=len(settings.models),
-            prefix_cache_bytes=settings.prefix_cache_memory,
-            threads=settings.threads,
-            spin_microseconds=settings.spin_microseconds,
-        )
-        chunk_size = settings.chunk_size or _CPU_CHUNK
+        n_bytes = settings.prefix_cache_memory
+        runner = OnnxRunner(bundle.graph_path, bundle.config, prefix_cache_bytes=n_bytes, **of_cpu)
         clock.lap("session")
         warm_up(runner)
         clock.lap("warm_up")

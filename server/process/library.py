@@ -166,14 +166,14 @@ class Model:
         Raises ValueError for a model that makes no vectors, for an unknown prompt, and for a text
         that is empty or longer than the model takes.
         """
-        engine, known = self._encoding(), self.bundle.embedding
-        name = prompt_name or known.default_prompt_name
-        if name is not None and name not in known.prompts:
-            names = ", ".join(known.prompts) or "none"
+        engine, embedding = self._encoding(), self.bundle.embedding
+        name = prompt_name or embedding.default_prompt_name
+        if name is not None and name not in embedding.prompts:
+            names = ", ".join(embedding.prompts) or "none"
             raise ValueError(f"the model has no prompt {name!r}; it has {names}")
         if isinstance(texts, str) or not texts:
             raise ValueError(f"texts is {texts!r}; give a list of at least one text")
-        before = "" if name is None else known.prompts[name]
+        before = "" if name is None else embedding.prompts[name]
         encodings = self.bundle.tokenizer.encode_batch_fast([before + text for text in texts])
         for place, encoding in enumerate(encodings):
             if not 1 <= len(encoding.ids) <= engine.max_model_len:
@@ -181,7 +181,7 @@ class Model:
                     f"text {place} has {len(encoding.ids)} tokens; the model takes 1 to "
                     f"{engine.max_model_len}"
                 )
-        found: dict[int, NDArray[np.float32]] = {}
+        vectors: dict[int, NDArray[np.float32]] = {}
         params, now, ids = SamplingParams(max_tokens=0), perf_counter(), range(len(encodings))
         try:
             for i, encoding in zip(ids, encodings, strict=True):
@@ -189,11 +189,11 @@ class Model:
             while engine.has_work:
                 for output in engine.step()[0]:
                     assert output.vectors is not None
-                    found[output.sequence_id] = output.vectors
+                    vectors[output.sequence_id] = output.vectors
         finally:
             for i in ids:
                 engine.abort(i)  # after Ctrl-C some would be left
-        return np.array([found[i] for i in ids], dtype=np.float32)
+        return np.array([vectors[i] for i in ids], dtype=np.float32)
 
     def close(self) -> None:
         """Free the model's memory."""
@@ -234,4 +234,6 @@ class Model:
     def _rendered(self, messages: collections.abc.Sequence[Mapping[str, Any]]) -> str:
         if self._chats is None:
             raise ValueError(f"{self.bundle.path} has no chat template; give a text")
-        return self._chats.render([dict(one) for one in messages], add_generation_prompt=True)
+        return self._chats.render(
+            [dict(message) for message in messages], add_generation_prompt=True
+        )

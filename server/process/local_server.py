@@ -34,11 +34,11 @@ def run_server(command: Sequence[str | Path]) -> Iterator[dict[str, Any]]:
     Raises ChildProcessError with the last line of its log if it ends before it is ready. Ctrl-C and
     the terminal's end reach this process alone, which ends the server when the block is left.
     """
-    known = {name: value for name, value in os.environ.items() if name != "KVASIR_LOG_FORMAT"}
+    environment = {name: value for name, value in os.environ.items() if name != "KVASIR_LOG_FORMAT"}
     with (
         _exit_on_signals(),
         subprocess.Popen(  # noqa: S603
-            command, stderr=subprocess.PIPE, text=True, env=known, process_group=0
+            command, stderr=subprocess.PIPE, text=True, env=environment, process_group=0
         ) as process,
     ):
         log = process.stderr or ()
@@ -65,14 +65,14 @@ def _exit_on_signals() -> Iterator[None]:
 
     previous = {}
     if current_thread() is main_thread():
-        for one in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(one) != signal.SIG_IGN:
-                previous[one] = signal.signal(one, end)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                previous[number] = signal.signal(number, end)
     try:
         yield
     finally:
-        for one, handler in previous.items():
-            signal.signal(one, handler)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def wait_until_ready(log: Iterable[str]) -> dict[str, Any]:

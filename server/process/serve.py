@@ -64,8 +64,10 @@ class DrainingServer(uvicorn.Server):
                     "without API keys whoever reaches this address can use it; set api_key_file"
                 )
                 logger.warning(warning, extra={"fields": {"host": host}})
-            manifests = {name: one.bundle.manifest for name, one in self.models.services.items()}
-            about = {name: f"{one.precision} on {one.device}" for name, one in manifests.items()}
+            about = {
+                name: "{precision} on {device}".format(**service.describe_model())
+                for name, service in self.models.services.items()
+            }
             fields = {"host": host, "port": port, "playground": page, "models": about}
             logger.info("listening", extra={"fields": fields})
 
@@ -152,18 +154,18 @@ def serve(settings: Settings) -> None:
 
 def configure(app: FastAPI) -> uvicorn.Config:
     """Return uvicorn's configuration for an application from `create_app`."""
-    known: Settings = app.state.models.settings
+    settings: Settings = app.state.models.settings
 
     class Connection(BoundedConnection):
         fastapi = app
-        settings = known
-        shared = SharedLimits(max_connections(), _BODIES * known.max_body_bytes, _MOST_UNREAD)
+        send_timeout = settings.send_timeout
+        shared = SharedLimits(max_connections(), _BODIES * settings.max_body_bytes, _MOST_UNREAD)
 
     return uvicorn.Config(
         app,
         http=Connection,
         ws="none",
-        root_path=known.root_path,
+        root_path=settings.root_path,
         log_config=None,
         log_level=logging.ERROR,  # each refused request has a line of ours
         access_log=False,

@@ -43,7 +43,7 @@ def _operation(route: APIRoute) -> str:
     return _OTHER_NAMES.get(route.path) or of_kind or route.path.rpartition("/")[2]
 
 
-_OPERATIONS = {one.path: _operation(one) for one in ROUTES if _DEADLINE in one.responses}
+_OPERATIONS = {route.path: _operation(route) for route in ROUTES if _DEADLINE in route.responses}
 
 
 def request_spans(app: ASGIApp, provider: TracerProvider, model: str) -> ASGIApp:
@@ -139,11 +139,11 @@ def _phases(completion: Completion) -> list[_Phase]:
     sequences = [choice.sequence for choice in completion.choices]
     moments: list[float] = []
     for name in ("arrived_at", "scheduled_at", "first_token_at"):
-        known = [at for one in sequences if (at := getattr(one, name)) is not None]
-        if not known:  # the engine may still run what was aborted, so later ones may be known
+        times = [at for sequence in sequences if (at := getattr(sequence, name)) is not None]
+        if not times:  # the engine may still run what was aborted, so later ones may be known
             break
-        moments.append(min(known))
-    moments.append(max(one.finished_at or perf_counter() for one in sequences))
+        moments.append(min(times))
+    moments.append(max(sequence.finished_at or perf_counter() for sequence in sequences))
     names = ("queue", "prefill", "decode")
     return [(name, *ends) for name, ends in zip(names, pairwise(moments), strict=False)]
 

@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -22,7 +22,7 @@ from kvasir.server.engine.encoder.engine import EncoderEngine
 from kvasir.server.engine.engine import BeamOutput, Engine, StepStats, TokenOutput
 from kvasir.server.engine.sequence import FinishReason, Sequence, SequenceStatus
 from kvasir.server.errors import EngineError
-from kvasir.server.requests.admission.forecast import Forecast, Snapshot, Work
+from kvasir.server.requests.admission.forecast import Forecast, Snapshot
 from kvasir.server.telemetry.metrics import Load, Metrics
 
 logger = logging.getLogger("kvasir")
@@ -31,47 +31,45 @@ STALL_SECONDS = 120.0  # a step that takes longer means that the engine hangs
 _JOIN_SECONDS = 5.0
 _IDLE_SECONDS = 10.0
 _MOST_AT_ONCE = 64  # outputs, of which events are made in some 5 ms, with 20 logprobs each
-_IN_SLOT = {SequenceStatus.PREFILLING, SequenceStatus.RUNNING}
 
 AnyEngine = Engine | EncoderEngine
 Command = Callable[[Any], Iterable[TokenOutput | None]]  # of an engine
-
-
-@dataclass(slots=True, eq=False)
-class _Live:
-    """A sequence that has not ended."""
-
-    sequence: Sequence
-    request: list[Sequence]  # all sequences of its request
-    queue: asyncio.Queue[TokenOutput]
-    last_output: float | None = None
-    cancelled_as: FinishReason | None = None  # the end that its listener gave it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutputStream:
     """The outputs of one request's sequences. It must be closed, which cancels what still runs."""
 
+    sequences: list[Sequence]
     _engine: AsyncEngine
-    _ids: list[int]
-    _queue: asyncio.Queue[TokenOutput]
+    queue: asyncio.Queue[TokenOutput] = field(default_factory=asyncio.Queue)
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while none of its sequences has a place in the batch."""
+        return all(sequence.status is SequenceStatus.WAITING for sequence in self.sequences)
+
+    @property
+    def n_generated(self) -> int:
+        """The number of tokens that the engine has generated, also for clients that do not read."""
+        return sum(len(sequence.output_ids) * sequence.params.n_rows for sequence in self.sequences)
+
+    @property
+    def _ids(self) -> list[int]:
+        return [sequence.id for sequence in self.sequences]
 
     async def receive(self) -> list[TokenOutput]:
         """Wait for output; return what has come since the last call, but not too much at once."""
-        if not self._queue.empty():  # the client reads slowly: others have their turn
+        if not self.queue.empty():  # the client reads slowly: others have their turn
             await asyncio.sleep(0)
-        outputs = [await self._queue.get()]
-        while not self._queue.empty() and len(outputs) < _MOST_AT_ONCE:
-            outputs.append(self._queue.get_nowait())
+        outputs = [await self.queue.get()]
+        while not self.queue.empty() and len(outputs) < _MOST_AT_ONCE:
+            outputs.append(self.queue.get_nowait())
         return outputs
 
-    def expire(self) -> None:
-        """End what still runs after its deadline, with a terminal output."""
-        self._engine.abort(self._ids, FinishReason.TIMEOUT)
-
-    def finish(self) -> None:
-        """End what still runs as if its text were complete, with a terminal output."""
-        self._engine.abort(self._ids, FinishReason.STOP)
+    def end(self, reason: FinishReason) -> None:
+        """End what still runs, with a terminal output."""
+        self._engine.abort(self._ids, reason)
 
     def stop(self, sequence_id: int) -> None:
         """End a sequence that has produced a stop string; it gives no further output."""
@@ -80,6 +78,16 @@ class OutputStream:
     def close(self) -> None:
         """Cancel all sequences that have not ended."""
         self._engine.cancel(self._ids, FinishReason.ABORT)
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A sequence that has not ended."""
+
+    sequence: Sequence
+    stream: OutputStream
+    last_output: float | None = None
+    cancelled_as: FinishReason | None = None  # the end that its listener gave it
 
 
 class AsyncEngine:
@@ -128,16 +136,7 @@ class AsyncEngine:
         """Return the work of clients' sequences and the measured rates, for admission."""
         if self.engine is None:
             return Snapshot()
-        now, n_slots = perf_counter(), self.engine.max_num_seqs
-        clients = (sequence for sequence in self.sequences if not sequence.is_background)
-        statuses = [(sequence, sequence.status) for sequence in clients]
-        waiting = [sequence for sequence, status in statuses if status is SequenceStatus.WAITING]
-        held = (sequence for sequence, status in statuses if status in _IN_SLOT)
-        running = tuple(_work(sequence, now) for sequence in _by_row(held))
-        # By identity: the samples of a prompt share it.
-        n_tokens = sum({id(s.prompt_ids): len(s.prompt_ids) for s in waiting}.values())
-        works = tuple(_work(sequence, now) for sequence in _by_row(waiting))
-        return Snapshot(self.forecast, n_slots, running, works, n_tokens)
+        return Snapshot.of(self.sequences, self.forecast, self.engine.max_num_seqs, perf_counter())
 
     async def start(self, build: Callable[[], AnyEngine]) -> None:
         """Start the thread and wait until it has built the engine. Raises what `build` raises."""
@@ -159,11 +158,10 @@ class AsyncEngine:
         """Queue the admitted sequences of a request. Raises EngineError if the engine failed."""
         if self.failed:
             raise EngineError("the engine has failed; the server must be restarted")
-        queue: asyncio.Queue[TokenOutput] = asyncio.Queue()
-        for sequence in sequences:
-            self._live[sequence.id] = _Live(sequence, sequences, queue)
-        self._inbox.put(lambda engine: [_ended(engine.add, one) for one in sequences])
-        return OutputStream(self, [sequence.id for sequence in sequences], queue)
+        stream = OutputStream(sequences, self)
+        self._live |= {sequence.id: _Live(sequence, stream) for sequence in sequences}
+        self._inbox.put(lambda engine: [_ended(engine.add, sequence) for sequence in sequences])
+        return stream
 
     def abort(self, ids: Iterable[int], reason: FinishReason) -> None:
         """End live sequences, with a terminal output to each listener."""
@@ -176,11 +174,10 @@ class AsyncEngine:
 
     def abort_waiting(self) -> None:
         """End the requests of which no sequence has had a slot; the others stay whole."""
-        requests = [(live.sequence.id, live.request) for live in self._live.values()]
+        streams = dict.fromkeys(live.stream for live in self._live.values())
 
         def abort(engine: AnyEngine) -> Iterable[TokenOutput | None]:
-            waiting = SequenceStatus.WAITING
-            ids = [i for i, request in requests if all(s.status is waiting for s in request)]
+            ids = [one.id for stream in streams if stream.is_waiting for one in stream.sequences]
             return [engine.abort(i, FinishReason.ABORT) for i in ids]
 
         self._inbox.put(abort)
@@ -199,7 +196,7 @@ class AsyncEngine:
         for live in ended:
             if live.cancelled_as is None:
                 end = TokenOutput(live.sequence.id, None, finish_reason=FinishReason.ERROR)
-                live.queue.put_nowait(end)
+                live.stream.queue.put_nowait(end)
         for live in ended:  # recording may raise, so every listener is told first
             self._record_end(live, FinishReason.ERROR)
         self._inbox.put(self._stop)
@@ -260,31 +257,30 @@ class AsyncEngine:
         if self.failed:
             return
         try:
-            self._hand_out(outputs, stats)
+            if stats is not None:
+                self.metrics.step(stats)
+                self.forecast.step(stats)
+            now = perf_counter()
+            for output in outputs:
+                live = self._live.get(output.sequence_id)
+                if live is not None:  # else adding it raised, and the engine runs it all the same
+                    self._hand_out(output, live, now)
         except Exception:
             logger.exception("the engine's outputs are lost")
             self.give_up()
 
-    def _hand_out(self, outputs: list[TokenOutput], stats: StepStats | None) -> None:
-        if stats is not None:
-            self.metrics.step(stats)
-            self.forecast.step(stats)
-        now = perf_counter()
-        for output in outputs:
-            live, reason = self._live.get(output.sequence_id), output.finish_reason
-            if live is None:  # adding it raised, and the engine runs it all the same
-                continue
-            if live.cancelled_as is None:
-                live.queue.put_nowait(output)
-            if reason is not None:
-                del self._live[output.sequence_id]
-            n_tokens = int(output.token_id is not None)
-            if isinstance(output, BeamOutput):
-                n_tokens = len(live.sequence.output_ids)  # the best text's
-            self.metrics.output(live.sequence, live.last_output, now, n_tokens)
-            live.last_output = now
-            if reason is not None:
-                self._record_end(live, reason)
+    def _hand_out(self, output: TokenOutput, live: _Live, now: float) -> None:
+        if live.cancelled_as is None:
+            live.stream.queue.put_nowait(output)
+        if output.finish_reason is not None:
+            del self._live[output.sequence_id]
+        n_tokens = int(output.token_id is not None)
+        if isinstance(output, BeamOutput):
+            n_tokens = len(live.sequence.output_ids)  # the best text's
+        self.metrics.output(live.sequence, live.last_output, now, n_tokens)
+        live.last_output = now
+        if output.finish_reason is not None:
+            self._record_end(live, output.finish_reason)
 
     def _record_end(self, live: _Live, reason: FinishReason) -> None:
         is_wasted = live.cancelled_as is FinishReason.ABORT
@@ -302,20 +298,3 @@ def _ended(add: Callable[[Any], None], sequence: Sequence) -> TokenOutput | None
         logger.exception("the engine cannot add the sequence %d", sequence.id)
         return TokenOutput(sequence.id, None, finish_reason=FinishReason.ERROR)
     return None
-
-
-def _by_row(sequences: Iterable[Sequence]) -> Iterator[Sequence]:
-    """Yield each sequence as often as it takes rows."""
-    return (sequence for sequence in sequences for _ in range(sequence.params.n_rows))
-
-
-def _work(sequence: Sequence, now: float) -> Work:
-    n_output, scheduled = len(sequence.output_ids), sequence.scheduled_at
-    return Work(
-        n_prompt=max(0, len(sequence.prompt_ids) - sequence.n_computed),
-        n_new=sequence.params.max_tokens - n_output,
-        n_certain=max(0, sequence.n_certain - n_output),
-        seconds_held=0.0 if scheduled is None else now - scheduled,
-        seconds_left=sequence.deadline - now,
-        queue_time=sequence.queue_key[0],
-    )

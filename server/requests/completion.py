@@ -1,9 +1,8 @@
-"""One request on its way through the engine, in one form for every protocol."""
+"""An accepted request on its way through the engine: its choices and deltas."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -12,14 +11,12 @@ from time import perf_counter
 from tokenizers import Tokenizer
 
 from kvasir.server.engine.engine import BeamOutput, TokenOutput
-from kvasir.server.engine.grammar.constraints import Constraint, Grammar
-from kvasir.server.engine.sampling import SamplingParams, TokenLogprobs
+from kvasir.server.engine.grammar.constraints import Constraint
+from kvasir.server.engine.sampling import TokenLogprobs
 from kvasir.server.engine.sequence import (
     BACKGROUND_PRIORITY,
     FinishReason,
     Sequence,
-    SequenceStatus,
-    queue_time,
 )
 from kvasir.server.errors import (
     DeadlineExceededError,
@@ -29,95 +26,9 @@ from kvasir.server.errors import (
     UnavailableError,
 )
 from kvasir.server.requests.admission.callers import Caller
-from kvasir.server.requests.admission.forecast import Work
 from kvasir.server.requests.async_engine import OutputStream
+from kvasir.server.requests.request import CompletionRequest, Prompt
 from kvasir.server.text.detokenizer import Detokenizer, StopChecker
-
-# Of JSON. A position's log-probabilities are the alternatives, the token's, and a line beside them.
-_LOGPROB_BYTES, _CHAR_BYTES, _ID_BYTES = 100, 6, 8
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A tokenised prompt."""
-
-    ids: list[int]
-    text: str
-    offsets: list[int] | None = None  # where in the text each token begins, if asked for
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionRequest:
-    """A client's request: `n` samples of each prompt, or the `n` best texts of a beam search.
-
-    target_prefix: the given beginning of every target of an encoder-decoder.
-    """
-
-    prompts: list[Prompt]
-    params: SamplingParams
-    request_id: str = ""
-    caller: Caller = field(default_factory=Caller)
-    n: int = 1
-    target_prefix: list[int] = field(default_factory=list)
-    ending_ids: frozenset[int] = frozenset()  # its stop tokens, and the model's unless ignored
-    stops: tuple[str, ...] = ()
-    deadline: float = math.inf  # in seconds of `perf_counter`
-    priority: int = 0  # lower is earlier
-    cache_salt: bytes = b""  # only prompts of the same salt share the prefix cache
-    grammar: Grammar | None = None
-    kept_ids: frozenset[int] = frozenset()  # special tokens that are shown in the text
-    length_param: str = "max_tokens"  # the field of its maximum, in errors
-    begins_text: bool = False  # the text begins with the first new token; else with the prompt
-    shows_prompt: bool = False  # the answer has the prompt's text or tokens
-
-    @property
-    def work(self) -> Work:
-        """The certain work of its first sequence, if the request were submitted now."""
-        now, n = perf_counter(), self.n_certain
-        left, place = self.deadline - now, queue_time(now, self.priority)
-        return Work(len(self.prompts[0].ids), n, n, seconds_left=left, queue_time=place)
-
-    @property
-    def n_certain(self) -> int:
-        """The minimum number of new tokens of each sequence."""
-        params = self.params
-        may_end_early = (
-            not params.ignore_eos or params.stop_token_ids or self.stops or self.grammar is not None
-        )
-        least = max(params.min_tokens, 1) if may_end_early else params.max_tokens
-        return min(least, params.max_tokens)
-
-    @property
-    def n_sequences(self) -> int:
-        """The number of rows that it takes: prompts times samples, or times beams."""
-        return len(self.prompts) * (self.params.n_rows if self.params.beams else self.n)
-
-    @property
-    def n_prompt_tokens(self) -> int:
-        """The number of prompt tokens, each prompt counted once."""
-        return sum(len(prompt.ids) for prompt in self.prompts)
-
-    @property
-    def bytes_of_token(self) -> int:
-        """The most bytes of log-probabilities for a new token of each sample."""
-        n_top = self.params.logprobs
-        return 0 if n_top is None else self.n_sequences * _LOGPROB_BYTES * (2 + n_top)
-
-    @property
-    def answer_bytes(self) -> int:
-        """The most bytes of the answer's log-probabilities, and of prompts that it shows."""
-        n_bytes, n_top = self.params.max_tokens * self.bytes_of_token, self.params.prompt_logprobs
-        if n_top is not None:
-            n_bytes += self.n * self.n_prompt_tokens * _LOGPROB_BYTES * (2 + n_top)
-        if self.shows_prompt:
-            n_chars = sum(len(prompt.text) for prompt in self.prompts)
-            n_bytes += self.n * (n_chars * _CHAR_BYTES + self.n_prompt_tokens * _ID_BYTES)
-        return n_bytes
-
-    @property
-    def most_tokens(self) -> int:
-        """The maximum number of tokens that it uses: its prompts, and all that may follow."""
-        return self.n_prompt_tokens + self.n_sequences * self.params.max_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -203,11 +114,6 @@ class Completion:
     stream: OutputStream
 
     @property
-    def is_waiting(self) -> bool:
-        """True while none of its sequences has a place in the batch."""
-        return all(choice.sequence.status is SequenceStatus.WAITING for choice in self.choices)
-
-    @property
     def n_prompt_tokens(self) -> int:
         """The number of prompt tokens, each prompt counted once."""
         return sum(len(sequence.prompt_ids) for sequence in self._first_samples)
@@ -219,8 +125,7 @@ class Completion:
 
     @property
     def _first_samples(self) -> list[Sequence]:
-        sequences = sequences_of(self.choices)
-        return [sequence for sequence in sequences if sequence.params.sample_index == 0]
+        return [one for one in self.stream.sequences if one.params.sample_index == 0]
 
     @property
     def n_completion_tokens(self) -> int:
@@ -228,16 +133,10 @@ class Completion:
         return sum(choice.n_tokens for choice in self.choices)
 
     @property
-    def n_generated(self) -> int:
-        """The number of tokens that the engine has generated, also for clients that do not read."""
-        return sum(len(one.output_ids) * one.params.n_rows for one in sequences_of(self.choices))
-
-    @property
     def seconds_to_first_token(self) -> float | None:
         """The seconds from arrival to the first token; None before it."""
-        sequences = [choice.sequence for choice in self.choices]
-        waits = (s.first_token_at - s.arrived_at for s in sequences if s.first_token_at is not None)
-        return min(waits, default=None)
+        firsts = ((one.first_token_at, one.arrived_at) for one in self.stream.sequences)
+        return min((at - arrived for at, arrived in firsts if at is not None), default=None)
 
     async def deltas(self, max_silence: float | None = None) -> AsyncIterator[list[Delta]]:
         """Yield new deltas until every choice has finished.
@@ -261,8 +160,8 @@ class Completion:
                         if choice.finish_reason is None:
                             ready.append(self._advance(choice, output, rank))
                 except KvasirError:
-                    for one in self.choices:  # an error of one choice ends the request
-                        one.finish_reason = one.finish_reason or output.finish_reason
+                    for other in self.choices:  # an error of one choice ends the request
+                        other.finish_reason = other.finish_reason or output.finish_reason
                     if ready:
                         yield ready
                     raise

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from kvasir.server.engine.encoder.sequence import Encoding
 from kvasir.server.errors import ContextLengthError, InvalidRequestError
-from kvasir.server.requests.builder import RequestBuilder
+from kvasir.server.requests.prompts import PromptReader
 
 MAX_INPUTS, MAX_TOKENS = 2048, 2**20  # of a request
 
@@ -36,24 +36,24 @@ class EncodingOptions:
     side: Side = "right"
 
 
-def encode(builder: RequestBuilder, options: EncodingOptions) -> list[Encoding]:
+def encode(reader: PromptReader, options: EncodingOptions) -> list[Encoding]:
     """Return the tokens of each input. Raises ContextLengthError or InvalidRequestError."""
-    tokenizer, limit, param = builder.bundle.tokenizer, builder.max_model_len, options.param
+    tokenizer, limit, param = reader.bundle.tokenizer, reader.max_model_len, options.param
     longest = min(limit, options.truncate_to or limit)
-    sources = [_parts(one, options.prompt) for one in options.inputs]
+    sources = [_parts(source, options.prompt) for source in options.inputs]
     # A query is in each of its pairs, and is tokenised once.
     texts = list({part for parts in sources if parts is not None for part in parts})
     for text in texts:
-        builder.check_text(text, param, limit if options.truncate_to is None else None)
+        reader.check_text(text, param, limit if options.truncate_to is None else None)
     tokens = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    known = {text: one.ids for text, one in zip(texts, tokens, strict=True)}
+    ids_of = {text: encoding.ids for text, encoding in zip(texts, tokens, strict=True)}
     layouts = {n: _layout(tokenizer, n) for n in {len(parts) for parts in sources if parts}}
     encodings, n_all = [], 0
     for place, (source, parts) in enumerate(zip(options.inputs, sources, strict=True)):
-        ids = [known[part] for part in parts or ()]
+        ids = [ids_of[part] for part in parts or ()]
         n_tokens = len(source)
         if parts is not None:
-            n_special = sum(one >= 0 for one, _ in layouts[len(parts)])
+            n_special = sum(token >= 0 for token, _ in layouts[len(parts)])
             n_tokens = sum(map(len, ids)) + n_special
         if not n_tokens:
             message = f"{param}: input {place} is empty; give at least one token"
@@ -71,7 +71,7 @@ def encode(builder: RequestBuilder, options: EncodingOptions) -> list[Encoding]:
                 param=param,
             )
         if isinstance(source, list):
-            builder.check_token_ids(source, param)
+            reader.check_token_ids(source, param)
             cut = slice(-longest, None) if options.side == "left" else slice(longest)
             encodings.append(Encoding(source[cut], None))
         else:
@@ -97,12 +97,14 @@ def _layout(tokenizer: Tokenizer, n_texts: int) -> Layout:
         text.pad(1, pad_id=mark)
     whole = tokenizer.post_process(texts[0], texts[1] if texts[1:] else None)
     both = zip(whole.ids, whole.type_ids, strict=True)
-    return [(marks.index(one) - n_texts if one in marks else one, kind) for one, kind in both]
+    return [
+        (marks.index(token) - n_texts if token in marks else token, kind) for token, kind in both
+    ]
 
 
 def _arranged(layout: Layout, texts: list[list[int]]) -> Encoding:
     """Return the encoding of the tokens of one or two texts."""
-    parts = [(texts[one] if one < 0 else [one], kind) for one, kind in layout]
+    parts = [(texts[token] if token < 0 else [token], kind) for token, kind in layout]
     ids = [token_id for part, _ in parts for token_id in part]
     types = [kind for part, kind in parts for _ in part]
     return Encoding(ids, types if len(texts) == 2 else None)

@@ -9,27 +9,23 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from threading import Lock
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from kvasir.model.bundle import ModelBundle
 from kvasir.server.engine.grammar.constraints import Constraint, Grammar, GrammarError
 from kvasir.server.errors import (
     DeadlineExceededError,
     InvalidRequestError,
-    OverloadedError,
     UnavailableError,
 )
-from kvasir.server.requests.completion import CompletionRequest
+from kvasir.server.requests.request import CompletionRequest
+from kvasir.server.requests.text_worker import BoundedThreads
 
 if TYPE_CHECKING:
     from kvasir.server.engine.grammar.compiler import GrammarCompiler
     from kvasir.server.engine.grammar.trial import GrammarTrial
-
-T = TypeVar("T")
 
 _KNOWN = 64  # good grammars, and as many refused ones, that are remembered: clients repeat theirs
 _MOST_WAITING = 64  # requests that wait for a trial, and as many whose grammars are compiled
@@ -41,8 +37,9 @@ class Grammars:
 
     def __init__(self, bundle: ModelBundle) -> None:
         self._bundle = bundle
-        self._trials = _Worker(1, "grammar-trials")
-        self._compilations = _Worker(1, "grammars")
+        full = f"{_MOST_WAITING} grammars already wait to be compiled"
+        self._trials = BoundedThreads(1, "grammar-trials", _MOST_WAITING, full)
+        self._compilations = BoundedThreads(1, "grammars", _MOST_WAITING, full)
         # The errors of the latest grammars, "" for good ones. Refused ones displace no good ones.
         self._lock = Lock()
         self._good: OrderedDict[Grammar, str] = OrderedDict()
@@ -80,10 +77,10 @@ class Grammars:
                 grammar.check_size()
                 error = self._known_error(grammar)
                 if error is None:
-                    error = await self._trials.call(lambda: self._try(grammar))
+                    error = await self._trials.run(lambda: self._try(grammar))
                 if error:
                     raise GrammarError(error)
-                return await self._compilations.call(lambda: self._compiler.compile(grammar))
+                return await self._compilations.run(lambda: self._compiler.compile(grammar))
         except GrammarError as error:
             raise InvalidRequestError(f"{param}: {error}", param=param) from None
         except TimeoutError:
@@ -143,20 +140,3 @@ class Grammars:
         from kvasir.server.engine.grammar.compiler import GrammarCompiler  # noqa: PLC0415  llguidance
 
         return GrammarCompiler(*self._trial.model)  # each grammar has been tried first
-
-
-class _Worker(ThreadPoolExecutor):
-    """A thread with a bounded queue."""
-
-    _n_waiting = 0
-
-    async def call(self, work: Callable[[], T]) -> T:
-        """Call work in the thread, unless cancelled before its turn comes."""
-        if self._n_waiting >= _MOST_WAITING:
-            message = f"{_MOST_WAITING} grammars already wait to be compiled; try again"
-            raise OverloadedError(message, retry_after=1)
-        self._n_waiting += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self, work)
-        finally:
-            self._n_waiting -= 1

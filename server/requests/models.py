@@ -58,7 +58,7 @@ class Models:
         self.names = tuple(bundles)
         self.metrics = ServerMetrics()
         self.text_worker = TextWorker()
-        self.answers = AnswerMemory.pots(settings.max_answer_bytes, self.text_worker)
+        self.answers = AnswerMemory.pots(self.text_worker)
         self.services: dict[str, Service] = {}
         self.failures: dict[str, StartupError] = {}  # of models that could not be loaded
         self.on_load_failure: Callable[[StartupError], None] = logger.error
@@ -80,7 +80,7 @@ class Models:
         must_choose: of several models one has to be named. Raises InvalidRequestError for a missing
         name or a model of no such task, and the errors of `named`.
         """
-        fit = [one for one, service in self.services.items() if service.task in tasks]
+        fit = [name for name, service in self.services.items() if service.task in tasks]
         if name in _ANY_MODEL and name not in self.names:
             if must_choose and len(self.names) > 1:
                 served = ", ".join(map(repr, self.services))
@@ -90,7 +90,7 @@ class Models:
         if tasks and service.task not in tasks:
             does, paths = _PURPOSES[service.task]
             wanted = " or ".join(_PURPOSES[task][0] for task in tasks)
-            other = "".join(f", such as {one!r}" for one in fit[:1])
+            other = "".join(f", such as {name!r}" for name in fit[:1])
             message = (
                 f"the model {name!r} {does}: use {paths}; this path is for a model that "
                 f"{wanted}{other}"

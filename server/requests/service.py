@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import cached_property, partial
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
@@ -16,23 +16,24 @@ from typing import Literal
 from kvasir.model.bundle import CHAT_TEMPLATE_FILE, ModelBundle
 from kvasir.model.chat_template import ChatTemplate, ChatTemplateError
 from kvasir.model.tokenizer import keep_spaces_in_offsets
+from kvasir.server.engine.encoder.sequence import EncoderOutput
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.machine import return_freed_memory
 from kvasir.server.engine.sampling import Floats
+from kvasir.server.engine.sequence import FinishReason, Sequence
 from kvasir.server.errors import DeadlineExceededError, StartupError
 from kvasir.server.requests.admission.answers import AnswerMemory
-from kvasir.server.requests.admission.forecast import Work
 from kvasir.server.requests.admission.queue import Admission, Phase, check_length
-from kvasir.server.requests.async_engine import AnyEngine, AsyncEngine
+from kvasir.server.requests.async_engine import AnyEngine, AsyncEngine, OutputStream
 from kvasir.server.requests.builder import RequestBuilder
 from kvasir.server.requests.completion import (
     Completion,
-    CompletionRequest,
     make_choices,
+    raise_failure,
     sequences_of,
 )
-from kvasir.server.requests.embedding import Embedding, EmbeddingRequest
 from kvasir.server.requests.grammars import Grammars
+from kvasir.server.requests.request import CompletionRequest, EmbeddingRequest, Request
 from kvasir.server.requests.text_worker import TextWorker
 from kvasir.server.settings import Settings
 from kvasir.server.telemetry.metrics import Metrics, ServerMetrics
@@ -84,9 +85,9 @@ class Service:
             max_queue_tokens=self.settings.queue_tokens_limit,
         )
         self.text_worker = text_worker or TextWorker()
-        self.answers = answers or AnswerMemory.pots(settings.max_answer_bytes, self.text_worker)
+        self.answers = answers or AnswerMemory.pots(self.text_worker)
         self.builder = RequestBuilder(
-            self.settings, bundle, self.engine, self.admission, self.text_worker, self.answers
+            self.settings, bundle, self.text_worker, self.engine, self.admission, self.answers
         )
         manifest = bundle.manifest
         self.metrics.describe(precision=manifest.precision, device=manifest.device)
@@ -144,8 +145,7 @@ class Service:
     async def complete(self, request: CompletionRequest) -> AsyncIterator[Completion]:
         """Run a request until the block is left. Raises the errors of admission."""
         self.admission.check_open()
-        caller = request.caller
-        caller.check_tokens(perf_counter())
+        request.caller.check_tokens(perf_counter())
         engine = self.engine.engine
         assert isinstance(engine, Engine)
         params, n_given = request.params, len(request.target_prefix)
@@ -156,71 +156,75 @@ class Service:
         if request.grammar is not None and work.seconds_left > 0:
             self.admission.check(request, work, self.engine.snapshot())
             constraint = await self.grammars.constraint(request)
-            work = request.work
-        check_deadline(work)
-        caller.check_tokens(perf_counter())  # others may have begun since
-        with self.admission.admit(request, work, self.engine.snapshot()) as max_wait:
+        with self._admitted(request) as max_wait:
             choices = make_choices(request, self.bundle.tokenizer, self.engine.ids, constraint)
-            stream = self.engine.submit(sequences_of(choices))
-            completion = Completion(choices, stream)
-            caller.n_used += request.most_tokens
-            timers = start_timers(completion, max_wait, work.seconds_left)
-            try:
-                yield completion
-            finally:
-                for timer in timers:
-                    timer.cancel()
-                stream.close()
-                n_prompt, n_generated = completion.n_prompt_tokens, completion.n_generated
-                caller.n_used -= request.most_tokens - n_prompt - n_generated
-                self.metrics.used(caller.name, n_prompt, n_generated)
+            with self._running(request, sequences_of(choices), max_wait) as stream:
+                yield Completion(choices, stream)
 
     async def embed(self, request: EmbeddingRequest) -> list[Floats]:
-        """Return what a request asks for of each text. Raises the errors of admission, and others.
+        """Return what a request asks for of each text, in their order.
 
-        Texts that have not run when the task is cancelled never will.
+        Texts that have not run when the task is cancelled never will. Raises the errors of
+        admission, DeadlineExceededError, UnavailableError (shutdown) and EngineError.
         """
         self.admission.check_open()
-        caller, work = request.caller, request.work
-        check_deadline(work)
-        caller.check_tokens(perf_counter())
+        with self._admitted(request) as max_wait:
+            sequences, vectors = request.make_sequences(self.engine.ids), dict[int, Floats]()
+            with self._running(request, sequences, max_wait) as stream:
+                while len(vectors) < len(sequences):
+                    for output in await stream.receive():
+                        raise_failure(output.finish_reason)
+                        assert isinstance(output, EncoderOutput)
+                        assert output.vectors is not None
+                        vectors[output.sequence_id] = output.vectors
+            return [vectors[sequence.id] for sequence in sequences]
+
+    @contextmanager
+    def _admitted(self, request: Request) -> Iterator[float]:
+        """Hold a request's places until the block is left; yield how long it may wait for them."""
+        work = request.work
+        if work.seconds_left <= 0:
+            raise DeadlineExceededError(
+                "the deadline passed while the prompt was read; allow more time, or try later"
+            )
+        request.caller.check_tokens(perf_counter())  # others may have begun since the last check
         with self.admission.admit(request, work, self.engine.snapshot()) as max_wait:
-            sequences = request.make_sequences(self.engine.ids)
-            embedding = Embedding(sequences, self.engine.submit(sequences))
-            caller.n_used += request.n_prompt_tokens
-            timers = start_timers(embedding, max_wait, work.seconds_left)
-            try:
-                return await embedding.vectors()
-            finally:
-                for timer in timers:
-                    timer.cancel()
-                embedding.stream.close()
-                self.metrics.used(caller.name, request.n_prompt_tokens, 0)
+            yield max_wait
 
-
-def check_deadline(work: Work) -> None:
-    """Raise DeadlineExceededError if no time is left."""
-    if work.seconds_left <= 0:
-        raise DeadlineExceededError(
-            "the deadline passed while the prompt was read; allow more time, or try later"
-        )
+    @contextmanager
+    def _running(
+        self, request: Request, sequences: list[Sequence], max_wait: float
+    ) -> Iterator[OutputStream]:
+        """Run a request's sequences until the block is left, and count its tokens."""
+        stream, caller = self.engine.submit(sequences), request.caller
+        caller.n_used += request.most_tokens
+        timers = start_timers(stream, max_wait, request.deadline - perf_counter())
+        try:
+            yield stream
+        finally:
+            for timer in timers:
+                timer.cancel()
+            stream.close()
+            n_prompt, n_generated = request.n_prompt_tokens, stream.n_generated
+            caller.n_used -= request.most_tokens - n_prompt - n_generated
+            self.metrics.used(caller.name, n_prompt, n_generated)
 
 
 def start_timers(
-    completion: Completion | Embedding, max_wait: float, seconds_left: float
+    stream: OutputStream, max_wait: float, seconds_left: float
 ) -> list[asyncio.TimerHandle]:
-    """Schedule the end of a completion at its deadline, or after `max_wait` if it still waits."""
+    """Schedule the end of a request at its deadline, or after `max_wait` if it still waits."""
 
-    def shed() -> None:
-        if completion.is_waiting:
-            completion.stream.expire()
+    def expire(only_waiting: bool) -> None:
+        if stream.is_waiting or not only_waiting:
+            stream.end(FinishReason.TIMEOUT)
 
     if seconds_left == math.inf:
         return []
     loop = asyncio.get_running_loop()
-    timers = [loop.call_later(seconds_left, completion.stream.expire)]
+    timers = [loop.call_later(seconds_left, expire, False)]
     if max_wait < seconds_left:
-        timers.append(loop.call_later(max(0.0, max_wait), shed))
+        timers.append(loop.call_later(max(0.0, max_wait), expire, True))
     return timers
 
 

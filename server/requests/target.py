@@ -50,10 +50,10 @@ def target_prefix(bundle: ModelBundle, language: str | None) -> list[int]:
     prefix = list(bundle.config.target_prefix)
     if language is None:
         return prefix
-    known = languages(bundle.tokenizer)
-    token_id = _language_id(known, language, "target_language")
-    others = [one for one in prefix if one not in known.values()]
-    return [*others[:1], token_id, *others[1:]]
+    codes = languages(bundle.tokenizer)
+    token_id = _language_id(codes, language, "target_language")
+    rest = [token for token in prefix if token not in codes.values()]
+    return [*rest[:1], token_id, *rest[1:]]
 
 
 def source_ids(tokenizer: Tokenizer, encoding: Encoding, language: str) -> list[int]:
@@ -61,20 +61,20 @@ def source_ids(tokenizer: Tokenizer, encoding: Encoding, language: str) -> list[
 
     If that added none, it comes first. Raises InvalidRequestError for an unknown language.
     """
-    known = languages(tokenizer)
-    token_id = _language_id(known, language, "source_language")
+    codes = languages(tokenizer)
+    token_id = _language_id(codes, language, "source_language")
     both = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
-    places = [i for i, (one, added) in enumerate(both) if added and one in known.values()]
+    places = [i for i, (token, added) in enumerate(both) if added and token in codes.values()]
     if not places:
         return [token_id, *encoding.ids]
-    return [token_id if i in places else one for i, one in enumerate(encoding.ids)]
+    return [token_id if i in places else token for i, token in enumerate(encoding.ids)]
 
 
-def _language_id(known: dict[str, int], language: str, param: str) -> int:
+def _language_id(codes: dict[str, int], language: str, param: str) -> int:
     """Return the token of a language. Raises InvalidRequestError for an unknown one."""
-    if language in known:
-        return known[language]
-    names = sorted(known)
+    if language in codes:
+        return codes[language]
+    names = sorted(codes)
     shown = ", ".join(names[:_N_SHOWN]) + (", …" if len(names) > _N_SHOWN else "")
     problem = f"{language!r} is not among its {len(names)}: {shown}"
     raise InvalidRequestError(
@@ -85,5 +85,5 @@ def _language_id(known: dict[str, int], language: str, param: str) -> int:
 def languages(tokenizer: Tokenizer) -> dict[str, int]:
     """Return the tokens of languages, by code: the special tokens that look like one."""
     added = tokenizer.get_added_tokens_decoder().items()
-    found = ((_LANGUAGE.fullmatch(token.content), i) for i, token in added if token.special)
-    return {match[2]: i for match, i in found if match is not None}
+    matches = ((_LANGUAGE.fullmatch(token.content), i) for i, token in added if token.special)
+    return {match[2]: i for match, i in matches if match is not None}

@@ -1,4 +1,4 @@
-"""Work on long texts, off the event loop: parse, render, tokenise, decode."""
+"""Threads with bounded queues, and those that parse, render, tokenise and decode long texts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from kvasir.model.tokenizer import panics_as_errors
 from kvasir.server.engine.machine import return_freed_memory
-from kvasir.server.errors import KvasirError, OverloadedError
+from kvasir.server.errors import KvasirError, OverloadedError, OverloadLimit
 
 T = TypeVar("T")
 
@@ -19,31 +19,50 @@ _LARGE = 2**16  # characters, after which glibc would keep much of the memory th
 THREADS = 2  # so that a long text does not stop a shorter one
 
 
-class TextWorker(ThreadPoolExecutor):
-    """Threads with a queue that is bounded by the size of the texts in it."""
+class BoundedThreads(ThreadPoolExecutor):
+    """Threads with a queue that is bounded by the size of the work in it.
 
-    def __init__(self) -> None:
-        super().__init__(THREADS, "texts")
-        self._short = ThreadPoolExecutor(THREADS, "short-texts")
+    full: the error for more than `most`, with {inside} and {size}. limit: its name for metrics.
+    """
+
+    def __init__(
+        self, n_threads: int, name: str, most: int, full: str, limit: OverloadLimit | None = None
+    ) -> None:
+        super().__init__(n_threads, name)
+        self._most, self._full, self._limit = most, full, limit
         self._n_inside = 0
 
-    async def call(self, size: int, work: Callable[[], T], *, waits: bool = False) -> T:
-        """Return the result of work on `size` characters or tokens, in a thread if they are many.
+    async def run(self, work: Callable[[], T], size: int = 1) -> T:
+        """Return the result of work; it is left out if its caller is cancelled before its turn.
 
-        waits: it waits for another process, so it is never done on the event loop. Work whose
-        caller is cancelled before its turn is left out. Raises OverloadedError if too many
-        characters wait; a text that is alone may have any number.
+        Raises OverloadedError if too much waits; work that is alone may have any size.
         """
-        if size <= SHORT and not waits:
-            with panics_as_errors():
-                return work()
-        if size > SHORT and self._n_inside > max(0, MOST_WAITING - size):
-            raise OverloadedError(
-                f"texts of {self._n_inside} characters are waiting to be read; with the {size} of "
-                f"this one they would exceed {MOST_WAITING}; try again",
-                retry_after=1,
-                limit="texts",
-            )
+        if self._n_inside > max(0, self._most - size):
+            message = self._full.format(inside=self._n_inside, size=size)
+            raise OverloadedError(f"{message}; try again", retry_after=1, limit=self._limit)
+        self._n_inside += size
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self, work)
+        finally:
+            self._n_inside -= size
+
+
+class TextWorker(BoundedThreads):
+    """Threads for work on texts, whose size is their characters or tokens."""
+
+    def __init__(self) -> None:
+        full = (
+            "texts of {inside} characters are waiting to be read; with the {size} of this one they "
+            f"would exceed {MOST_WAITING}"
+        )
+        super().__init__(THREADS, "texts", MOST_WAITING, full, "texts")
+        self._short = ThreadPoolExecutor(THREADS, "short-texts")
+
+    async def call(self, size: int, work: Callable[[], T], *, waits: bool = False) -> T:
+        """Return the result of work on a text of a size, in a thread if it is long; see `run`.
+
+        waits: it waits for another process, so it is never done on the event loop.
+        """
 
         def run() -> T:
             try:
@@ -56,9 +75,9 @@ class TextWorker(ThreadPoolExecutor):
                 if size > _LARGE:
                     return_freed_memory()
 
-        self._n_inside += size
-        try:
-            executor = self if size > SHORT else self._short
-            return await asyncio.get_running_loop().run_in_executor(executor, run)
-        finally:
-            self._n_inside -= size
+        if size > SHORT:
+            return await self.run(run, size)
+        if waits:
+            return await asyncio.get_running_loop().run_in_executor(self._short, run)
+        with panics_as_errors():
+            return work()

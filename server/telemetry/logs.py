@@ -105,7 +105,7 @@ class TextFormatter(logging.Formatter):
 
 def _words(fields: dict[str, Any]) -> list[str]:
     given = (f"{name}={value}" for name, value in fields.items() if value is not None)
-    return [harmless(one, one_line=True) for one in given]
+    return [harmless(word, one_line=True) for word in given]
 
 
 class QueuedHandler(logging.Handler):

@@ -78,10 +78,7 @@ class ServerMetrics:
         self._router = CollectorRegistry()
         self._loads: list[Load] = []
         for index, (name, (text, combine)) in enumerate(_LOAD.items()):
-
-            def read(index: int = index, combine: Callable[..., float] = combine) -> float:
-                return combine([load()[index] for load in self._loads] or [0.0])
-
+            read = partial(self._read_load, index, combine)
             Gauge(name, text, namespace="kvasir", registry=self._router).set_function(read)
         self._families: dict[str, Any] = {}
         self._counter = counter = partial(Counter, namespace="kvasir", registry=self.registry)
@@ -108,6 +105,9 @@ class ServerMetrics:
             options |= {"namespace": "kvasir", "registry": self.registry}
             self._families[name] = kind(name, text, ["model", *labels], **options)
         return self._families[name]
+
+    def _read_load(self, index: int, combine: Callable[..., float]) -> float:
+        return combine([load()[index] for load in self._loads] or [0.0])
 
     def show_batches(
         self, read: Callable[[], tuple[float, ...]], unfinished: Callable[[], Mapping[str, float]]
@@ -179,19 +179,9 @@ class Metrics:
         self.server.begin_rejections(model)
         self.server.failed(model, is_failed=False)
 
-        def metric(
-            kind: Any, name: str, text: str, labels: Iterable[str] = (), **options: Any
-        ) -> Any:
-            family = self.server.family(kind, name, text, labels, **options)
-            return partial(family.labels, model) if labels else family.labels(model)
-
+        metric = self._metric
         for index, (name, (text, _)) in enumerate(_LOAD.items()):
-
-            def read(index: int = index) -> float:
-                return load()[index]
-
-            metric(Gauge, name, text).set_function(read)
-
+            metric(Gauge, name, text).set_function(partial(_read_item, load, index))
         self._info = partial(metric, Gauge, "model_info", "The model.")
         counter = partial(metric, Counter)
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens processed.")
@@ -241,6 +231,12 @@ class Metrics:
         for kind in get_args(StepKind):
             self._step(kind)
 
+    def _metric(
+        self, kind: Any, name: str, text: str, labels: Iterable[str] = (), **options: Any
+    ) -> Any:
+        family = self.server.family(kind, name, text, labels, **options)
+        return partial(family.labels, self.model) if labels else family.labels(self.model)
+
     def describe(self, **facts: str) -> None:
         """Show facts of the model in labels of a gauge that is always 1."""
         self._info(list(facts))(*facts.values()).set(1)
@@ -278,9 +274,7 @@ class Metrics:
         if end is None or sequence.is_background:  # whose times are nobody's wait
             return
         arrived = sequence.arrived_at
-        first = (
-            sequence.first_token_at or end
-        )  # where no token was wanted, the end counts as the first
+        first = sequence.first_token_at or end  # where none was wanted, the end counts as the first
         self._e2e.observe(end - arrived)
         self._queue.observe((scheduled or end) - arrived)
         if scheduled is not None and sequence.first_token_at is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvasir.server.api.http.keys import LARGEST_FILE, ApiKeys, Limits
+from kvasir.server.api.http.keys import LARGEST_FILE, ApiKeys
 from kvasir.server.errors import StartupError
 from kvasir.server.requests.admission.callers import Caller
 
@@ -104,19 +104,21 @@ async def test_bom_and_space_around_keys_are_dropped(path: Path) -> None:
 
 async def test_keys_have_names_and_limits_that_never_show_a_key(path: Path) -> None:
     """Keys of one name are one caller; a `=` in a key is part of it."""
-    lines = ["name=alice tokens_per_minute=500 one==", "#", "two", "", "concurrency=3 three"]
-    write(path, "\n".join([*lines, "tokens_per_minute=500  name=alice\tfour"]))
-    keys = ApiKeys("zero", path, Limits(concurrency=7))
-    found = [await caller(keys, key) for key in ("zero", "one==", "two", "three", "four")]
+    lines = ["*\tconcurrency=7", "name=alice tokens_per_minute=500 one==", "", "two"]
+    lines += ["concurrency=3 three", "tokens_per_minute=500  name=alice\tfour", "*", "five"]
+    write(path, "\n".join(lines))
+    keys = ApiKeys("zero", path)
+    found = [await caller(keys, key) for key in ("zero", "one==", "two", "three", "four", "five")]
     assert [(one.name, one.concurrency, one.tokens_per_minute) for one in found] == [
-        ("default", 7, None),
+        ("default", None, None),
         ("alice", 7, 500),
-        ("line-3", 7, None),
+        ("line-4", 7, None),
         ("line-5", 3, None),
         ("alice", 7, 500),
+        ("line-8", None, None),
     ]
     assert found[1] is found[4]
-    assert len({one.salt for one in found}) == 4
+    assert len({one.salt for one in found}) == 5
 
 
 async def test_a_key_that_is_called_like_anothers_name_is_not_its_caller(path: Path) -> None:

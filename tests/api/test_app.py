@@ -113,20 +113,15 @@ def test_the_prefix_cache_gets_the_memory_that_was_set(
     assert engine.kv.cache.capacity == n_bytes // block_bytes
 
 
-@pytest.mark.parametrize(("microseconds", "allowed"), [(None, "1"), (7, "1"), (0, "0")])
-def test_threads_spin_as_long_as_was_set(
-    random_model: RandomModel, microseconds: int | None, allowed: str
-) -> None:
+def test_idle_threads_keep_their_processors_for_a_moment(random_model: RandomModel) -> None:
     """The options are read from the session that runs the model."""
     bundle = replace(fake_bundle(random_model.graph.parent), config=random_model.config)
-    settings = load_settings(
-        model=bundle.path, kv_cache_memory=2**24, threads=1, spin_microseconds=microseconds
-    )
+    settings = load_settings(model=bundle.path, kv_cache_memory=2**24, threads=1)
     runner = build_engine(settings, bundle).runner
     assert isinstance(runner, OnnxRunner)
     entry = runner._session.get_session_options().get_session_config_entry
-    assert entry("session.intra_op.allow_spinning") == allowed
-    assert entry("session.intra_op.spin_duration_us") == str(max(1, settings.spin_microseconds))
+    assert entry("session.intra_op.allow_spinning") == "1"
+    assert entry("session.intra_op.spin_duration_us") == "100"
 
 
 def test_token_types_that_the_model_lacks_are_refused_at_load() -> None:

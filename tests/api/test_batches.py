@@ -187,8 +187,9 @@ async def test_a_cancelled_batch_answers_the_rest_with_errors(tmp_path: Path) ->
         assert (await served.client.get(f"/v1/files/{file['id']}")).status_code == 404
 
 
-async def test_lists_have_pages_in_order(tmp_path: Path) -> None:
-    async with batching(tmp_path, max_batches=3) as served:
+async def test_lists_have_pages_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvasir.server.batches.store.MAX_BATCHES", 3)
+    async with batching(tmp_path) as served:
         files = [(await upload(served, jsonl([line("0")])))["id"] for _ in range(4)]
 
         async def ids(path: str, **query: Any) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 from pydantic_core import from_json
 
 from kvasir.server.api.openai.responses.schemas import ENCRYPTED, LOGPROBS
-from kvasir.server.requests.async_engine import OutputStream
+from kvasir.server.engine.sequence import FinishReason
 from tests.chats import THINKING, TIME, TOOLS, TOOLS_OF, WEATHER, chatting, with_template
 from tests.dialects import (
     CHAT,
@@ -191,18 +191,8 @@ def reason_of_end(path: str, answer: JSON) -> Any:
 
 @pytest.mark.parametrize("end", ENDINGS)
 @pytest.mark.parametrize("path", ENDINGS["deadline"])
-async def test_an_answer_that_is_ended_has_one_end(
-    path: str, end: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_answer_that_is_ended_has_one_end(path: str, end: str) -> None:
     """At its deadline it is what there is, whole too. Failures are told without their details."""
-    streams: list[OutputStream] = []
-    receive = OutputStream.receive
-
-    def noting(self: OutputStream) -> Any:
-        streams.append(self)
-        return receive(self)
-
-    monkeypatch.setattr(OutputStream, "receive", noting)
     for is_whole in (False, True) if end == "deadline" else (False,):
         fields: JSON = {"ignore_eos": True, "logit_bias": {"66": 100}}
         body = LEAST[path] | fields | {LIMITS.get(path, "max_tokens"): 30, "stream": not is_whole}
@@ -218,7 +208,8 @@ async def test_an_answer_that_is_ended_has_one_end(
             served.runner.allow(4)
             await asyncio.to_thread(served.runner.wait_until_held)
             if end == "deadline":
-                streams[-1].expire()
+                engine = served.service.engine
+                engine.abort([one.id for one in engine.sequences], FinishReason.TIMEOUT)
             elif end == "drain":
                 served.service.engine.abort_all()  # as when `drain_timeout` is over
             else:

@@ -10,6 +10,7 @@ import random
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -379,8 +380,9 @@ TEI_REFUSED: list[tuple[str, ModelBundle, dict[str, Any], str]] = [
 
 async def test_a_bad_field_is_named_in_teis_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvasir.server.requests.encoding.MAX_TOKENS", 200)
+    monkeypatch.setattr("kvasir.server.requests.admission.answers.MAX_BYTES", 300 * 24)
     for path, bundle, body, cause in TEI_REFUSED:
-        async with encoding(bundle, max_answer_bytes=300 * 24) as client:
+        async with encoding(bundle) as client:
             response = await client.post(path, json=body)
         assert response.status_code == 400, (path, body)
         assert response.json().keys() == {"error", "error_type"}
@@ -440,11 +442,11 @@ async def test_the_engine_gets_deadline_and_priority() -> None:
         assert (text.priority, text.request_id) == (-3, "one")
 
 
-async def test_tokens_count_for_the_key() -> None:
+async def test_tokens_count_for_the_key(tmp_path: Path) -> None:
     body = {"inputs": ["a", "b"]}
-    headers = {"authorization": "Bearer mine"}
-    limits = {"api_key": "mine", "max_tokens_per_minute_per_key": 5}
-    async with encoding(EMBEDDER, **limits) as client:
+    headers, keys = {"authorization": "Bearer mine"}, tmp_path / "keys"
+    keys.write_text("tokens_per_minute=5 mine")
+    async with encoding(EMBEDDER, api_key_file=keys) as client:
         answers = [await client.post("/embed", json=body, headers=headers) for _ in range(2)]
         answers.append(await client.post("/embed", json=body))
     assert [answer.status_code for answer in answers] == [200, 429, 401]

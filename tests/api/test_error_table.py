@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from kvasir.server.api.anthropic.answers import AnthropicError
 from kvasir.server.engine.engine import StepStats
+from kvasir.server.engine.sequence import FinishReason
 from kvasir.server.requests.admission.queue import Phase
 from kvasir.server.requests.async_engine import OutputStream
 from tests.fake_runner import FakeRunner
@@ -125,14 +127,14 @@ async def key_has_used_its_tokens(_served: Served, post: Post) -> httpx.Response
 async def deadline(served: Served, post: Post) -> httpx.Response:
     """It waits in the queue until its time is over."""
     expired = asyncio.Event()
-    expire = OutputStream.expire
+    end = OutputStream.end
 
-    def expire_and_note(stream: OutputStream) -> None:
-        expire(stream)
+    def end_and_note(stream: OutputStream, reason: FinishReason) -> None:
+        end(stream, reason)
         expired.set()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OutputStream, "expire", expire_and_note)
+        patch.setattr(OutputStream, "end", end_and_note)
         async with occupied(served, post):
             late = asyncio.create_task(post(timeout_ms=1))
             expiring = asyncio.create_task(expired.wait())
@@ -215,14 +217,16 @@ TGI_TYPES = {"invalid_request_error": "validation", "internal_error": "generatio
     ("dialect", "stream"), [("openai", False), ("tgi", True), ("anthropic", True)]
 )
 @pytest.mark.parametrize("name", CASES)
-async def test_row(name: str, dialect: str, stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+async def test_row(
+    name: str, dialect: str, stream: bool, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     case, status, kind, code = CASES[name]
     runner = FakeRunner(VOCAB_SIZE, max_num_seqs=1, budget_tokens=40)
     caplog.set_level(logging.CRITICAL, logger="kvasir")
-    limits: dict[str, Any] = {"max_queue": 1, "max_body_bytes": 2000, "max_concurrency_per_key": 3}
-    if name == "key has used its tokens":
-        limits["max_tokens_per_minute_per_key"] = 1
-    async with serving(runner, **limits, api_key="right") as served:
+    keys, n_tokens = tmp_path / "keys", 1 if name == "key has used its tokens" else 10**6
+    keys.write_text(f"concurrency=3 tokens_per_minute={n_tokens} right")
+    limits: dict[str, Any] = {"max_queue": 1, "max_body_bytes": 2000}
+    async with serving(runner, **limits, api_key_file=keys) as served:
         served.client.headers["authorization"] = "Bearer right"
         post = partial(poster(served, dialect), stream=stream)
         metrics, reason = served.service.metrics, REASONS.get(name, code or kind)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from kvasir.__main__ import app
-from kvasir.commands.console.heatmap import STOPS, rgb_of_oklch
 from kvasir.export.attention_graph import write_attention_graph
 from kvasir.export.directory import make_manifest
 from kvasir.model.bundle import ModelBundle, Verification, load_bundle
@@ -199,16 +197,6 @@ def test_the_command_switches_heads_off(directory: Path) -> None:
     assert str(expected.tokens[-1].token_id) in shown
     refused = CliRunner().invoke(app, [*command[:-1], "1"])
     assert (refused.exit_code, "'1' is not a list of heads" in refused.output) == (2, True)
-
-
-def test_pictures_have_the_pages_colours() -> None:
-    script = Path("server/static/common/colours.js").read_text(encoding="utf-8")
-    light = script.partition("const LIGHT = ")[2].partition(";")[0]
-    colours = re.findall(r"oklch\((\S+) (\S+) (\S+)\)", light)
-    assert tuple(tuple(map(float, colour)) for colour in colours) == STOPS
-    red, white = ((0.627955, 0.257683, 29.2339), (1.0, 0.0, 0.0))  # as CSS has them
-    channels = (np.array(values) for values in zip(red, white, strict=True))
-    np.testing.assert_allclose(rgb_of_oklch(*channels), [[1, 0, 0], [1, 1, 1]], atol=1e-3)
 
 
 def test_a_wrong_head_is_one_line(directory: Path) -> None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -135,9 +136,12 @@ async def test_a_bad_field_is_named(
     assert response.json()["error"]["param"] == param
 
 
-async def test_its_tokens_are_of_the_keys_tokens_a_minute(bundle: ModelBundle) -> None:
-    headers = {"authorization": "Bearer a"}
-    async with explaining(bundle, api_key="a", max_tokens_per_minute_per_key=1) as client:
+async def test_its_tokens_are_of_the_keys_tokens_a_minute(
+    bundle: ModelBundle, tmp_path: Path
+) -> None:
+    headers, keys = {"authorization": "Bearer a"}, tmp_path / "keys"
+    keys.write_text("name=default tokens_per_minute=1 a")
+    async with explaining(bundle, api_key_file=keys) as client:
         first, second = [
             await client.post("/explain", json={"text": TEXT}, headers=headers) for _ in range(2)
         ]

@@ -118,27 +118,32 @@ def response_id(answer: httpx.Response) -> str:
     ],
 )
 async def test_an_answer_that_may_be_too_large_is_refused_with_its_size(
-    path: str, body: dict[str, Any], figure: int | None
+    path: str, body: dict[str, Any], figure: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("kvasir.server.requests.admission.answers.MAX_BYTES", 8000)
     if "chat" in path:
         body = body | {"messages": MESSAGES}
-    async with serving(max_answer_bytes=8000) as served:
+    async with serving() as served:
         response = await served.client.post(path, json=body)
         assert response.status_code == 400, response.text
-        assert f"{figure or ''} bytes, more than 8000: max_answer_bytes" in response.text
+        assert f"{figure or ''} bytes, more than 8000;" in response.text
         assert not served.service.answers[False].n_held
 
 
-async def test_without_a_length_an_answer_is_as_long_as_it_may_be() -> None:
-    async with serving(FakeRunner(VOCAB_SIZE, max_model_len=64), max_answer_bytes=2000) as served:
+async def test_without_a_length_an_answer_is_as_long_as_it_may_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvasir.server.requests.admission.answers.MAX_BYTES", 2000)
+    async with serving(FakeRunner(VOCAB_SIZE, max_model_len=64)) as served:
         body = {"messages": MESSAGES, "logprobs": True, "ignore_eos": True}
         response = await served.client.post("/v1/chat/completions", json=body)
         assert response.json()["usage"]["completion_tokens"] == 10
 
 
-async def test_answers_have_room_until_they_are_sent() -> None:
+async def test_answers_have_room_until_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvasir.server.requests.admission.answers.MAX_BYTES", 9 * 500)
     body = json.dumps({"prompt": [5] * 9, "prompt_logprobs": 3, "max_tokens": 1}).encode()
-    async with serving(max_answer_bytes=9 * 500) as served:
+    async with serving() as served:
         memory, reads, begun = served.service.answers[False], asyncio.Event(), asyncio.Event()
 
         async def receive() -> Message:

@@ -129,8 +129,8 @@ def complete(served: Served, key: str, **fields: object) -> asyncio.Task[httpx.R
 async def test_each_key_has_so_many_requests_in_flight(tmp_path: Path, stream: bool) -> None:
     """A place is free again after an answer, an error, or a client's disconnect."""
     path = tmp_path / "keys"
-    path.write_text("one\ntwo\n")
-    async with serving(api_key_file=path, max_concurrency_per_key=2) as served:
+    path.write_text("* concurrency=2\none\ntwo\n")
+    async with serving(api_key_file=path) as served:
         served.runner.hold()
         running = [complete(served, key, stream=stream) for key in ("one", "one", "two")]
         for _ in running:
@@ -200,7 +200,7 @@ async def test_what_a_request_does_not_use_of_its_max_tokens_is_given_back(tmp_p
 
 
 async def test_a_client_that_does_not_read_uses_its_tokens_all_the_same() -> None:
-    async with serving(api_key="one", max_tokens_per_minute_per_key=2) as served:
+    async with serving(api_key="one") as served:
         state = RequestState("mine", 0.0, await ApiKeys("one").find(b"one") or Caller())
         state.caller.tokens_per_minute = 2
         builder, params = served.service.builder, SamplingParams(max_tokens=0, ignore_eos=True)
@@ -208,7 +208,7 @@ async def test_a_client_that_does_not_read_uses_its_tokens_all_the_same() -> Non
             prompts=[[5] * 3], params=params, max_tokens=30, default_max_tokens=30, seed=1
         )
         async with served.service.complete(await builder.build(options, state)) as completion:
-            while completion.n_generated < 30:
+            while completion.stream.n_generated < 30:
                 await completion.stream.receive()
         assert completion.n_completion_tokens == 0
         with pytest.raises(OverloadedError, match="2 tokens a minute"):

@@ -106,10 +106,13 @@ async def test_a_conversation_by_id_is_the_same_sent_whole() -> None:
         assert item["id"]
 
 
-async def test_other_keys_and_dropped_responses_are_not_found(tmp_path: Path) -> None:
+async def test_other_keys_and_dropped_responses_are_not_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvasir.server.api.openai.responses.store.MAX_RESPONSES", 2)
     keys = tmp_path / "keys"
     keys.write_text("name=a k1\nname=b k2\n")
-    async with chatting("Hi.", api_key_file=keys, max_stored_responses=2) as (served, _, _):
+    async with chatting("Hi.", api_key_file=keys) as (served, _, _):
         headers = {key: {"authorization": f"Bearer {key}"} for key in ("k1", "k2")}
 
         async def ask(key: str, **body: Any) -> httpx.Response:
@@ -138,13 +141,16 @@ async def test_other_keys_and_dropped_responses_are_not_found(tmp_path: Path) ->
             assert gone.status_code == status
 
 
-def test_the_oldest_of_who_has_most_go_first_and_all_fit_in_memory() -> None:
+def test_the_oldest_of_who_has_most_go_first_and_all_fit_in_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvasir.server.api.openai.responses.store.MAX_RESPONSES", 5)
     random_ = random.Random(1)
-    store, kept = ResponseStore(5, 100), dict[tuple[bytes, str], int]()
+    responses, kept = ResponseStore(100), dict[tuple[bytes, str], int]()
     for i in range(300):
         size = random_.randrange(1, 110)
         key = random_.choice([b"a", b"b", b"b"]), str(i)
-        store.put(key, Stored(b"x" * size, b"", b""))
+        responses.put(key, Stored(b"x" * size, b"", b""))
         if size <= 100:
             kept[key] = size
         while len(kept) > 5 or sum(kept.values()) > 100:
@@ -155,10 +161,10 @@ def test_the_oldest_of_who_has_most_go_first_and_all_fit_in_memory() -> None:
             del kept[next(k for k in kept if k[0] == most)]
         if kept and random_.random() < 0.3:
             gone = random_.choice(list(kept))
-            store.pop(gone)
+            responses.pop(gone)
             del kept[gone]
-        assert len(store) == len(kept)
-        assert all(store.get(one).n_bytes == size for one, size in kept.items())
+        assert len(responses) == len(kept)
+        assert all(responses.get(one).n_bytes == size for one, size in kept.items())
 
 
 async def test_structured_text_and_forced_calls() -> None:

@@ -72,7 +72,7 @@ async def test_whatever_write_fails_the_batch_ends_whole(
     monkeypatch.setattr(batch_worker, "_PAUSE", 0)
     monkeypatch.setattr("kvasir.server.batches.journal._SYNC_SECONDS", 0)
     disk = Disk(monkeypatch, tmp_path / "lock")
-    store = BatchStore(tmp_path, max_bytes=10**6, max_batches=10)
+    store = BatchStore(tmp_path, max_bytes=10**6)
     working = worker(store)
     while disk.first == FOREVER or disk.n >= disk.last:
         disk.first = 0 if disk.first == FOREVER else disk.first + 1
@@ -100,7 +100,7 @@ async def test_a_batch_is_cancelled_while_the_disk_is_full(
 ) -> None:
     monkeypatch.setattr(batch_worker, "_PAUSE", 0)
     disk = Disk(monkeypatch, tmp_path / "lock")
-    store = BatchStore(tmp_path, max_bytes=10**6, max_batches=10)
+    store = BatchStore(tmp_path, max_bytes=10**6)
     loop, waiting = asyncio.get_running_loop(), asyncio.Event()
     monkeypatch.setattr(store, "has_room", lambda *_: bool(loop.call_soon_threadsafe(waiting.set)))
 
@@ -119,7 +119,7 @@ async def test_a_batch_is_cancelled_while_the_disk_is_full(
     store.delete(file)
     await working.close()
     store.close()
-    again = BatchStore(tmp_path, max_bytes=10**6, max_batches=10)
+    again = BatchStore(tmp_path, max_bytes=10**6)
     assert again.batches[batch.id].status == "cancelled"
     assert again.n_bytes == 4096
     again.close()
@@ -127,7 +127,7 @@ async def test_a_batch_is_cancelled_while_the_disk_is_full(
 
 async def test_an_error_does_not_hide_the_end_of_the_server(tmp_path: Path) -> None:
     """Close while the error of a line ends the others."""
-    store = BatchStore(tmp_path, max_bytes=10**6, max_batches=10)
+    store = BatchStore(tmp_path, max_bytes=10**6)
     closing: list[asyncio.Task[None]] = []
     begun = asyncio.Event()
 

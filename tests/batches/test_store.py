@@ -41,7 +41,7 @@ def open_store() -> Iterator[Open]:
     with ExitStack() as stack:
 
         def opened(folder: Path) -> BatchStore:
-            store = BatchStore(folder, max_bytes=10**6, max_batches=10)
+            store = BatchStore(folder, max_bytes=10**6)
             stack.callback(store.close)
             return store
 

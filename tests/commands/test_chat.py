@@ -11,9 +11,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Event, Thread, Timer
+from threading import Semaphore, Timer
 from typing import Any
 
 import pytest
@@ -22,52 +21,12 @@ from typer.testing import CliRunner
 from kvasir.__main__ import app
 from kvasir.commands.console.chat_client import ChatClient, ChatError
 from kvasir.commands.console.conversation import COMMANDS, Conversation
+from tests.fake_completions import FakeCompletions as Server
+from tests.fake_completions import fake_completions
 from tests.fake_runner import TIMEOUT
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples/stdlib")
-NO_TEMPLATE = {"error": {"message": "this model has no chat template: export …"}}
-
-
-class FakeServer(ThreadingHTTPServer):
-    """An OpenAI-compatible server that gives prepared answers, in turn, and notes the bodies."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.answers: list[tuple[int, bytes]] = []
-        self.bodies: list[dict[str, Any]] = []
-        self.key: str | None = None
-        self.about: dict[str, Any] = {"id": "some/model", "max_model_len": 64}
-        self.held = Event()  # an answer that ends in b"…" goes on only once it is set
-        self.held.set()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: FakeServer
-
-    def do_GET(self) -> None:
-        self.server.key = self.headers.get("authorization")
-        self._send(200, json.dumps({"data": [self.server.about]}).encode())
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
-        self.server.bodies.append({"path": self.path} | json.loads(body))
-        self._send(*self.server.answers.pop(0))
-        self.server.held.wait()
-
-    def _send(self, status: int, content: bytes) -> None:
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(content)
-        self.wfile.flush()
-
-    def log_message(self, *_: object) -> None:
-        pass
+NO_TEMPLATE = 400, b'{"error": {"message": "this model has no chat template: export it"}}'
 
 
 def events(*choices: dict[str, Any], end: bytes = b"data: [DONE]\n\n") -> bytes:
@@ -79,19 +38,22 @@ def said(*texts: str, name: str = "content") -> bytes:
     return events(*({"delta": {name: text}} for text in texts))
 
 
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
-    with FakeServer() as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        yield server
-        server.held.set()
-        server.shutdown()
-        thread.join()
+def answering(*contents: bytes | tuple[int, bytes]) -> list[tuple[int, list[bytes]]]:
+    """Answers of a server, with status 200 unless another is given."""
+    both = ((200, one) if isinstance(one, bytes) else one for one in contents)
+    return [(status, [content]) for status, content in both]
 
 
 @pytest.fixture
-def conversation(server: FakeServer) -> Conversation:
+def server() -> Iterator[Server]:
+    with fake_completions() as fake:
+        yield fake
+        if fake.step is not None:
+            fake.step.release(100)
+
+
+@pytest.fixture
+def conversation(server: Server) -> Conversation:
     told = list[str]()
     client = ChatClient(f"{server.url}/v1/", api_key="k", timeout=60.0)
     return Conversation(client, told.append)
@@ -101,8 +63,8 @@ def answer(conversation: Conversation, line: str) -> str:
     return "".join(delta.text for delta in conversation.answer(line))
 
 
-def test_a_conversation_is_sent_as_a_whole(server: FakeServer, conversation: Conversation) -> None:
-    server.answers = [(200, said("Hel", "lo")), (200, said("Fine")), (200, said("Good"))]
+def test_a_conversation_is_sent_as_a_whole(server: Server, conversation: Conversation) -> None:
+    server.answers = answering(said("Hel", "lo"), said("Fine"), said("Good"))
     conversation.system, conversation.fields = "Be kind", {"temperature": 0}
     assert [answer(conversation, "Hi"), answer(conversation, "How?")] == ["Hello", "Fine"]
     asked = conversation.command("/again")
@@ -112,37 +74,32 @@ def test_a_conversation_is_sent_as_a_whole(server: FakeServer, conversation: Con
     for body in server.bodies[1:]:
         assert [(one["role"], one["content"]) for one in body["messages"]] == last
         assert (body["model"], body["temperature"]) == ("some/model", 0)
-    assert server.key == "Bearer k"
+    assert {headers["Authorization"] for headers in server.headers} == {"Bearer k"}
     assert conversation.messages[-1]["content"] == "Good"
 
 
 def test_reasoning_is_told_apart_and_not_sent_back(
-    server: FakeServer, conversation: Conversation
+    server: Server, conversation: Conversation
 ) -> None:
     for name in ("reasoning_content", "reasoning"):
         both = events({"delta": {name: "hm", "content": None}}, {"delta": {"content": "42"}})
-        server.answers = [(200, both)]
+        server.answers = answering(both)
         deltas = [(delta.text, delta.is_reasoning) for delta in conversation.answer("x")]
         assert deltas == [("hm", True), ("42", False)]
         assert conversation.messages[-1]["content"] == "42"
 
 
 def test_a_model_without_a_template_continues_text(
-    server: FakeServer, conversation: Conversation
+    server: Server, conversation: Conversation
 ) -> None:
-    server.answers = [
-        (400, json.dumps(NO_TEMPLATE).encode()),
-        (200, events({"text": " upon"})),
-        (200, events({"text": " a time"})),
-    ]
+    server.answers = answering(NO_TEMPLATE, events({"text": " upon"}), events({"text": " a time"}))
     assert answer(conversation, "Once") == " upon"
     assert answer(conversation, "") == " a time"
-    paths = ["/v1/chat/completions", "/v1/completions", "/v1/completions"]
-    assert [body["path"] for body in server.bodies] == paths
+    assert server.paths == ["/v1/chat/completions", "/v1/completions", "/v1/completions"]
     assert server.bodies[-1]["prompt"] == "Once upon"
     assert server.bodies[-1]["max_tokens"] == 32  # half of what fits
     assert conversation.text == "Once upon a time"
-    server.answers = [(200, events({"text": " mattress"}))]
+    server.answers = answering(events({"text": " mattress"}))
     asked = conversation.command("/again")
     assert asked == ""
     assert answer(conversation, asked) == " mattress"
@@ -151,19 +108,19 @@ def test_a_model_without_a_template_continues_text(
 
 
 def test_an_encoder_decoder_answers_each_line_by_itself(
-    server: FakeServer, conversation: Conversation
+    server: Server, conversation: Conversation
 ) -> None:
     server.about["max_source_len"] = 64
     conversation.client = ChatClient(server.url, timeout=60.0)
-    server.answers = [(400, json.dumps(NO_TEMPLATE).encode())]
-    server.answers += [(200, events({"text": text})) for text in ("un", "deux", "zwei")]
+    texts = (events({"text": text}) for text in ("un", "deux", "zwei"))
+    server.answers = answering(NO_TEMPLATE, *texts)
     assert [answer(conversation, line) for line in ("one", "", "two")] == ["un", "", "deux"]
     assert answer(conversation, conversation.command("/again") or "") == "zwei"
     assert [body.get("prompt") for body in server.bodies] == [None, "one", "two", "two"]
 
 
-def test_a_failed_answer_can_be_tried_again(server: FakeServer, conversation: Conversation) -> None:
-    server.answers = [(200, said("one")), (500, b"no"), (200, said("two"))]
+def test_a_failed_answer_can_be_tried_again(server: Server, conversation: Conversation) -> None:
+    server.answers = answering(said("one"), (500, b"no"), said("two"))
     answer(conversation, "Hi")
     conversation.command("/again")
     with pytest.raises(ChatError):
@@ -188,9 +145,9 @@ def test_a_failed_answer_can_be_tried_again(server: FakeServer, conversation: Co
     ],
 )
 def test_an_error_is_one_line_and_the_question_is_forgotten(
-    status: int, content: bytes, message: str, server: FakeServer, conversation: Conversation
+    status: int, content: bytes, message: str, server: Server, conversation: Conversation
 ) -> None:
-    server.answers = [(status, content), (200, said("ok"))]
+    server.answers = answering((status, content), said("ok"))
     with pytest.raises(ChatError, match=re.escape(message)):
         answer(conversation, "Hi")
     assert answer(conversation, "Hi again") == "ok"
@@ -245,9 +202,8 @@ def test_a_pipe_is_answered_line_by_line_by_a_directory() -> None:
     assert "empty line" not in ran.stderr  # which a pipe skips
 
 
-def test_control_c_ends_a_chat_in_a_pipe(server: FakeServer) -> None:
-    server.held.clear()
-    server.answers = [(200, said("part")), (200, said("more"))]
+def test_control_c_ends_a_chat_in_a_pipe(server: Server) -> None:
+    server.step, server.answers = Semaphore(0), answering(said("part"), said("more"))
     command = [sys.executable, "-m", "kvasir", "chat", server.url]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -306,17 +262,17 @@ def typing(cache: Path, *arguments: str) -> Iterator[Typist]:
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def test_control_c_stops_an_answer_and_the_chat_goes_on(server: FakeServer, tmp_path: Path) -> None:
+def test_control_c_stops_an_answer_and_the_chat_goes_on(server: Server, tmp_path: Path) -> None:
     with typing(tmp_path, server.url) as typist:
         typist.read_until(b"> ")
-        server.held.clear()
-        server.answers = [(200, said("part", "\x1b[2J")), (200, said("done"))]
+        server.step = Semaphore(0)
+        server.answers = answering(said("part", "\x1b[2J"), said("done"))
         typist.type("first\n")
         typist.read_until("␛[2J".encode())
         typist.type("\x03")
         typist.read_until(b"(stopped)")
         typist.read_until(b"> ")
-        server.held.set()
+        server.step.release(100)
         typist.type("second\n")
         typist.read_until(b"done")
         typist.read_until(b"> ")

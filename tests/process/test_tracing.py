@@ -68,6 +68,20 @@ def phases(exporter: InMemorySpanExporter) -> list[str]:
     return [one.name for one in below]
 
 
+async def posted(
+    exporter: InMemorySpanExporter,
+    headers: Any = None,
+    runner: FakeRunner | None = None,
+    path: str = "/v1/completions",
+    body: dict[str, Any] = BODY,
+    **settings: Any,
+) -> tuple[int, ReadableSpan]:
+    """The status of a request, and its only span."""
+    async with serving(runner, otlp_endpoint=ENDPOINT, **settings) as served:
+        response = await served.client.post(path, json=body, headers=headers)
+    return response.status_code, only_span(exporter)
+
+
 def trace_ids_logged(caplog: pytest.LogCaptureFixture) -> list[str | None]:
     lines = [vars(one)["fields"] for one in caplog.records if one.getMessage() == "request"]
     return [fields.get("trace_id") for fields in lines]
@@ -131,12 +145,9 @@ async def test_a_request_is_a_span_below_its_callers(
 ) -> None:
     caplog.set_level(logging.INFO, "kvasir")
     body = {"prompt": [5] * 9, "n": 2, "max_tokens": 6, "ignore_eos": True, "stream": stream}
-    headers = {"traceparent": PARENT, "x-request-id": "mine"}
-    headers["x-api-key"] = "secret"
-    async with serving(otlp_endpoint=ENDPOINT, api_key="secret") as served:
-        response = await served.client.post("/v1/completions", json=body, headers=headers)
-    assert response.status_code == 200
-    span = only_span(exporter)
+    headers = {"traceparent": PARENT, "x-request-id": "mine", "x-api-key": "secret"}
+    status, span = await posted(exporter, headers, body=body, api_key="secret")
+    assert status == 200
     assert span.name == f"text_completion {MODEL}"
     assert span.parent is not None
     assert f"{span.parent.trace_id:032x}-{span.parent.span_id:016x}" == PARENT[3:-3]
@@ -171,10 +182,9 @@ async def test_baggage_and_trace_state_are_not_read_and_not_logged(
 ) -> None:
     bad = ",".join(f"member {i}" for i in range(170))
     headers = {"traceparent": PARENT, "baggage": bad, "tracestate": bad}
-    async with serving(otlp_endpoint=ENDPOINT) as served:
-        response = await served.client.post("/v1/completions", json=BODY, headers=headers)
-    assert response.status_code == 200
-    assert only_span(exporter).parent is not None
+    status, span = await posted(exporter, headers)
+    assert status == 200
+    assert span.parent is not None
     assert "member" not in caplog.text
 
 
@@ -211,9 +221,8 @@ async def test_a_refused_request_has_a_span_with_the_reason(
     error: str,
 ) -> None:
     caplog.set_level(logging.INFO, "kvasir")
-    async with serving(otlp_endpoint=ENDPOINT, **settings) as served:
-        await served.client.post(path, json=body, headers={"traceparent": "no trace context"})
-    span, operation = only_span(exporter), "chat" if "chat" in path else "text_completion"
+    headers, operation = {"traceparent": "none"}, "chat" if "chat" in path else "text_completion"
+    _, span = await posted(exporter, headers, path=path, body=body, **settings)
     assert (span.name, span.parent) == (f"{operation} {MODEL}", None)
     found: dict[str, Any] = dict(span.attributes or {})
     assert found.pop("gen_ai.latency.e2e") > 0
@@ -248,21 +257,10 @@ async def test_a_callers_trace_is_believed_only_in_the_standards_form(
 ) -> None:
     caplog.set_level(logging.INFO, "kvasir")
     headers = httpx.Headers({"traceparent": given}, encoding="latin-1")
-    async with serving(otlp_endpoint=ENDPOINT) as served:
-        response = await served.client.post("/v1/completions", json=BODY, headers=headers)
-    assert response.status_code == 200
+    status, span = await posted(exporter, headers)
+    assert (status, span.parent) == (200, None)
     (logged,) = trace_ids_logged(caplog)
     assert re.fullmatch("[0-9a-f]{32}", logged or "")
-    assert only_span(exporter).parent is None
-
-
-async def test_a_server_that_drains_refuses_with_an_error_in_the_span(
-    exporter: InMemorySpanExporter,
-) -> None:
-    async with serving(otlp_endpoint=ENDPOINT) as served:
-        await served.service.drain()
-        await served.client.post("/v1/completions", json=BODY)
-    assert ending(only_span(exporter)) == (503, "unavailable", None)
 
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
@@ -307,11 +305,10 @@ async def test_a_failure_of_the_engine_ends_all_choices(
     exporter: InMemorySpanExporter, stream: bool
 ) -> None:
     runner = FakeRunner(VOCAB_SIZE)
-    async with serving(runner, otlp_endpoint=ENDPOINT) as served:
-        runner.error = RuntimeError("gone")
-        body = {"prompt": "a", "n": 2, "stream": stream}
-        assert (await served.client.post("/v1/completions", json=body)).status_code == 500
-    assert ending(only_span(exporter)) == (500, "internal_error", ("error", "error"))
+    runner.error = RuntimeError("gone")
+    body = {"prompt": "a", "n": 2, "stream": stream}
+    status, span = await posted(exporter, runner=runner, body=body)
+    assert (status, *ending(span)) == (500, 500, "internal_error", ("error", "error"))
 
 
 async def test_a_stream_that_fails_after_its_first_token_is_an_error(
@@ -322,44 +319,40 @@ async def test_a_stream_that_fails_after_its_first_token_is_an_error(
             runner.error = RuntimeError("gone")
 
     runner = FakeRunner(VOCAB_SIZE, next_token=fail_after_three)
-    async with serving(runner, otlp_endpoint=ENDPOINT) as served:
-        body = {"prompt": [5] * 5, "ignore_eos": True, "stream": True}
-        assert (await served.client.post("/v1/completions", json=body)).status_code == 200
-    assert ending(only_span(exporter)) == (200, "internal_error", ("error",))
+    body = {"prompt": [5] * 5, "ignore_eos": True, "stream": True}
+    _, span = await posted(exporter, runner=runner, body=body)
+    assert ending(span) == (200, "internal_error", ("error",))
     assert phases(exporter) == ["queue", "prefill", "decode"]
 
 
-async def test_a_deadline_that_passes_in_the_queue_is_a_timeout(
+async def test_requests_that_wait_or_run_when_they_end_are_errors(
     exporter: InMemorySpanExporter,
 ) -> None:
+    """By a disconnect, by a deadline in the queue, and by a drain before they are accepted."""
     runner = FakeRunner(VOCAB_SIZE, max_num_seqs=1)
     async with serving(runner, otlp_endpoint=ENDPOINT) as served:
         runner.hold()
-        first, late = (
+        cancelled, late = (
             asyncio.create_task(served.client.post("/v1/completions", json=BODY)) for _ in range(2)
         )
         for _ in range(2):
             await served.submitted.acquire()
         served.service.engine.abort([max(served.service.engine._live)], FinishReason.TIMEOUT)
-        runner.release()
-        assert ((await first).status_code, (await late).status_code) == (200, 504)
-    good, bad = sorted(request_spans(exporter), key=lambda span: span.status.status_code.value)
-    assert ending(bad) == (504, "deadline_exceeded", ("timeout",))
-    below = [one for one in exporter.get_finished_spans() if one.parent == bad.context]
-    assert [one.name for one in below] == ["queue"]
-    assert good.status.status_code is StatusCode.UNSET
-
-
-async def test_a_disconnect_is_an_error(exporter: InMemorySpanExporter) -> None:
-    runner = FakeRunner(VOCAB_SIZE)
-    async with serving(runner, otlp_endpoint=ENDPOINT) as served:
-        runner.hold()
-        cancelled = asyncio.create_task(served.client.post("/v1/completions", json={"prompt": "a"}))
-        await served.submitted.acquire()
         cancelled.cancel()
         await asyncio.gather(cancelled, return_exceptions=True)
         runner.release()
-    assert ending(only_span(exporter)) == (None, "abort", ("abort",))
+        assert (await late).status_code == 504
+        await served.service.drain()
+        await served.client.post("/v1/completions", json=BODY)
+    spans = {ending(span): span for span in request_spans(exporter)}
+    assert set(spans) == {
+        (None, "abort", ("abort",)),
+        (504, "deadline_exceeded", ("timeout",)),
+        (503, "unavailable", None),
+    }
+    queued = spans[504, "deadline_exceeded", ("timeout",)]
+    below = [one for one in exporter.get_finished_spans() if one.parent == queued.context]
+    assert [one.name for one in below] == ["queue"]
 
 
 def test_the_environment_can_rename_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,13 +364,9 @@ def test_the_environment_can_rename_the_service(monkeypatch: pytest.MonkeyPatch)
         "OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test,service.version=9"
     )
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
-    expected = {
-        "service.name": "mine",
-        "service.version": "9",
-        "deployment.environment.name": "test",
-    }
+    expected = {"service.name": "mine", "service.version": "9", "telemetry.sdk.language": "python"}
+    expected["deployment.environment.name"] = "test"
     assert attributes().items() >= expected.items()
-    assert attributes()["telemetry.sdk.language"] == "python"
 
 
 def test_the_sdk_is_needed_only_where_an_endpoint_is_set() -> None:

@@ -19,7 +19,7 @@ from kvasir.server.errors import (
 )
 from kvasir.server.requests.admission.forecast import LEAST_SHARE, Forecast, Snapshot, Work
 from kvasir.server.requests.admission.queue import SLACK, Admission, Phase, check_length
-from kvasir.server.requests.completion import CompletionRequest, Prompt
+from kvasir.server.requests.request import CompletionRequest, Prompt
 from tests.fake_runner import FakeRunner
 
 IDLE = Snapshot(n_slots=2)

@@ -213,7 +213,7 @@ async def test_a_stop_string_ends_a_sequence_and_wastes_nothing() -> None:
 @pytest.mark.parametrize(
     ("end", "reason"),
     [
-        (lambda _, stream: stream.expire(), FinishReason.TIMEOUT),
+        (lambda _, stream: stream.end(FinishReason.TIMEOUT), FinishReason.TIMEOUT),
         (lambda engine, _: asyncio.ensure_future(engine.stop()), FinishReason.ABORT),
         (lambda engine, _: engine.give_up(), FinishReason.ERROR),
     ],
@@ -361,7 +361,7 @@ async def test_random_cancels_stops_and_deadlines_leak_nothing(seed: int) -> Non
         try:
             act = chance.choice(["stay", "cancel", "expire", "stop"])
             if act == "expire":
-                stream.expire()
+                stream.end(FinishReason.TIMEOUT)
             if act == "stop":
                 stream.stop(added[0].id)
             if act != "cancel":

@@ -11,9 +11,10 @@ from kvasir.server.engine.sampling import SamplingParams
 from kvasir.server.engine.sequence import FinishReason
 from kvasir.server.errors import EngineError
 from kvasir.server.requests.builder import RequestOptions
-from kvasir.server.requests.completion import CompletionRequest, Delta, RequestState, make_choices
+from kvasir.server.requests.completion import Delta, RequestState, make_choices
+from kvasir.server.requests.request import CompletionRequest
 from kvasir.server.requests.service import Service
-from tests.serving import EOS, sample, serving, small_tokenizer
+from tests.serving import EOS, serving, small_tokenizer
 
 
 async def request(
@@ -62,19 +63,6 @@ async def test_deltas_before_a_failure_come_first() -> None:
             assert [delta.n_tokens for delta in await anext(deltas)] == [1, 1]
             with pytest.raises(EngineError):
                 await anext(deltas)
-
-
-async def test_leaving_the_block_early_ends_the_request() -> None:
-    async with serving() as served:
-        served.runner.hold()
-        async with served.service.complete(await request(served.service, n=3)):
-            assert served.service.admission.n_inside == 3
-        assert served.service.admission.n_inside == 0
-        served.runner.release()
-        async with served.service.complete(await request(served.service)) as last:
-            assert [delta async for batch in last.deltas() for delta in batch]
-        metrics = served.service.metrics
-        assert sample(metrics, "request_success_total", finished_reason="abort") == 3
 
 
 async def test_samples_share_the_prompt_and_the_seed_and_differ_in_their_index() -> None:

@@ -3,127 +3,77 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import product
 from time import perf_counter
 from typing import Any
+from unittest.mock import Mock
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer, processors
 
 from kvasir.server.engine.encoder.engine import EncoderEngine
-from kvasir.server.engine.encoder.sequence import EncoderSequence, Encoding
-from kvasir.server.engine.sampling import Floats
+from kvasir.server.engine.encoder.sequence import Encoding
 from kvasir.server.errors import (
     DeadlineExceededError,
     EngineError,
     InvalidRequestError,
     UnavailableError,
 )
-from kvasir.server.requests.admission.callers import Caller
-from kvasir.server.requests.embedding import EmbeddingRequest
 from kvasir.server.requests.encoding import EncodingOptions, Side, encode
+from kvasir.server.requests.request import EmbeddingRequest
 from kvasir.server.requests.service import Service
 from kvasir.server.settings import load_settings
 from kvasir.server.telemetry.start_clock import StartClock
-from tests.fake_encoder import pair_tokenizer
+from tests.fake_encoder import FakeTextRunner, encoder_bundle, pair_tokenizer
 from tests.fake_runner import TIMEOUT
 from tests.serving import fake_bundle, small_tokenizer
 
 
-class FirstTokens:
-    """A runner whose vector of a text is its first token. It runs when it may."""
-
-    max_model_len, max_runs = 64, 1
-
-    def __init__(self) -> None:
-        self.ran: list[int] = []
-        self.may_run, self.has_begun = threading.Event(), threading.Event()
-        self.may_run.set()
-        self.error: Exception | None = None
-
-    def run(self, texts: list[EncoderSequence], *, alone: bool = True) -> list[Floats]:  # noqa: ARG002
-        self.has_begun.set()
-        assert self.may_run.wait(TIMEOUT)
-        if self.error:
-            raise self.error
-        self.ran += [text.prompt_ids[0] for text in texts]
-        return [np.array(text.prompt_ids[:1], dtype=np.float32) for text in texts]
-
-    def release_idle_memory(self) -> None:
-        """There is none."""
-
-
 @asynccontextmanager
-async def served(**settings: Any) -> AsyncIterator[tuple[Service, FirstTokens]]:
-    runner = FirstTokens()
-    bundle = fake_bundle()
+async def served(**settings: Any) -> AsyncIterator[tuple[Service, FakeTextRunner]]:
+    bundle = encoder_bundle()
+    assert bundle.config.pooling is not None
+    runner = FakeTextRunner(bundle.config.pooling)
     service = Service(load_settings(model=bundle.path, **settings), bundle)
     engine = EncoderEngine(runner, token_budget=20, max_num_seqs=2)
     await service.start(lambda: engine, StartClock())
     try:
         yield service, runner
     finally:
-        runner.may_run.set()
+        runner.gate.set()
         await service.engine.stop()
 
 
 def texts(first: list[int], **fields: Any) -> EmbeddingRequest:
-    return EmbeddingRequest(inputs=[Encoding([n] * (1 + n % 5)) for n in first], **fields)
-
-
-async def test_vectors_come_in_the_order_of_the_texts() -> None:
-    async with served() as (service, _):
-        caller = Caller(name="a")
-        requests = [texts([5, 9, 2, 30, 1], caller=caller), texts([8]), texts([7, 3])]
-        answers = await asyncio.gather(*map(service.embed, requests))
-        for request, answer in zip(requests, answers, strict=True):
-            assert [int(vector[0]) for vector in answer] == [one.ids[0] for one in request.inputs]
-        assert caller.n_used == requests[0].n_prompt_tokens
-        assert service.admission.n_inside == 0
-
-
-async def test_texts_of_a_cancelled_task_never_run() -> None:
-    async with served() as (service, runner):
-        runner.may_run.clear()
-        task = asyncio.create_task(service.embed(texts([1, 2, 3, 4, 5, 6])))
-        assert await asyncio.to_thread(runner.has_begun.wait, TIMEOUT)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert service.admission.n_inside == 0
-        runner.may_run.set()
-        await service.embed(texts([7]))
-        assert set(runner.ran) < {1, 2, 3, 4, 5, 6, 7}
+    return EmbeddingRequest(inputs=[Encoding([n]) for n in first], **fields)
 
 
 async def test_a_deadline_ends_a_request_that_waits() -> None:
     async with served() as (service, runner):
-        runner.may_run.clear()
+        runner.gate.clear()
         first = asyncio.create_task(service.embed(texts([1])))
-        assert await asyncio.to_thread(runner.has_begun.wait, TIMEOUT)
+        assert await asyncio.to_thread(runner.begun.wait, TIMEOUT)
         abort = service.engine.abort
 
         def aborting(*arguments: Any) -> None:
             abort(*arguments)
-            runner.may_run.set()
+            runner.gate.set()
 
         service.engine.abort = aborting  # type: ignore[assignment,method-assign]
         for seconds in (-1.0, 0.01):
             with pytest.raises(DeadlineExceededError):
                 await service.embed(texts([2], deadline=perf_counter() + seconds))
-        runner.may_run.set()
+        runner.gate.set()
         await first
-        assert runner.ran == [1]
+        assert [text.prompt_ids for text in runner.texts] == [[1]]
 
 
 async def test_an_error_of_the_model_ends_every_request() -> None:
     async with served() as (service, runner):
-        runner.error = RuntimeError("broken")
+        runner.run = Mock(side_effect=RuntimeError("broken"))  # type: ignore[method-assign]
         with pytest.raises(EngineError):
             await service.embed(texts([1, 2, 3]))
         assert not service.engine.is_healthy

@@ -104,19 +104,25 @@ async def test_a_long_text_means_the_same_as_in_short_with_its_special_tokens() 
     assert prompt.ids == tokenizer.encode(text).ids
 
 
-@pytest.mark.parametrize(("cut", "length"), [(None, 2_000_000), (100, 100)])
-async def test_token_ids_that_cannot_fit_are_refused_unread(cut: int | None, length: int) -> None:
+@pytest.mark.parametrize(
+    ("source", "kept", "message"),
+    [
+        ([-1] * 2_000_000, None, "64 tokens.* the prompt has 2000000"),
+        ([-1] * 2_000_000, 100, "64 tokens.* the prompt has 100"),
+        ("json\n" * 2000, None, "the text has 10000 characters, of which a"),
+        ("\u00e9" * 131072 + "a", None, "the text has 262145 bytes, but at most 262144"),
+        ("\u00e9" * 131072 + "a", 5, "the text has 262145 bytes, but at most 262144"),
+    ],
+    ids=["ids", "ids cut", "characters", "bytes", "bytes cut"],
+)
+async def test_what_cannot_fit_is_refused_unread(
+    source: str | list[int], kept: int | None, message: str
+) -> None:
     service, watched = watched_service(max_model_len=64)
-    with pytest.raises(ContextLengthError, match=f"64 tokens.* the prompt has {length}") as caught:
-        await service.builder.tokenize([[-1] * 2_000_000], keep_last=cut)
+    with pytest.raises(ContextLengthError, match=message) as caught:
+        await service.builder.tokenize([source], keep_last=kept)
     assert caught.value.param == "prompt"
     assert watched.calls == []
-
-
-async def test_token_ids_are_cut_before_they_are_read() -> None:
-    service, _ = watched_service(max_model_len=64)
-    (prompt,) = await service.builder.tokenize([[*[-1] * 2_000_000, 5, 66]], keep_last=2)
-    assert (prompt.ids, prompt.text) == ([5, 66], tokenizer.decode([5, 66]))
 
 
 async def test_a_text_that_cannot_fit_is_refused_with_both_numbers() -> None:
@@ -127,39 +133,25 @@ async def test_a_text_that_cannot_fit_is_refused_with_both_numbers() -> None:
         await service.builder.tokenize([text])
 
 
-async def test_a_text_of_too_many_characters_is_refused_before_it_is_tokenised() -> None:
-    service, watched = watched_service(max_model_len=64)
-    with pytest.raises(ContextLengthError, match="the text has 10000 characters, of which a"):
-        await service.builder.tokenize(["json\n" * 2000])
-    assert watched.calls == []
-
-
-async def test_a_long_text_is_cut_to_its_last_tokens_up_to_a_limit() -> None:
-    service, watched = watched_service(max_model_len=64)
+async def test_only_the_last_tokens_are_kept_and_of_ids_read() -> None:
+    service, _ = watched_service(max_model_len=64)
     text = "json\n" * 2000
-    (prompt,) = await service.builder.tokenize([text], keep_last=5)
-    assert prompt.ids == tokenizer.encode(text).ids[-5:]
-    watched.calls.clear()
-    for kept in (5, None):
-        with pytest.raises(
-            ContextLengthError, match="the text has 262145 bytes, but at most 262144"
-        ):
-            await service.builder.tokenize(["\u00e9" * 131072 + "a"], keep_last=kept)
-    assert watched.calls == []
+    ids = [*[-1] * 2_000_000, 5, 66]
+    of_text, of_ids = await service.builder.tokenize([text, ids], keep_last=2)
+    assert of_text.ids == tokenizer.encode(text).ids[-2:]
+    assert (of_ids.ids, of_ids.text) == ([5, 66], tokenizer.decode([5, 66]))
 
 
 @pytest.mark.parametrize("is_waiting", [True, False])
-async def test_max_wait_ends_only_a_completion_that_waits(is_waiting: bool) -> None:
+async def test_max_wait_ends_only_a_request_that_waits(is_waiting: bool) -> None:
     ended = asyncio.Event()
-    completion: Any = SimpleNamespace(
-        is_waiting=is_waiting, stream=SimpleNamespace(expire=ended.set)
-    )
-    timers = start_timers(completion, -1.0, 3600.0)
+    stream: Any = SimpleNamespace(is_waiting=is_waiting, end=lambda _: ended.set())
+    timers = start_timers(stream, -1.0, 3600.0)
     for _ in range(3):
         await asyncio.sleep(0)
     assert ended.is_set() == is_waiting
     for timer in timers:
         timer.cancel()
-    for timer in start_timers(completion, 5.0, 0.0):
+    for timer in start_timers(stream, 5.0, 0.0):
         await asyncio.wait_for(ended.wait(), TIMEOUT)  # its deadline has passed, whatever it does
         timer.cancel()

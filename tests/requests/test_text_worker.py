@@ -30,6 +30,7 @@ def busy_worker() -> Iterator[tuple[TextWorker, threading.Event]]:
 
 
 async def test_too_many_characters_are_refused_and_later_taken() -> None:
+    """A text that is alone may have any number."""
     with busy_worker() as (worker, go):
         waiting = [
             asyncio.ensure_future(worker.call(LONG, partial(int, i)))
@@ -44,13 +45,7 @@ async def test_too_many_characters_are_refused_and_later_taken() -> None:
         assert await worker.call(10, lambda: "short") == "short"
         go.set()
         assert await asyncio.gather(*waiting) == list(range(len(waiting)))
-        assert await worker.call(LONG, lambda: "later") == "later"
-
-
-async def test_a_lone_text_may_have_any_size() -> None:
-    with busy_worker() as (worker, go):
-        go.set()
-        assert await worker.call(2 * MOST_WAITING, lambda: "read") == "read"
+        assert await worker.call(2 * MOST_WAITING, lambda: "alone") == "alone"
 
 
 async def test_work_of_a_cancelled_caller_is_skipped_and_its_place_is_free() -> None:

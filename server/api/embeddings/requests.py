@@ -16,8 +16,8 @@ from kvasir.server.api.http.pieces import Deferred, LazyList, Pieces, json_respo
 from kvasir.server.api.http.responses import service_of, state_of
 from kvasir.server.engine.sampling import Floats
 from kvasir.server.errors import InvalidRequestError
-from kvasir.server.requests.embedding import EmbeddingRequest, Output
 from kvasir.server.requests.encoding import MAX_INPUTS, EncodingOptions, Text, encode
+from kvasir.server.requests.request import EmbeddingRequest, Output
 from kvasir.server.requests.service import Service
 from kvasir.server.requests.text_worker import SHORT
 

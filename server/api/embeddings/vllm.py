@@ -28,8 +28,8 @@ from kvasir.server.api.openai.schemas import Prompts
 from kvasir.server.api.schemas import Items, ModelName, ResponseBody, Share, Size
 from kvasir.server.engine.sampling import Floats
 from kvasir.server.errors import InvalidRequestError
-from kvasir.server.requests.embedding import Output
 from kvasir.server.requests.encoding import Text
+from kvasir.server.requests.request import Output
 
 router = APIRouter(route_class=EncoderRoute)
 label_router = APIRouter(route_class=LabelRoute)

@@ -37,9 +37,6 @@ class Limits(NamedTuple):
     tokens_per_minute: int | None = None
 
 
-_NO_LIMITS = Limits()
-
-
 class _Entry(NamedTuple):
     """A key's digest, and its caller's id, name and limits."""
 
@@ -57,12 +54,9 @@ class ApiKeys:
     is named `default`, and one without a name by its line. A caller outlives changes of the file.
     """
 
-    def __init__(
-        self, key: str | None = None, path: Path | None = None, default: Limits = _NO_LIMITS
-    ) -> None:
+    def __init__(self, key: str | None = None, path: Path | None = None) -> None:
         self._secret = secrets.token_bytes(32)
         self._path, self._stamp = path, _current_stamp(path)
-        self._default = default
         self.has_failed = False  # to take the file's last change
         self._reloading = threading.Lock()
         self._fixed: list[_Entry] = []
@@ -70,7 +64,7 @@ class ApiKeys:
         source = "api_key"
         try:
             if key is not None:
-                self._fixed = [self._entry(_stripped(key.encode()), "default", default)]
+                self._fixed = [self._entry(_stripped(key.encode()), "default", Limits())]
             source = f"api_key_file {path}"
             self._take([] if path is None else self._read(path))
         except (OSError, ValueError) as error:
@@ -121,35 +115,34 @@ class ApiKeys:
             content = file.read(LARGEST_FILE + 1)
         if len(content) > LARGEST_FILE:
             raise ValueError(f"it has more than {LARGEST_FILE} bytes")
-        entries: list[_Entry] = []
+        entries, default = list[_Entry](), Limits()
         limits: dict[bytes, Limits] = {}  # by the caller's id
         lines = content.removeprefix(codecs.BOM_UTF8).splitlines()
         for n, line in enumerate(map(bytes.strip, lines), 1):
-            if line and not line.startswith(b"#"):
-                entry = self._parse(line, n)
-                entries.append(entry)
-                if limits.setdefault(entry.id, entry.limits) != entry.limits:
-                    raise ValueError(f"line {n}: an earlier line gives this name other limits")
+            if not line or line.startswith(b"#"):
+                continue
+            first, *fields = line.split()
+            if first == b"*":
+                given = _given(fields, n)
+                if "name" in given:
+                    raise ValueError(f"line {n}: after * may stand limits, but no name")
+                default = _limits(given, Limits())
+                continue
+            entry = self._parse(line, n, default)
+            entries.append(entry)
+            if limits.setdefault(entry.id, entry.limits) != entry.limits:
+                raise ValueError(f"line {n}: an earlier line gives this name other limits")
         if not entries:
             raise ValueError("it holds no key; write one on each line")
         return entries
 
-    def _parse(self, line: bytes, n: int) -> _Entry:
+    def _parse(self, line: bytes, n: int, default: Limits) -> _Entry:
         """Return the key of line n, which may follow a name and limits. Raises ValueError."""
         *fields, key = line.split()
-        given: dict[str, str] = {}
-        for field in fields:
-            name, _, value = field.decode("ascii", "replace").partition("=")
-            if name in given or name not in _FIELDS or not re.fullmatch(_FIELDS[name], value):
-                raise ValueError(
-                    f"line {n}: before a key may stand only name=N (letters, digits and ._@-), "
-                    "concurrency=N and tokens_per_minute=N; a key has no space in it"
-                )
-            given[name] = value
+        given = _given(fields, n)
         if key.partition(b"=")[0].decode("ascii", "replace") in _FIELDS:
             raise ValueError(f"line {n}: there is no key after the name and the limits")
-        chosen = {name: int(given[name]) for name in Limits._fields if name in given}
-        limits = self._default._replace(**chosen)
+        limits = _limits(given, default)
         return self._entry(_stripped(key), given.get("name"), limits, f"line-{n}")
 
     def _entry(self, key: bytes, name: str | None, limits: Limits, place: str = "") -> _Entry:
@@ -160,6 +153,25 @@ class ApiKeys:
 
     def _digest(self, key: bytes) -> bytes:
         return hashlib.blake2b(key, key=self._secret, digest_size=16).digest()
+
+
+def _given(fields: list[bytes], n: int) -> dict[str, str]:
+    """Return the name and limits that stand before the key of line n. Raises ValueError."""
+    given: dict[str, str] = {}
+    for field in fields:
+        name, _, value = field.decode("ascii", "replace").partition("=")
+        if name in given or name not in _FIELDS or not re.fullmatch(_FIELDS[name], value):
+            raise ValueError(
+                f"line {n}: before a key may stand only name=N (letters, digits and ._@-), "
+                "concurrency=N and tokens_per_minute=N; a key has no space in it"
+            )
+        given[name] = value
+    return given
+
+
+def _limits(given: dict[str, str], default: Limits) -> Limits:
+    """Return a line's limits, with the default of those that it leaves out."""
+    return default._replace(**{name: int(given[name]) for name in Limits._fields if name in given})
 
 
 def _current_stamp(path: Path | None) -> Stamp | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from functools import partial
 from typing import Annotated, Any, TypeVar, cast
@@ -31,8 +31,9 @@ from kvasir.server.api.http.pieces import (
     whole,
 )
 from kvasir.server.errors import EngineError, InsufficientStorageError, KvasirError
-from kvasir.server.requests.completion import Completion, CompletionRequest, Delta, RequestState
+from kvasir.server.requests.completion import Completion, Delta, RequestState
 from kvasir.server.requests.models import Models
+from kvasir.server.requests.request import CompletionRequest
 from kvasir.server.requests.service import Service
 
 logger = logging.getLogger("kvasir")
@@ -59,6 +60,7 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+KEEP_ALIVE_SECONDS = 15.0  # of silence, after which a stream gets a comment line
 _TGI_TYPES = {"invalid_request_error": "validation", "internal_error": "generation"}
 
 STATUSES = {
@@ -70,7 +72,7 @@ STATUSES = {
     409: "A batch reads the file, has ended already, or is one too many.",
     413: "The body is larger than `max_body_bytes`, or a file than the room in `batch_dir`.",
     429: "Too much waits or runs, the key has used its limit, or the deadline cannot be met.",
-    431: "The URL and the headers, or the trailers of a chunked body, exceed `max_header_bytes`.",
+    431: "The URL and the headers, or the trailers of a chunked body, exceed 32 KiB.",
     500: "The engine failed.",
     503: "The server loads, shuts down, or lacks connections, memory or time for the request.",
     504: "The deadline passed before the first token, or came too near while the request waited.",
@@ -238,7 +240,7 @@ async def _events(
     service = formatter.service
     async with service.complete(wanted) as completion:
         state.completion = formatter.completion = completion
-        async for deltas in completion.deltas(service.settings.keep_alive_interval):
+        async for deltas in completion.deltas(KEEP_ALIVE_SECONDS):
             chunk = together([formatter.chunk(delta) for delta in deltas])
             if not isinstance(chunk, bytes):
                 async for piece in sent(chunk, service.text_worker):

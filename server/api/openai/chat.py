@@ -18,7 +18,8 @@ from kvasir.server.api.openai.formatting import JSON, OpenAIFormatter, join, tok
 from kvasir.server.api.openai.tools import AnswerForm, read
 from kvasir.server.engine.sampling import TokenLogprobs
 from kvasir.server.errors import ContextLengthError, InvalidRequestError
-from kvasir.server.requests.completion import CompletionRequest, Delta
+from kvasir.server.requests.completion import Delta
+from kvasir.server.requests.request import CompletionRequest
 from kvasir.server.requests.service import Service
 from kvasir.server.text.answer import AnswerParser, AnswerPiece, Reasoning
 from kvasir.server.text.chat_format import ChatFormat

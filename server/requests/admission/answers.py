@@ -11,6 +11,7 @@ from kvasir.server.engine.machine import return_freed_memory
 from kvasir.server.errors import InvalidRequestError, OverloadedError
 from kvasir.server.requests.text_worker import TextWorker
 
+MAX_BYTES = 2**26  # of an answer, beside its new text
 # Of the largest size. One is written while it is sent, and takes a fifth of that until then.
 _MOST_AT_ONCE = 4
 _BATCH_SHARE = 4  # a line of a batch is held whole, and may have a fourth
@@ -26,19 +27,18 @@ class AnswerMemory:
     n_held: int = 0
 
     @classmethod
-    def pots(cls, most: int, text_worker: TextWorker) -> dict[bool, AnswerMemory]:
+    def pots(cls, text_worker: TextWorker) -> dict[bool, AnswerMemory]:
         """Return that of clients, and at True that of lines of batches."""
         return {
-            False: cls(most, text_worker),
-            True: cls(most // _BATCH_SHARE, text_worker),
+            False: cls(MAX_BYTES, text_worker),
+            True: cls(MAX_BYTES // _BATCH_SHARE, text_worker),
         }
 
     def check(self, n_bytes: int, advice: str, param: str | None = None) -> None:
         """Raise InvalidRequestError for too large an answer; `advice` is what to do about it."""
         if n_bytes > self.most:
             raise InvalidRequestError(
-                f"the answer may have {n_bytes} bytes, more than {self.most}: max_answer_bytes, or "
-                f"a fourth of it for a line of a batch; {advice}",
+                f"the answer may have {n_bytes} bytes, more than {self.most}; {advice}",
                 param=param,
             )
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heapreplace
 from statistics import fmean
 from typing import NamedTuple, Self
 
 from kvasir.server.engine.engine import StepStats
+from kvasir.server.engine.sequence import Sequence, SequenceStatus
 
 # The share of a measured time to count on. The load may ease, and a request that could then be in
 # time is admitted.
@@ -20,6 +22,7 @@ LEAST_SHARE = 0.75
 _STEPS = 64  # the last steps, which give the time of a new token
 _FULL_STEPS = 16  # the last steps that ran as many prompt tokens as fit
 _ENDS = 64  # the last sequences that ended, which give the time that one holds a slot
+_IN_SLOT = {SequenceStatus.PREFILLING, SequenceStatus.RUNNING}
 _COPIES = 16  # cached tokens that take as much of a step as one computed token
 
 
@@ -32,6 +35,19 @@ class Work(NamedTuple):
     seconds_held: float = 0.0  # since it got its slot
     seconds_left: float = math.inf  # until its deadline
     queue_time: float = 0.0  # the moment that orders the queue
+
+    @classmethod
+    def of(cls, sequence: Sequence, now: float) -> Work:
+        """Return what a sequence still needs."""
+        n_output, scheduled = len(sequence.output_ids), sequence.scheduled_at
+        return cls(
+            n_prompt=max(0, len(sequence.prompt_ids) - sequence.n_computed),
+            n_new=sequence.params.max_tokens - n_output,
+            n_certain=max(0, sequence.n_certain - n_output),
+            seconds_held=0.0 if scheduled is None else now - scheduled,
+            seconds_left=sequence.deadline - now,
+            queue_time=sequence.queue_key[0],
+        )
 
 
 class Forecast:
@@ -83,6 +99,25 @@ class Snapshot:
     running: tuple[Work, ...] = ()  # sequences that hold a slot
     waiting: tuple[Work, ...] = ()  # the others, by arrival
     n_waiting_tokens: int = 0  # their prompts' tokens, once for all samples of a prompt
+
+    @classmethod
+    def of(cls, sequences: Iterable[Sequence], rates: Forecast, n_slots: int, now: float) -> Self:
+        """Return that of clients' sequences, by arrival. One of several rows counts as often.
+
+        The engine's thread keeps changing their states.
+        """
+        clients = (sequence for sequence in sequences if not sequence.is_background)
+        statuses = [(sequence, sequence.status) for sequence in clients]
+        waiting = [sequence for sequence, status in statuses if status is SequenceStatus.WAITING]
+        held = [sequence for sequence, status in statuses if status in _IN_SLOT]
+        running_works, waiting_works = (
+            tuple(Work.of(each, now) for each in group for _ in range(each.params.n_rows))
+            for group in (held, waiting)
+        )
+        # By identity: the samples of a prompt share it.
+        prompts = {id(sequence.prompt_ids): sequence.prompt_ids for sequence in waiting}
+        n_tokens = sum(map(len, prompts.values()))
+        return cls(rates, n_slots, running_works, waiting_works, n_tokens)
 
     def ahead_of(self, queue_time: float) -> Self:
         """Return the snapshot without the sequences that wait and come later in the queue."""

@@ -18,10 +18,8 @@ from kvasir.server.errors import (
     UnavailableError,
 )
 from kvasir.server.requests.admission.forecast import LEAST_SHARE, Snapshot, Work
-from kvasir.server.requests.completion import CompletionRequest
-from kvasir.server.requests.embedding import EmbeddingRequest
+from kvasir.server.requests.request import Request
 
-Request = CompletionRequest | EmbeddingRequest
 # A request that will probably be late must get its slot SLACK times its run time before the
 # deadline.
 SLACK = 1.25

@@ -17,7 +17,8 @@ from kvasir.server.api.openai.responses.store import Key, ResponseStore, Stored
 from kvasir.server.api.openai.tools import AnswerForm, read
 from kvasir.server.engine.sampling import TokenLogprobs
 from kvasir.server.engine.sequence import FinishReason
-from kvasir.server.requests.completion import CompletionRequest, Delta
+from kvasir.server.requests.completion import Delta
+from kvasir.server.requests.request import CompletionRequest
 from kvasir.server.requests.service import Service
 from kvasir.server.text.answer import AnswerPiece, Reasoning
 from kvasir.server.text.tool_calls import ToolCallPiece
@@ -80,7 +81,7 @@ class ResponseFormatter(Formatter):
     def cancel(self) -> None:
         """End the response before its time."""
         self._is_cancelled = True
-        self.completion.stream.finish()
+        self.completion.stream.end(FinishReason.STOP)
 
     def event(self, part: JSON) -> Written:
         """Return an event with its type."""

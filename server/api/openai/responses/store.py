@@ -11,6 +11,8 @@ from kvasir.server.api.http.pieces import Written
 from kvasir.server.api.openai.formatting import JSON
 from kvasir.server.errors import NotFoundError
 
+MAX_RESPONSES = 1024  # that are kept
+
 Key = tuple[bytes, str]  # the salt of the caller that it belongs to, and its id
 
 
@@ -39,15 +41,15 @@ class Stored(NamedTuple):
 
 
 class ResponseStore:
-    """At most so many responses and bytes. For the event loop's thread.
+    """At most `MAX_RESPONSES` and so many bytes of them. For the event loop's thread.
 
     The oldest of the key that has most goes first, so no key drops what another one keeps.
     streaming: formatters of streams, for as long as they live.
     """
 
-    def __init__(self, max_entries: int, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self.streaming: WeakValueDictionary[Key, Any] = WeakValueDictionary()
-        self._max_entries, self._max_bytes = max_entries, max_bytes
+        self._max_bytes = max_bytes
         self._entries: OrderedDict[Key, Stored] = OrderedDict()
         self._n_bytes = 0
 
@@ -60,8 +62,8 @@ class ResponseStore:
             return
         self._entries[key] = stored
         self._n_bytes += stored.n_bytes
-        while len(self._entries) > self._max_entries or self._n_bytes > self._max_bytes:
-            is_many = len(self._entries) > self._max_entries
+        while len(self._entries) > MAX_RESPONSES or self._n_bytes > self._max_bytes:
+            is_many = len(self._entries) > MAX_RESPONSES
             used = Counter[bytes]()
             for (owner, _), entry in self._entries.items():
                 used[owner] += 1 if is_many else entry.n_bytes
@@ -94,7 +96,7 @@ class ResponseStore:
         """Return the error for the id of a response, or of an item, that is not here."""
         return NotFoundError(
             f"there is no {name[:100]!r} here: this server keeps its own last "
-            f"{self._max_entries} responses in memory, at most {self._max_bytes} bytes, each for "
+            f"{MAX_RESPONSES} responses in memory, at most {self._max_bytes} bytes, each for "
             "the API key that asked for it, and none with store false; it may have been dropped, "
             "or another replica may have it: send the whole conversation as input",
             param=param,
