@@ -63,7 +63,7 @@ def start_decodes(
     """
     n_prefills = batch * (1 + context // _CHUNK)  # steps until all decode, at most
     max_tokens = 2 * n_prefills + n_steps + 2
-    needed = batch * runner.kv.n_needed(context, max_tokens)
+    needed = batch * runner.kv.reservation(context, max_tokens)
     if needed > runner.kv.budget_tokens:
         raise SkippedError(f"needs blocks of {needed:,} tokens; has {runner.kv.budget_tokens:,}")
     if context + max_tokens > runner.max_model_len:

@@ -13,7 +13,8 @@ from collections.abc import Callable
 import numpy as np
 
 from kvasir.server.engine.batch import Chunk, StepBatch
-from kvasir.server.engine.kv.rows import KVRows, KVShape
+from kvasir.server.engine.kv.memory import KVShape
+from kvasir.server.engine.kv.rows import KVRows
 from kvasir.server.engine.logits import Logits
 from kvasir.server.engine.sampling import Floats
 from kvasir.server.engine.sequence import SequenceStatus

@@ -199,15 +199,14 @@ class Engine:
 
     def release_idle_memory(self) -> None:
         """Return memory that only a next sequence would use to the operating system."""
-        if self.kv.movable is not None:
-            self.kv.movable.release_idle_memory()
+        self.kv.release_idle_memory()
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises ValueError if it could never run; admission refuses such."""
         n_prompt, n_after = len(sequence.prompt_ids), sequence.n_after_prompt
         n_rows = sequence.params.n_rows
         fits = 1 <= n_prompt <= self.limits.prompt and n_after <= self.limits.after(n_prompt)
-        fits_budget = n_rows * self.kv.n_needed(n_prompt, n_after) <= self.kv.budget_tokens
+        fits_budget = n_rows * self.kv.reservation(n_prompt, n_after) <= self.kv.budget_tokens
         if not (fits and fits_budget and n_rows <= self.max_num_seqs):
             raise ValueError(f"{n_prompt} prompt and {n_after} new tokens cannot fit")
         if self.speculate and sequence.constraint is None:  # each draft token would need a mask

@@ -25,8 +25,9 @@ from kvasir.model.machine import available_memory, usable_cpus
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.engine import check_max_model_len
+from kvasir.server.engine.kv.memory import KVShape, RowMemory
 from kvasir.server.engine.kv.prefix_cache import BLOCK_SIZE, PrefixCache
-from kvasir.server.engine.kv.rows import KVRows, KVShape, RowMemory
+from kvasir.server.engine.kv.rows import KVRows
 from kvasir.server.engine.logits import Logits, most_logits
 from kvasir.server.engine.machine import SPIN_MICROSECONDS
 from kvasir.server.engine.sampling import Floats

@@ -108,7 +108,7 @@ class RequestBuilder:
             most = options.default_max_tokens if config.encoder is None else self.max_model_len
             max_tokens = min(most, self.limits.after(longest) - len(prefix))
             if isinstance(engine := self.engine.engine, Engine):
-                needed = partial(engine.kv.n_needed, longest)
+                needed = partial(engine.kv.reservation, longest)
                 room = engine.kv.budget_tokens // params.n_rows
                 after = range(len(prefix) + 1, len(prefix) + max_tokens + 1)
                 max_tokens = bisect_right(after, room, key=needed)

@@ -228,5 +228,5 @@ def warm_up_largest(runner: PagedRunner, chunk: int) -> None:
     """Run the largest steps that may come: of `chunk` prompt tokens, and of all sequences."""
     kv = runner.kv
     chunk = min(chunk, kv.budget_tokens)
-    n_others = (kv.budget_tokens - kv.n_needed(chunk, 0)) // kv.block_size
+    n_others = (kv.budget_tokens - kv.reservation(chunk, 0)) // kv.block_size
     warm_up(runner, chunk, 1 + min(kv.max_num_seqs - 1, n_others))

@@ -19,7 +19,7 @@ from kvasir.model.packing import SOURCE_OUTPUT, pack
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.encoder.engine import MAX_PADDING
 from kvasir.server.engine.engine import check_max_model_len
-from kvasir.server.engine.kv.rows import KVShape
+from kvasir.server.engine.kv.memory import KVShape
 from kvasir.server.engine.kv.source_rows import SourceRows
 from kvasir.server.engine.logits import Logits
 from kvasir.server.engine.machine import SPIN_MICROSECONDS
