@@ -135,5 +135,6 @@ def _describe(values: Any) -> list[SimpleNamespace]:
 def numpy_backend(free_bytes: int) -> Backend:
     """Return a way to a GPU that is this processor, with so much memory free."""
     bind = partial(bind_cuda_blocks, buffer=HostBuffer)
-    open_session: Any = NumpySession
-    return Backend(lambda: None, open_session, bind, lambda: free_bytes, 64, open_stream=HostStream)
+    session: Any = NumpySession
+    stream: Any = HostStream
+    return Backend(lambda: None, session, bind, lambda: free_bytes, 64, open_stream=stream)

@@ -76,8 +76,7 @@ class Scheduler:
         decodes: list[Chunk] = []
         drafts: list[Chunk] = []
         for sequence in running:
-            speculation = sequence.speculation
-            draft = speculation.draft(sequence, len(running)) if speculation else []
+            draft = sequence.draft(len(running))
             count = 1 + len(draft)
             n_logits = count if sequence.beams is None else len(sequence.beams.running)
             if sequence.n_computed + count < sequence.n_given:  # of a target's beginning

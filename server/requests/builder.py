@@ -15,8 +15,9 @@ from tokenizers import Encoding
 from kvasir.model.bundle import ModelBundle
 from kvasir.model.config import TransformerConfig
 from kvasir.model.tokenizer import longest_token
-from kvasir.server.engine.engine import ContextLimits, Engine
+from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.grammar.constraints import Grammar
+from kvasir.server.engine.model_runner import ContextLimits
 from kvasir.server.engine.sampling import BeamParams, SamplingParams
 from kvasir.server.errors import ContextLengthError, InvalidRequestError
 from kvasir.server.requests.admission.answers import AnswerMemory

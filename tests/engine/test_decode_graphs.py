@@ -66,15 +66,16 @@ class Recorded(NamedTuple):
     ) -> Recorded:
         config, stream = exported[0].config, RecordingStream()
         session = RecordingSession(exported[1], stream)
+        card: Any = stream
         longest = config.max_model_len
         blocks = KVBlocks(
             n_blocks=N_BLOCKS, block_size=BLOCK, max_num_seqs=max_num_seqs, max_model_len=longest
         )
         bind = partial(bind_cuda_blocks, buffer=HostBuffer)
-        outputs = DeviceOutputs(cast("Any", session), stream, 64)
+        outputs = DeviceOutputs(cast("Any", session), card, 64)
         model = DeviceModel(cast("Any", session), N_BLOCKS, bind, outputs)
         if captures:
-            model.capture(stream, blocks)
+            model.capture(card, blocks)
         runner = PagedRunner(
             model, blocks, max_model_len=longest, vocab_size=config.vocab_size, rounds_kv=rounds_kv
         )

@@ -26,12 +26,13 @@ from kvasir.export.paged_graph import export_paged_graph
 from kvasir.model.bundle import CANDIDATES_OUTPUT
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.reference import generate
-from kvasir.server.engine.engine import Engine, warm_up
+from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.gpu import runner as runner_module
 from kvasir.server.engine.gpu.runner import Inputs, PagedRunner
 from kvasir.server.engine.gpu.session import DeviceModel, warm_up_largest
 from kvasir.server.engine.kv.blocks import KVBlocks
 from kvasir.server.engine.logits import Candidates, Logits
+from kvasir.server.engine.model_runner import warm_up
 from kvasir.server.engine.sampling import Floats, SamplingParams
 from kvasir.server.engine.sequence import Sequence
 from kvasir.server.process.app import create_app

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvasir.server.engine import sampling
+from kvasir.server.engine import sampler
 from kvasir.server.engine.sampling import Floats, SamplingParams, token_logprobs
 from kvasir.server.engine.sequence import Sequence
 
@@ -107,7 +107,7 @@ def logits_of_shape(shape: str, seed: int, vocab: int) -> NDArray[np.float32]:
 
 
 def sample(logits: Floats, sequences: list[Sequence]) -> list[int | None]:
-    return [sampling.sample(row, one) for row, one in zip(logits, sequences, strict=True)]
+    return [sampler.sample(row, one) for row, one in zip(logits, sequences, strict=True)]
 
 
 filters = st.fixed_dictionaries(

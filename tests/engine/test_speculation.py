@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvasir.server.engine.sampling import SamplingParams, sample
+from kvasir.server.engine.sampler import sample, verify
+from kvasir.server.engine.sampling import SamplingParams
 from kvasir.server.engine.sequence import Sequence
-from kvasir.server.engine.speculation import NGRAM_SIZES, Speculation, draft_length, verify
+from kvasir.server.engine.speculation import NGRAM_SIZES, Speculation, draft_length
 from tests.engine_driver import make_sequence
 
 VOCAB = 12
@@ -237,7 +238,8 @@ def test_drafts_keep_to_what_is_reserved(n_running: int) -> None:
     for max_tokens in range(1, 12):
         sequence = make_sequence(0, [1, 2, 3] * 4, SamplingParams(max_tokens=max_tokens))
         while len(sequence.output_ids) < max_tokens:
-            draft = Speculation().draft(sequence, n_running)
+            sequence.speculation = Speculation()
+            draft = sequence.draft(n_running)
             room = max_tokens - len(sequence.output_ids) - 1
             assert len(draft) <= room
             assert len(sequence.token_ids) + len(draft) < len(sequence.prompt_ids) + max_tokens
@@ -249,15 +251,14 @@ def test_drafts_keep_to_what_is_reserved(n_running: int) -> None:
             sequence.output_ids.append(sequence.token_ids[len(sequence.token_ids) % 3])
 
 
-def replay(
-    speculation: Speculation, sequence: Sequence, text: list[int], n_running: int
-) -> list[tuple[int, int]]:
+def replay(sequence: Sequence, text: list[int], n_running: int) -> list[tuple[int, int]]:
     """(length, hits) of every draft while the sequence is continued by `text`."""
-    drafts = []
+    drafts, speculation = [], sequence.speculation
+    assert speculation is not None
     end = len(sequence.token_ids) + len(text)
     text = sequence.token_ids + text
     while len(sequence.token_ids) < end:
-        draft = speculation.draft(sequence, n_running)
+        draft = sequence.draft(n_running)
         tokens: list[int | None] = []
         for guess, token in zip((*draft, None), text[len(sequence.token_ids) :], strict=False):
             tokens.append(token)
@@ -265,7 +266,7 @@ def replay(
             if token != guess:
                 break
         if draft:
-            speculation.record(sequence, draft, tokens)
+            speculation.record(len(sequence.output_ids), draft, tokens)
             drafts.append((len(draft), sum(t == g for t, g in zip(tokens, draft, strict=False))))
     return drafts
 
@@ -274,21 +275,20 @@ def replay(
 def test_drafts_that_fail_pause_and_come_back_when_they_succeed(n_running: int, most: int) -> None:
     """most: wrong drafts in a thousand tokens, a third of which allow one."""
     sequence = make_sequence(0, [1, 2], SamplingParams(max_tokens=9999))
-    speculation = Speculation()
-    wrong = replay(
-        speculation, sequence, [token for i in range(333) for token in (10 + i, 1, 2)], n_running
-    )
+    sequence.speculation = Speculation()
+    wrong = replay(sequence, [token for i in range(333) for token in (10 + i, 1, 2)], n_running)
     assert wrong[0] == (8, 0)
     assert not any(hits for _, hits in wrong)
     assert len(wrong) <= most
-    right = replay(speculation, sequence, [5, 6, 7] * 400, n_running)
+    right = replay(sequence, [5, 6, 7] * 400, n_running)
     assert right[-10:-1] == [(8, 8)] * 9
     assert len(right) < 160  # 134 drafts of eight would do
 
 
 def test_nothing_is_drafted_without_a_match_or_beside_too_many() -> None:
-    speculation = Speculation()
     params = SamplingParams(max_tokens=50)
-    assert speculation.draft(make_sequence(0, [1, 2, 1, 2], params), n_running=5) == []
-    assert speculation.draft(make_sequence(0, [1, 2, 1, 2], params), n_running=2) == [1, 2] * 4
-    assert Speculation().draft(make_sequence(0, [1, 2, 3, 4], params), n_running=1) == []
+    repeating, other = (make_sequence(0, ids, params) for ids in ([1, 2, 1, 2], [1, 2, 3, 4]))
+    repeating.speculation, other.speculation = Speculation(), Speculation()
+    assert repeating.draft(n_running=5) == []
+    assert repeating.draft(n_running=2) == [1, 2] * 4
+    assert other.draft(n_running=1) == []

@@ -82,7 +82,7 @@ class CudaStream:
 
     @property
     def handle(self) -> int:
-        """See Stream."""
+        """The address by which ONNX Runtime knows it."""
         return self._stream.value or 0
 
     def device_buffer(self, n_bytes: int) -> DeviceBuffer:
@@ -94,7 +94,7 @@ class CudaStream:
         return PinnedBuffer(n_bytes)
 
     def free_memory(self) -> int:
-        """See `free_memory`."""
+        """Return the free bytes of the GPU."""
         return free_memory()
 
     def copy(self, to: int, source: int, n_bytes: int) -> None:

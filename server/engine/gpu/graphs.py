@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from kvasir.model.bundle import INVERSE_TEMPERATURES_INPUT
 from kvasir.model.onnx.runtime import onnxruntime
-from kvasir.server.engine.gpu.outputs import DeviceOutputs, Stream
+from kvasir.server.engine.gpu.cuda_runtime import CudaStream
+from kvasir.server.engine.gpu.outputs import DeviceOutputs
 from kvasir.server.engine.gpu.runner import Inputs
 from kvasir.server.engine.logits import Logits
 from kvasir.server.engine.sampling import Floats
@@ -88,7 +89,7 @@ class DecodeGraphs:
     def __init__(
         self,
         session: onnxruntime.InferenceSession,
-        stream: Stream,
+        stream: CudaStream,
         bind_blocks: Callable[[onnxruntime.IOBinding], None],
         outputs: DeviceOutputs,
         *,

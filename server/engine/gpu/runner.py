@@ -14,6 +14,7 @@ from kvasir.model.bundle import INVERSE_TEMPERATURES_INPUT
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.kv.blocks import KVBlocks
 from kvasir.server.engine.logits import Logits
+from kvasir.server.engine.model_runner import group_neighbours
 
 _DENSE_TOKENS = 2**14  # of one layer: 64 MiB at 8 heads of 128 channels in 16 bits
 
@@ -63,7 +64,9 @@ class PagedRunner:
         if not self.decodes_apart:
             return self._run(batch.chunks, 0, decodes=not batch.prefills)
         others, n_done = [*batch.prefills, *batch.drafts], 0
-        groups = _group(others) if self._rounds_kv else [others] if others else []
+        groups = [others] if others else []
+        if self._rounds_kv:
+            groups = group_neighbours(others, _fits_dense)
         for chunks in [batch.decodes, *groups] if batch.decodes else groups:
             decodes = chunks is batch.decodes or not batch.prefills
             logits = self._run(chunks, n_done, decodes=decodes)
@@ -107,13 +110,6 @@ class PagedRunner:
         return logits
 
 
-def _group(chunks: list[Chunk]) -> list[list[Chunk]]:
-    """Group chunks so that sequences times the longest's tokens stay within _DENSE_TOKENS."""
-    groups: list[list[Chunk]] = []
-    for chunk in chunks:
-        group = [*(groups[-1] if groups else []), chunk]
-        if len(group) > 1 and len(group) * max(one.end for one in group) <= _DENSE_TOKENS:
-            groups[-1] = group
-        else:
-            groups.append([chunk])
-    return groups
+def _fits_dense(chunks: list[Chunk]) -> bool:
+    """Return whether chunks times the longest one's tokens stay within _DENSE_TOKENS."""
+    return len(chunks) * max(chunk.end for chunk in chunks) <= _DENSE_TOKENS

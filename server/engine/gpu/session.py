@@ -11,7 +11,6 @@ import numpy as np
 from kvasir.model.bundle import CANDIDATES_OUTPUT, INVERSE_TEMPERATURES_INPUT, KV_BLOCK_SIZE, Device
 from kvasir.model.config import TransformerConfig
 from kvasir.model.onnx.runtime import onnxruntime
-from kvasir.server.engine.engine import check_max_model_len, warm_up
 from kvasir.server.engine.gpu.cuda import (
     bind_blocks_at,
     bind_cuda_blocks,
@@ -19,14 +18,15 @@ from kvasir.server.engine.gpu.cuda import (
     open_cuda_session,
     require_cuda,
 )
-from kvasir.server.engine.gpu.cuda_runtime import CudaStream, free_memory
+from kvasir.server.engine.gpu.cuda_runtime import CudaStream, DeviceBuffer, free_memory
 from kvasir.server.engine.gpu.errors import NoDeviceError
 from kvasir.server.engine.gpu.graphs import DecodeGraphs, warn_without_graphs, without_graph
-from kvasir.server.engine.gpu.outputs import Buffer, DeviceOutputs, Stream
+from kvasir.server.engine.gpu.outputs import DeviceOutputs
 from kvasir.server.engine.gpu.runner import Inputs, PagedRunner
 from kvasir.server.engine.gpu.webgpu import bind_webgpu_blocks, open_webgpu_session, require_webgpu
 from kvasir.server.engine.kv.blocks import KVBlocks
 from kvasir.server.engine.logits import Candidates, Logits, most_logits
+from kvasir.server.engine.model_runner import check_max_model_len, warm_up
 from kvasir.server.engine.session import KVInput, check_shape, kv_inputs
 
 _MEMORY_SHARE = 0.9
@@ -48,8 +48,8 @@ class Backend(NamedTuple):
     free_memory: Callable[[], int] | None
     chunk_size: int
     kv_cache_bytes: int | None = None
-    open_stream: Callable[[], Stream] | None = None
-    open_capturing: Callable[[Path, Stream], onnxruntime.InferenceSession] | None = None
+    open_stream: Callable[[], CudaStream] | None = None
+    open_capturing: Callable[[Path, CudaStream], onnxruntime.InferenceSession] | None = None
 
 
 BACKENDS: dict[Device, Backend] = {
@@ -90,11 +90,12 @@ class DeviceModel:
         self._options = without_graph()
         self.graphs: DecodeGraphs | None = None
 
-    def capture(self, stream: Stream, blocks: KVBlocks) -> None:
+    def capture(self, stream: CudaStream, blocks: KVBlocks) -> None:
         """Run decodes as CUDA graphs from now on, in a session that can capture on the stream."""
         assert self._outputs is not None, "a graph writes to fixed addresses"
         inputs, n_blocks = kv_inputs(self._session), self._n_blocks
-        held = cast("list[Buffer]", self._blocks)  # `self` would be a cycle, whose memory stays
+        # Not `self`, which would be a cycle, whose memory stays.
+        held = cast("list[DeviceBuffer]", self._blocks)
 
         def bind(binding: onnxruntime.IOBinding) -> None:
             for kv, buffer in zip(inputs, held, strict=True):
@@ -195,15 +196,7 @@ def open_gpu_runner(
     chunk = min(chunk_size or backend.chunk_size, longest - 1)
     budget = backend.kv_cache_bytes if kv_cache_bytes is None else kv_cache_bytes
     if budget is None:
-        assert backend.free_memory is not None
-        most = int(_MEMORY_SHARE * backend.free_memory()) // block_bytes(session)
-        wanted = -(-chunk // KV_BLOCK_SIZE) + max_num_seqs - 1
-        runner, model = make_runner(min(most, wanted))
-        warm_up_largest(runner, chunk)
-        reserve = model.graphs.reserve if model.graphs else 0
-        del runner, model  # which frees their blocks
-        budget = int(_MEMORY_SHARE * (backend.free_memory() - reserve))
-        runner, _ = make_runner(budget // block_bytes(session))
+        runner, _ = make_runner(_measure_room(backend, session, make_runner, chunk, max_num_seqs))
         warm_up(runner)
     else:
         runner, _ = make_runner(budget // block_bytes(session))
@@ -211,8 +204,26 @@ def open_gpu_runner(
     return runner
 
 
+def _measure_room(
+    backend: Backend,
+    session: onnxruntime.InferenceSession,
+    make_runner: Callable[[int], tuple[PagedRunner, DeviceModel]],
+    chunk: int,
+    max_num_seqs: int,
+) -> int:
+    """Run the largest steps over few blocks; return the blocks for which they leave memory."""
+    assert backend.free_memory is not None
+    most = int(_MEMORY_SHARE * backend.free_memory()) // block_bytes(session)
+    wanted = -(-chunk // KV_BLOCK_SIZE) + max_num_seqs - 1
+    runner, model = make_runner(min(most, wanted))
+    warm_up_largest(runner, chunk)
+    reserve = model.graphs.reserve if model.graphs else 0
+    del runner, model  # which frees their blocks
+    return int(_MEMORY_SHARE * (backend.free_memory() - reserve)) // block_bytes(session)
+
+
 def _open_capturing(
-    backend: Backend, graph: Path, stream: Stream
+    backend: Backend, graph: Path, stream: CudaStream
 ) -> onnxruntime.InferenceSession | None:
     """Open a session that can capture runs; return None, and say why, where none can."""
     if backend.open_capturing is None:
