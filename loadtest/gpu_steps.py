@@ -28,7 +28,7 @@ from kvasir.model.bundle import load_bundle
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.gpu.runner import PagedRunner
-from kvasir.server.engine.gpu.session import DeviceModel, open_gpu_runner
+from kvasir.server.engine.gpu.session import open_gpu_runner
 from kvasir.server.engine.sampling import SamplingParams
 from kvasir.server.engine.sequence import Sequence, SequenceStatus
 
@@ -168,14 +168,13 @@ def check_replays(folder: Path, batch: int, n_tokens: int, kv_cache_bytes: int) 
     assert _uses_graphs(runners[0]), "decodes ran without graphs"
     worst = max(differences)
     assert worst <= _TOLERANCE, f"logits differ by {worst:.3f} deviations"
-    model = runners[0].model
-    assert isinstance(model, DeviceModel)
-    assert model.graphs is not None
+    graphs = runners[0].model.graphs
+    assert graphs is not None
     return {
         "largest difference, deviations": worst,
         "same greedy tokens": n_same / tokens.size,
         "slowest step, with a capture, ms": 1e3 * slowest,
-        "a graph's memory, MiB": model.graphs.bytes_each / 2**20,
+        "a graph's memory, MiB": graphs.bytes_each / 2**20,
     }
 
 
@@ -192,8 +191,8 @@ def _admit(runner: PagedRunner, tokens: NDArray[np.int64]) -> list[Sequence]:
 
 
 def _uses_graphs(runner: PagedRunner) -> bool:
-    model = runner.model
-    return isinstance(model, DeviceModel) and model.graphs is not None and model.graphs.is_usable
+    graphs = runner.model.graphs
+    return graphs is not None and graphs.is_usable
 
 
 def kernel_milliseconds(work: Callable[[], object]) -> dict[str, float]:

@@ -23,7 +23,8 @@ from kvasir.server.engine.gpu import cuda, webgpu
 from kvasir.server.engine.gpu.cuda import bind_cuda_blocks, open_cuda_session
 from kvasir.server.engine.gpu.cuda_runtime import DeviceBuffer, check_capability, free_memory
 from kvasir.server.engine.gpu.errors import NoDeviceError
-from kvasir.server.engine.gpu.session import DeviceModel, block_bytes
+from kvasir.server.engine.gpu.model import DeviceModel
+from kvasir.server.engine.gpu.session import block_bytes
 from kvasir.server.engine.session import check_shape, open_session
 from tests.random_models import make_config, make_decoder
 

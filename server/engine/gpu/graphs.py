@@ -8,7 +8,7 @@ and what the kernels were told on the CPU must hold for all steps of the graph.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -19,13 +19,13 @@ from kvasir.model.bundle import INVERSE_TEMPERATURES_INPUT
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.server.engine.gpu.cuda_runtime import CudaStream
 from kvasir.server.engine.gpu.outputs import DeviceOutputs
-from kvasir.server.engine.gpu.runner import Inputs
 from kvasir.server.engine.logits import Logits
 from kvasir.server.engine.sampling import Floats
 
 logger = logging.getLogger("kvasir")
 
 Array = NDArray[Any]
+Inputs = Mapping[str, Array]
 
 _ALIGNMENT = 256  # of a buffer's parts
 _DTYPES = {"tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(float)": np.float32}
@@ -132,7 +132,7 @@ class DecodeGraphs:
         return self.bytes_each * n_rows * n_widths
 
     def run(self, inputs: Inputs, eager: Callable[[Inputs], Logits]) -> Logits:
-        """Run the first part of a step; see PagedModel.
+        """Run the first part of a step; see DeviceModel.
 
         eager: runs the same without a graph, as all that is more than a token of each sequence.
         """

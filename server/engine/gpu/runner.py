@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import chain
 from time import perf_counter
-from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvasir.model.bundle import INVERSE_TEMPERATURES_INPUT
 from kvasir.server.engine.batch import Chunk, StepBatch
+from kvasir.server.engine.gpu.graphs import Inputs
+from kvasir.server.engine.gpu.model import DeviceModel
 from kvasir.server.engine.kv.blocks import KVBlocks
 from kvasir.server.engine.logits import Logits
 from kvasir.server.engine.model_runner import group_neighbours
 
 _DENSE_TOKENS = 2**14  # of one layer: 64 MiB at 8 heads of 128 channels in 16 bits
-
-Inputs = Mapping[str, NDArray[Any]]
-
-
-class PagedModel(Protocol):
-    """A graph and its blocks: `DeviceModel`, or numpy in tests."""
-
-    def run(self, inputs: Inputs, first_row: int = 0) -> Logits:
-        """Run a part of a step, whose logits follow `first_row` rows of parts that ran before.
-
-        Returns the logits of all. inputs: as in `export.paged_graph`, without the blocks.
-        """
 
 
 class PagedRunner:
@@ -43,7 +30,7 @@ class PagedRunner:
 
     def __init__(
         self,
-        model: PagedModel,
+        model: DeviceModel,
         blocks: KVBlocks,
         *,
         max_model_len: int,
