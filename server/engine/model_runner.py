@@ -85,14 +85,14 @@ def warm_up(runner: Runner, n_tokens: int = 2, n_rows: int = 1) -> None:
         assert admitted is not None
         params = SamplingParams(max_tokens=1)
         sequences.append(Sequence(-1, [0] * length, params, frozenset(), 0.0, rows=[admitted[0]]))
-    first, *others = sequences
+    first, *rest = sequences
     prefill = Chunk(first, 0, n_tokens, 1)
     runner.run(StepBatch(prefills=[prefill]))
-    decodes = [Chunk(sequence, 0, 1, 1) for sequence in others]
-    for sequence in others:
+    decodes = [Chunk(sequence, 0, 1, 1) for sequence in rest]
+    for sequence in rest:
         sequence.status = SequenceStatus.RUNNING
-    if others:
-        runner.run(StepBatch(decodes, [None, *others], [prefill]))
+    if rest:
+        runner.run(StepBatch(decodes, [None, *rest], [prefill]))
     first.status, first.n_computed = SequenceStatus.RUNNING, n_tokens - 1
     runner.run(StepBatch([Chunk(first, n_tokens - 1, 1, 1), *decodes], [*sequences]))
     for sequence in sequences:

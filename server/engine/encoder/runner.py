@@ -85,5 +85,5 @@ class EncoderRunner:
 
     def _read_file_ids(self) -> list[tuple[int, int] | None]:
         """Return an identity of each file's contents; None for one that does not exist."""
-        found = [file.stat() if file.is_file() else None for file in self._files]
-        return [stat and (stat.st_ino, stat.st_mtime_ns) for stat in found]
+        stats = [file.stat() if file.is_file() else None for file in self._files]
+        return [stat and (stat.st_ino, stat.st_mtime_ns) for stat in stats]

@@ -29,12 +29,12 @@ def free_memory() -> int:
 
 def check_capability() -> None:
     """Raise NoDeviceError for a GPU for whose generation ONNX Runtime has no machine code."""
-    found = []
+    version = []
     for attribute in _CAPABILITY:
         value = ctypes.c_int()
         _call("cudaDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(attribute), 0)
-        found.append(value.value)
-    major, minor = found
+        version.append(value.value)
+    major, minor = version
     if minor < _GENERATIONS.get(major, 10):
         raise NoDeviceError(
             f"ONNX Runtime has no machine code for this GPU's compute capability {major}.{minor}; "

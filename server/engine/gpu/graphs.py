@@ -159,14 +159,14 @@ class DecodeGraphs:
         try:
             graph = self._capture(bucket)
             eager(_of_another_shape(inputs))
-            found = self._replay(graph, inputs)
+            replayed = self._replay(graph, inputs)
         except Exception as error:  # ONNX Runtime's errors have no base class
             why = error
         else:
-            difference = _difference(found, expected, inputs) / (expected.std() or 1.0)
+            difference = _difference(replayed, expected, inputs) / (expected.std() or 1.0)
             if difference <= _TOLERANCE:
                 self._graphs[bucket] = graph
-                return found
+                return replayed
             why = ValueError(f"logits differ by {difference:.2f} deviations from those without")
         warn_without_graphs(why)
         self.is_usable = False
@@ -234,12 +234,12 @@ class DecodeGraphs:
         return self._host.array[offset : offset + n_values * dtype.itemsize].view(dtype)
 
 
-def _difference(found: Logits, expected: Floats, inputs: Inputs) -> float:
+def _difference(logits: Logits, expected: Floats, inputs: Inputs) -> float:
     """Return the largest difference of logits, and of candidates from their own rows."""
-    rows = found[:]
+    rows = logits[:]
     differences = [rows - expected]
-    if found.candidates is not None:
-        ids, logits, log_totals, tempered_totals = found.candidates
+    if logits.candidates is not None:
+        ids, largest, log_totals, tempered_totals = logits.candidates
         if not ((ids >= 0) & (ids < rows.shape[1])).all():
             return float("inf")
         peaks = rows.max(axis=1, keepdims=True)
@@ -247,9 +247,9 @@ def _difference(found: Logits, expected: Floats, inputs: Inputs) -> float:
             np.log(np.exp((rows - peaks) * inverse).sum(axis=1))
             for inverse in (1.0, inputs[INVERSE_TEMPERATURES_INPUT])
         )
-        differences += [np.take_along_axis(rows, ids, axis=1) - logits]
+        differences += [np.take_along_axis(rows, ids, axis=1) - largest]
         differences += [total + peaks[:, 0] - log_totals, tempered - tempered_totals]
-    return float(np.max([np.abs(one).max() for one in differences]))
+    return float(np.max([np.abs(difference).max() for difference in differences]))
 
 
 def _of_another_shape(inputs: Inputs) -> Inputs:

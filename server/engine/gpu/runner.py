@@ -50,10 +50,10 @@ class PagedRunner:
         """See Runner."""
         if not self.decodes_apart:
             return self._run(batch.chunks, 0, decodes=not batch.prefills)
-        others, n_done = [*batch.prefills, *batch.drafts], 0
-        groups = [others] if others else []
+        longer, n_done = [*batch.prefills, *batch.drafts], 0
+        groups = [longer] if longer else []
         if self._rounds_kv:
-            groups = group_neighbours(others, _fits_dense)
+            groups = group_neighbours(longer, _fits_dense)
         for chunks in [batch.decodes, *groups] if batch.decodes else groups:
             decodes = chunks is batch.decodes or not batch.prefills
             logits = self._run(chunks, n_done, decodes=decodes)

@@ -109,7 +109,7 @@ class KVRows(RowStore):
     ) -> None:
         n_prompt_rows = min(max_num_seqs, MAX_PROMPT_ROWS)
         token_bytes, self.prompt_token_bytes = (
-            shape.token_bytes(np.dtype(of).itemsize) for of in (dtype, np.float32)
+            shape.token_bytes(np.dtype(kind).itemsize) for kind in (dtype, np.float32)
         )
         weight = self.prompt_token_bytes // token_bytes
         # One row more, which no sequence gets: a decode run may need a row beside the last.

@@ -97,10 +97,10 @@ class Seq2SeqRunner:
     def _encode(self, chunks: list[Chunk]) -> None:
         """Encode whole sources in one run, and write what it makes to their rows."""
         inputs, ends = pack([chunk.sequence.prompt_ids for chunk in chunks])
-        (found,) = self._encoder.run([SOURCE_OUTPUT], inputs)
+        (keys_and_values,) = self._encoder.run([SOURCE_OUTPUT], inputs)
         for chunk, end in zip(chunks, ends.tolist(), strict=True):
             # [tokens, 2 * n_layer, n_kv_head, head_dim] to [2 * n_layer, n_kv_head, tokens, …]
-            source = found[end - chunk.count : end].transpose(1, 2, 0, 3)
+            source = keys_and_values[end - chunk.count : end].transpose(1, 2, 0, 3)
             self.kv.sources.array[:, chunk.row, :, : chunk.count] = source
 
     def _decode(self, chunks: list[Chunk]) -> int:
