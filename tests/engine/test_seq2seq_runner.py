@@ -38,7 +38,7 @@ class Exported:
         return Seq2SeqRunner(*graphs, self.model.config, **options)
 
 
-@pytest.fixture(scope="module", params=["sinusoidal fp32", "sinusoidal int8", "relative int8"])
+@pytest.fixture(scope="module", params=["sinusoidal fp32", "relative int8"])
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
     position, precision = request.param.split()
     config = small_config((3, 7))
