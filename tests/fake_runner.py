@@ -65,9 +65,6 @@ class FakeRunner:
         self._held = False
         self._changed = threading.Condition()
 
-    def warm_up(self) -> None:
-        """Nothing to warm."""
-
     def hold(self) -> None:
         """Let no run pass until `allow` or `release`."""
         with self._changed:
@@ -150,7 +147,5 @@ class FakeRunner:
         cache[chunk.start : chunk.end] = [*chunk.sequence.token_ids, *chunk.draft][
             chunk.start : chunk.end
         ]
-        return [
-            self.logits([int(i) for i in cache[: p + 1]])
-            for p in range(chunk.end - chunk.n_logits, chunk.end)
-        ]
+        ids: list[int] = cache[: chunk.end].astype(np.int64).tolist()
+        return [self.logits(ids[: p + 1]) for p in range(chunk.end - chunk.n_logits, chunk.end)]

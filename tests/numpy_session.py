@@ -143,15 +143,13 @@ def _at(_device: str, _id: int, element_type: Any, shape: tuple[int, ...], addre
 
 def _describe(values: Any) -> list[SimpleNamespace]:
     """Return names, types and shapes as a session gives them."""
-    names = {"FLOAT": "float", "FLOAT16": "float16", "BFLOAT16": "bfloat16", "INT8": "int8"}
-    names |= {"FLOAT8E4M3FN": "float8e4m3fn", "INT32": "int32", "INT64": "int64"}
-    found = []
+    described = []
     for value in values:
         kind = value.type.tensor_type
         shape = [axis.dim_param or axis.dim_value for axis in kind.shape.dim]
-        type_name = names[onnx.TensorProto.DataType.Name(kind.elem_type)]
-        found.append(SimpleNamespace(name=value.name, type=f"tensor({type_name})", shape=shape))
-    return found
+        type_name = onnx.TensorProto.DataType.Name(kind.elem_type).lower()
+        described.append(SimpleNamespace(name=value.name, type=f"tensor({type_name})", shape=shape))
+    return described
 
 
 def numpy_backend(free_bytes: int) -> Backend:

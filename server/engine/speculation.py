@@ -23,7 +23,7 @@ _HALF_LIFE = 128  # tokens in which half of the knowledge of the hit rate is for
 _NEWEST_WEIGHT = 0.25  # of the newest draft token in the hit rate
 
 
-def draft_length(hit_rate: float, n_running: int, room: int) -> int:
+def best_draft_length(hit_rate: float, n_running: int, room: int) -> int:
     """Return the draft length, at most `room`, that yields most tokens per second.
 
     See Leviathan et al. 2023, 3.3. hit_rate: of a draft token whose predecessors were right. Beside
@@ -59,7 +59,7 @@ class Speculation:
 
         n_output: new tokens of the sequence so far.
         """
-        return draft_length(self._expected(n_output), n_running, room)
+        return best_draft_length(self._expected(n_output), n_running, room)
 
     def propose(self, token_ids: list[int], n_draft: int) -> list[int]:
         """Return what followed the longest n-gram that ends `token_ids` at its latest other place.

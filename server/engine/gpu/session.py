@@ -102,7 +102,7 @@ def open_gpu_runner(
     if stream is not None:
         outputs = DeviceOutputs(session, stream, most_logits(max_num_seqs, config.vocab_size))
 
-    def make_runner(n_blocks: int) -> tuple[PagedRunner, DeviceModel]:
+    def make_runner(n_blocks: int) -> PagedRunner:
         blocks = KVBlocks(
             n_blocks=n_blocks,
             block_size=KV_BLOCK_SIZE,
@@ -114,22 +114,21 @@ def open_gpu_runner(
         model = DeviceModel(session, n_blocks, backend.bind_blocks, outputs)
         if captures and stream is not None:
             model.capture(stream, blocks)
-        runner = PagedRunner(
+        return PagedRunner(
             model,
             blocks,
             max_model_len=longest,
             vocab_size=config.vocab_size,
             rounds_kv=any(kv.itemsize == 1 for kv in kv_inputs(session)),
         )
-        return runner, model
 
     chunk = min(chunk_size or backend.chunk_size, longest - 1)
     budget = backend.kv_cache_bytes if kv_cache_bytes is None else kv_cache_bytes
     if budget is None:
-        runner, _ = make_runner(_measure_room(backend, session, make_runner, chunk, max_num_seqs))
+        runner = make_runner(_measure_room(backend, session, make_runner, chunk, max_num_seqs))
         warm_up(runner)
     else:
-        runner, _ = make_runner(budget // block_bytes(session))
+        runner = make_runner(budget // block_bytes(session))
         warm_up_largest(runner, chunk)
     return runner
 
@@ -137,7 +136,7 @@ def open_gpu_runner(
 def _measure_room(
     backend: Backend,
     session: onnxruntime.InferenceSession,
-    make_runner: Callable[[int], tuple[PagedRunner, DeviceModel]],
+    make_runner: Callable[[int], PagedRunner],
     chunk: int,
     max_num_seqs: int,
 ) -> int:
@@ -145,10 +144,10 @@ def _measure_room(
     assert backend.free_memory is not None
     most = int(_MEMORY_SHARE * backend.free_memory()) // block_bytes(session)
     wanted = -(-chunk // KV_BLOCK_SIZE) + max_num_seqs - 1
-    runner, model = make_runner(min(most, wanted))
+    runner = make_runner(min(most, wanted))
     warm_up_largest(runner, chunk)
-    reserve = model.graphs.reserve if model.graphs else 0
-    del runner, model  # which frees their blocks
+    reserve = runner.model.graphs.reserve if runner.model.graphs else 0
+    del runner  # which frees its blocks
     return int(_MEMORY_SHARE * (backend.free_memory() - reserve)) // block_bytes(session)
 
 
