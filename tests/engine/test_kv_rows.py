@@ -121,19 +121,6 @@ def test_the_floats_of_a_prompt_are_reserved_until_it_ends(int8: bool, weight: i
     assert admit(rows, 10, 2) == 0
 
 
-def test_reservations_are_bounded_by_rows_and_by_budget() -> None:
-    rows = make_rows(budget_tokens=150)
-    assert [admit(rows, 10, n) for n in (40, 40, 20)] == [0, 1, None]  # would be 160 tokens
-    assert admit(rows, 10, 10) == 2
-    assert rows.reserved_tokens == 150
-    rows.free(0)
-    assert rows.reserved_tokens == 90
-    assert admit(rows, 5) == 0  # the lowest free row
-    assert [admit(rows, 1), admit(rows, 1)] == [3, None]
-    with pytest.raises(ValueError, match="free already"):
-        make_rows().free(0)
-
-
 def test_padding_is_reserved_or_refused_and_kept_no_longer_than_a_prompt() -> None:
     rows = make_rows(int8=True, budget_tokens=100)
     assert [admit(rows, 7), admit(rows, 9)] == [0, 1]
