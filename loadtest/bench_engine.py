@@ -31,10 +31,11 @@ from kvasir.model.network.transformer import Transformer
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.model.presets import preset
 from kvasir.model.progress import Progress, followed, unheard
-from kvasir.server.engine.engine import Engine, warm_up
+from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.gpu.runner import PagedRunner
 from kvasir.server.engine.gpu.session import open_gpu_runner
-from kvasir.server.engine.kv.rows import KVShape
+from kvasir.server.engine.kv.memory import KVShape
+from kvasir.server.engine.model_runner import warm_up
 from kvasir.server.engine.runner import OnnxRunner
 from kvasir.server.engine.sampling import SamplingParams
 from kvasir.server.engine.sequence import Sequence

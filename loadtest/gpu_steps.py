@@ -26,7 +26,6 @@ from kvasir.loadtest.gpu_promises import SkippedError, generate, open_runner
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.gpu.runner import PagedRunner
-from kvasir.server.engine.gpu.session import DeviceModel
 from kvasir.server.engine.sampling import SamplingParams
 from kvasir.server.engine.sequence import Sequence, SequenceStatus
 
@@ -48,7 +47,7 @@ def start_decodes(
     """
     n_prefills = batch * (1 + context // _CHUNK)  # steps until all decode, at most
     max_tokens = 2 * n_prefills + n_steps + 2
-    needed = batch * runner.kv.n_needed(context, max_tokens)
+    needed = batch * runner.kv.reservation(context, max_tokens)
     if needed > runner.kv.budget_tokens:
         raise SkippedError(f"needs blocks of {needed:,} tokens; has {runner.kv.budget_tokens:,}")
     if context + max_tokens > runner.max_model_len:
@@ -146,14 +145,13 @@ def check_replays(folder: Path, batch: int, n_tokens: int, kv_cache_bytes: int) 
     assert _uses_graphs(runners[0]), "decodes ran without graphs"
     worst = max(differences)
     assert worst <= _TOLERANCE, f"logits differ by {worst:.3f} deviations"
-    model = runners[0].model
-    assert isinstance(model, DeviceModel)
-    assert model.graphs is not None
+    graphs = runners[0].model.graphs
+    assert graphs is not None
     return {
         "largest difference, deviations": worst,
         "same greedy tokens": n_same / tokens.size,
         "slowest step, with a capture, ms": 1e3 * slowest,
-        "a graph's memory, MiB": model.graphs.bytes_each / 2**20,
+        "a graph's memory, MiB": graphs.bytes_each / 2**20,
     }
 
 
@@ -170,8 +168,8 @@ def _admit(runner: PagedRunner, tokens: NDArray[np.int64]) -> list[Sequence]:
 
 
 def _uses_graphs(runner: PagedRunner) -> bool:
-    model = runner.model
-    return isinstance(model, DeviceModel) and model.graphs is not None and model.graphs.is_usable
+    graphs = runner.model.graphs
+    return graphs is not None and graphs.is_usable
 
 
 def kernel_milliseconds(work: Callable[[], object]) -> dict[str, float]:

@@ -6,7 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvasir.server.engine.engine import Engine, TokenOutput
+import numpy as np
+
+from kvasir.server.engine.beams import Hypothesis
+from kvasir.server.engine.engine import BeamOutput, Engine, TokenOutput
 from kvasir.server.engine.sampling import SamplingParams, TokenLogprobs
 from kvasir.server.engine.sequence import FinishReason, Sequence
 
@@ -25,6 +28,7 @@ class Result:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] | None = None
+    hypotheses: list[Hypothesis] = field(default_factory=list)  # of a beam search
     finish_reasons: list[FinishReason] = field(default_factory=list)
 
 
@@ -44,6 +48,8 @@ class Collector:
             if output.prompt_logprobs is not None:
                 assert result.prompt_logprobs is None, "prompt log-probabilities come once"
                 result.prompt_logprobs = output.prompt_logprobs
+            if isinstance(output, BeamOutput):
+                result.hypotheses = output.hypotheses
             if output.finish_reason is not None:
                 result.finish_reasons.append(output.finish_reason)
 
@@ -56,3 +62,44 @@ def run_to_end(engine: Engine, sequences: Iterable[Sequence]) -> dict[int, Resul
     while engine.has_work:
         collector.take(engine.step()[0])
     return collector.results
+
+
+def run_at_random(
+    engine: Engine,
+    sequences: list[Sequence],
+    generator: np.random.Generator,
+    *,
+    n_aborted: int = 0,
+    longest_wait: int = 12,
+) -> dict[int, Result]:
+    """Add all in any order, each some steps after the one before it; abort some on the way."""
+    collector, steps_until = Collector(), dict[int, int]()
+    pending = [sequences[i] for i in generator.permutation(len(sequences))]
+    for i in generator.permutation(len(sequences))[:n_aborted]:
+        steps_until[sequences[i].id] = int(generator.integers(0, 30))
+    wait = 0
+    while engine.has_work or pending:
+        while pending and (wait <= 0 or not engine.has_work):
+            engine.add(pending.pop())
+            wait = int(generator.integers(longest_wait))
+        wait -= 1
+        collector.take(engine.step()[0])
+        for sequence_id in list(steps_until):
+            steps_until[sequence_id] -= 1
+            if steps_until[sequence_id] <= 0 and (output := engine.abort(sequence_id)):
+                collector.take([output])
+                del steps_until[sequence_id]
+    return collector.results
+
+
+def assert_same(results: dict[int, Result], alone: list[Result]) -> None:
+    """Compare with the results of sequences that ran alone; those of aborted ones begin alike."""
+    for i, expected in enumerate(alone):
+        found = results[i]
+        assert len(found.finish_reasons) == 1
+        if found.finish_reasons == [FinishReason.ABORT]:
+            n_tokens = len(found.token_ids)
+            assert found.token_ids == expected.token_ids[:n_tokens]
+            assert found.logprobs == expected.logprobs[:n_tokens]
+        else:
+            assert found == expected

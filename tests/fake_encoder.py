@@ -76,12 +76,12 @@ class FakeTextRunner:
 
     def __init__(self, pooling: Pooling, *, max_model_len: int = 64) -> None:
         self.pooling, self.max_model_len = pooling, max_model_len
-        self.texts: list[EncoderSequence] = []
+        self.batches: list[list[EncoderSequence]] = []
         self.begun, self.gate = threading.Event(), threading.Event()
         self.gate.set()
 
     def run(self, texts: list[EncoderSequence], *, alone: bool = True) -> list[Floats]:  # noqa: ARG002
-        self.texts += texts
+        self.batches.append(texts)
         self.begun.set()
         assert self.gate.wait(TIMEOUT)
         return [
@@ -90,6 +90,10 @@ class FakeTextRunner:
             )
             for text in texts
         ]
+
+    @property
+    def texts(self) -> list[EncoderSequence]:
+        return [text for batch in self.batches for text in batch]
 
     def release_idle_memory(self) -> None:
         """There is none."""

@@ -13,7 +13,8 @@ from collections.abc import Callable
 import numpy as np
 
 from kvasir.server.engine.batch import Chunk, StepBatch
-from kvasir.server.engine.kv.rows import KVRows, KVShape
+from kvasir.server.engine.kv.memory import KVShape
+from kvasir.server.engine.kv.rows import KVRows
 from kvasir.server.engine.logits import Logits
 from kvasir.server.engine.sampling import Floats
 from kvasir.server.engine.sequence import SequenceStatus
@@ -63,9 +64,6 @@ class FakeRunner:
         self._permits: int | None = None  # runs that may pass; None is all
         self._held = False
         self._changed = threading.Condition()
-
-    def warm_up(self) -> None:
-        """Nothing to warm."""
 
     def hold(self) -> None:
         """Let no run pass until `allow` or `release`."""
@@ -149,7 +147,5 @@ class FakeRunner:
         cache[chunk.start : chunk.end] = [*chunk.sequence.token_ids, *chunk.draft][
             chunk.start : chunk.end
         ]
-        return [
-            self.logits([int(i) for i in cache[: p + 1]])
-            for p in range(chunk.end - chunk.n_logits, chunk.end)
-        ]
+        ids: list[int] = cache[: chunk.end].astype(np.int64).tolist()
+        return [self.logits(ids[: p + 1]) for p in range(chunk.end - chunk.n_logits, chunk.end)]

@@ -1,4 +1,7 @@
-"""A stand-in of an ONNX Runtime session on a GPU: the graph in numpy, blocks bound by address."""
+"""A stand-in of an ONNX Runtime session on a GPU: the graph in numpy, blocks bound by address.
+
+The graph is traced in float32, which the operator in numpy accepts, so that tokens can be equal.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,25 @@ from typing import Any
 
 import numpy as np
 import onnx
+import pytest
+import torch
 from numpy.typing import NDArray
 from onnx import helper
 
+from kvasir.export import paged_graph
+from kvasir.export.paged_graph import export_paged_graph
 from kvasir.server.engine.gpu.cuda import bind_cuda_blocks
+from kvasir.server.engine.gpu.graphs import Inputs
+from kvasir.server.engine.gpu.model import DeviceModel
+from kvasir.server.engine.gpu.outputs import DeviceOutputs
 from kvasir.server.engine.gpu.session import Backend
+from kvasir.server.engine.logits import Logits
+from kvasir.server.engine.sampling import Floats
 from tests import paged_reference
+from tests.random_models import RandomModel, make_config, make_decoder
 
 Array = NDArray[Any]
+BLOCK = 8  # tokens of a block
 
 
 class HostBuffer:
@@ -26,6 +40,14 @@ class HostBuffer:
     def __init__(self, n_bytes: int) -> None:
         self.array = np.zeros(n_bytes, dtype=np.uint8)
         self.address = self.array.ctypes.data
+
+
+class GarbageBuffer(HostBuffer):
+    """Large numbers, as memory may have that nobody has written."""
+
+    def __init__(self, n_bytes: int) -> None:
+        super().__init__(n_bytes)
+        self.array.view(np.float32)[:] = 1e3
 
 
 class HostStream:
@@ -121,19 +143,54 @@ def _at(_device: str, _id: int, element_type: Any, shape: tuple[int, ...], addre
 
 def _describe(values: Any) -> list[SimpleNamespace]:
     """Return names, types and shapes as a session gives them."""
-    names = {"FLOAT": "float", "FLOAT16": "float16", "BFLOAT16": "bfloat16", "INT8": "int8"}
-    names |= {"FLOAT8E4M3FN": "float8e4m3fn", "INT32": "int32", "INT64": "int64"}
-    found = []
+    described = []
     for value in values:
         kind = value.type.tensor_type
         shape = [axis.dim_param or axis.dim_value for axis in kind.shape.dim]
-        type_name = names[onnx.TensorProto.DataType.Name(kind.elem_type)]
-        found.append(SimpleNamespace(name=value.name, type=f"tensor({type_name})", shape=shape))
-    return found
+        type_name = onnx.TensorProto.DataType.Name(kind.elem_type).lower()
+        described.append(SimpleNamespace(name=value.name, type=f"tensor({type_name})", shape=shape))
+    return described
 
 
 def numpy_backend(free_bytes: int) -> Backend:
     """Return a way to a GPU that is this processor, with so much memory free."""
     bind = partial(bind_cuda_blocks, buffer=HostBuffer)
-    open_session: Any = NumpySession
-    return Backend(lambda: None, open_session, bind, lambda: free_bytes, 64, open_stream=HostStream)
+    session: Any = NumpySession
+    stream: Any = HostStream
+    return Backend(lambda: None, session, bind, lambda: free_bytes, 64, open_stream=stream)
+
+
+def export_paged(folder: Path, **changes: Any) -> RandomModel:
+    """Export a random decoder over blocks of BLOCK tokens, in float32."""
+    decoder = make_decoder(make_config(**changes))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(paged_graph.DTYPES, "fp32", torch.float32)
+        patch.setattr(paged_graph, "KV_BLOCK_SIZE", BLOCK)
+        export_paged_graph(decoder.config, decoder.state_dict(), folder / "model.onnx", "fp32")
+    return RandomModel(decoder, folder / "model.onnx")
+
+
+class NumpyModel(DeviceModel):
+    """An exported graph run by numpy, which notes what it is asked.
+
+    n_read: rows of logits. shapes: of each run, the most new tokens of a sequence, and sequences.
+    """
+
+    def __init__(self, graph: Path, n_blocks: int, *, has_candidates: bool = True) -> None:
+        session: Any = NumpySession(graph)
+        stream: Any = HostStream()
+        outputs = DeviceOutputs(session, stream, 256)
+        bind = partial(bind_cuda_blocks, device="cpu", buffer=GarbageBuffer)
+        super().__init__(session, n_blocks, bind, outputs)
+        self.n_read, self.shapes = 0, list[tuple[int, int]]()
+        self._has_candidates = has_candidates
+
+    def run(self, inputs: Inputs, first_row: int = 0) -> Logits:
+        self.shapes.append((int(inputs["attention_metadata"][0]), len(inputs["past_seqlens"])))
+        logits = super().run(inputs, first_row)
+
+        def read(start: int, stop: int) -> Floats:
+            self.n_read += stop - start
+            return logits[start:stop]
+
+        return Logits(len(logits), read, logits.candidates if self._has_candidates else None)

@@ -91,24 +91,25 @@ class PagedAttention(OpRun):
             slots_of[slot_mapping[is_stored]] = rounded[is_stored].astype(cache.dtype)
         output = np.zeros((n_tokens, num_heads, head_dim))
         shared = num_heads // kv_num_heads
-        for row, first in enumerate(starts[:-1]):
-            for token in range(first, starts[row + 1]):
+        for row, (first, end) in enumerate(pairwise(starts)):
+            for token in range(first, end):
                 position = positions[token]
                 begin = 0 if local_window_size < 0 else max(0, position - local_window_size + 1)
                 places = np.arange(begin, position + 1)
                 slots = block_table[row][places // block_size] * block_size + places % block_size
-                for head in range(num_heads):
-                    known = [
-                        cache.reshape(-1, kv_num_heads, head_dim)[slots, head // shared].astype(
-                            np.float64
-                        )
-                        for cache in (key_cache, value_cache)
-                    ]
-                    scores = known[0] @ queries[token, head] * (scale or 1 / math.sqrt(head_dim))
-                    if softcap:
-                        scores = softcap * np.tanh(scores / softcap)
-                    weights = np.exp(scores - scores.max())
-                    output[token, head] = weights / weights.sum() @ known[1]
+                seen_keys, seen_values = (  # [places, num_heads, head_dim]
+                    np.repeat(
+                        cache.reshape(-1, kv_num_heads, head_dim)[slots], shared, axis=1
+                    ).astype(np.float64)
+                    for cache in (key_cache, value_cache)
+                )
+                scores = np.einsum("phd,hd->ph", seen_keys, queries[token])
+                scores *= scale or 1 / math.sqrt(head_dim)
+                if softcap:
+                    scores = softcap * np.tanh(scores / softcap)
+                weights = np.exp(scores - scores.max(axis=0))
+                weights /= weights.sum(axis=0)
+                output[token] = np.einsum("ph,phd->hd", weights, seen_values)
         return output.reshape(n_tokens, -1).astype(query.dtype), key_cache, value_cache
 
     @staticmethod

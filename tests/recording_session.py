@@ -150,7 +150,7 @@ def recording_backend(
     """Return a way to a GPU that is this processor and captures graphs; opened: its sessions."""
     streams: list[RecordingStream] = []
 
-    def open_stream() -> RecordingStream:
+    def open_stream() -> Any:
         streams.append(RecordingStream(free_bytes, graph_bytes))
         return streams[-1]
 

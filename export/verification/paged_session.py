@@ -14,8 +14,8 @@ from kvasir.export.verification.verify import VerificationError
 from kvasir.model.bundle import INVERSE_TEMPERATURES_INPUT, KV_BLOCK_SIZE, Device
 from kvasir.model.config import TransformerConfig
 from kvasir.model.progress import Progress, followed, unheard
-from kvasir.server.engine.gpu.runner import PagedModel
-from kvasir.server.engine.gpu.session import BACKENDS, DeviceModel
+from kvasir.server.engine.gpu.model import DeviceModel
+from kvasir.server.engine.gpu.session import BACKENDS
 from kvasir.server.engine.logits import Candidates
 
 __all__ = ["PagedSession", "require_device"]
@@ -37,7 +37,7 @@ class PagedSession:
     def __init__(
         self,
         config: TransformerConfig,
-        make_model: Callable[[int], PagedModel],
+        make_model: Callable[[int], DeviceModel],
         block_size: int = KV_BLOCK_SIZE,
     ) -> None:
         self._vocab_size = config.vocab_size

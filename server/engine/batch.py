@@ -1,4 +1,4 @@
-"""One step's work, which the scheduler hands to the runner."""
+"""One step's work, which the scheduler hands to a runner."""
 
 from __future__ import annotations
 

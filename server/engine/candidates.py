@@ -6,14 +6,14 @@ what they leave open, as ties that may go on beyond them, is left to it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
 from kvasir.server.engine.batch import Chunk
 from kvasir.server.engine.logits import Candidates
-from kvasir.server.engine.sampling import Floats, SampledSequence, TokenLogprobs, is_adjusted
+from kvasir.server.engine.sampler import is_adjusted
+from kvasir.server.engine.sampling import Floats, TokenLogprobs
+from kvasir.server.engine.sequence import Sequence
 
 _ROUNDING = 1e-5  # of an exponential in float32
 _SUM_ROUNDING = 5e-5  # of a sum of a vocabulary's, on any device
@@ -39,18 +39,18 @@ def choose(
 
 
 def choose_rows(
-    candidates: Candidates, wanted: Sequence[tuple[int, SampledSequence]], vocab_size: int
+    candidates: Candidates, wanted: list[tuple[int, Sequence]], vocab_size: int
 ) -> dict[int, int]:
     """Return tokens by row for the sequences that want one after it."""
     n = candidates.ids.shape[1]
     is_finite = np.isfinite(candidates.log_totals) & np.isfinite(candidates.logits[:, 0])
     possible = [
-        (row, of)
-        for row, of in wanted
+        (row, sequence)
+        for row, sequence in wanted
         if is_finite[row]  # a NaN anywhere shows in the sum
-        and not is_adjusted(of)
-        and of.params.typical_p == 1.0
-        and (of.params.top_k <= n or of.params.top_k >= vocab_size)
+        and not is_adjusted(sequence)
+        and sequence.params.typical_p == 1.0
+        and (sequence.params.top_k <= n or sequence.params.top_k >= vocab_size)
     ]
     tokens: dict[int, int] = {}
     for choices, pick in (
@@ -63,10 +63,10 @@ def choose_rows(
         order = candidates.ids[rows].argsort(axis=1)
         ids = np.take_along_axis(candidates.ids[rows], order, axis=1)
         logits = np.take_along_axis(candidates.logits[rows], order, axis=1)
-        sequences = [of for _, of in choices]
+        sequences = [sequence for _, sequence in choices]
         places = pick(logits, candidates.tempered_totals[rows], sequences, vocab_size)
-        found = zip(rows.tolist(), ids[np.arange(len(rows)), places].tolist(), places, strict=True)
-        tokens |= {row: token for row, token, place in found if place >= 0}
+        chosen = zip(rows.tolist(), ids[np.arange(len(rows)), places].tolist(), places, strict=True)
+        tokens |= {row: token for row, token, place in chosen if place >= 0}
     return tokens
 
 
@@ -87,7 +87,7 @@ def candidate_logprobs(
 
 
 def _pick_likeliest(
-    logits: Floats, _tempered: Floats, _sequences: list[SampledSequence], _vocab_size: int
+    logits: Floats, _tempered: Floats, _sequences: list[Sequence], _vocab_size: int
 ) -> NDArray[np.int64]:
     """Return the place of the smallest likeliest id of each row, or -1; logits: by id, [n, k]."""
     peaks = logits.max(axis=1, keepdims=True)
@@ -95,36 +95,41 @@ def _pick_likeliest(
 
 
 def _draw(
-    logits: Floats, tempered: Floats, sequences: list[SampledSequence], vocab_size: int
+    logits: Floats, tempered: Floats, sequences: list[Sequence], vocab_size: int
 ) -> NDArray[np.int64]:
     """Return the place of the token that each row draws, or -1; logits: by id, [n, k].
 
     tempered: [n], the tempered_totals of Candidates. An undecided row draws no random number.
     """
     params = [sequence.params for sequence in sequences]
-    inverse = np.array([1.0 / of.temperature for of in params], dtype=np.float32)
+    inverse = np.array([1.0 / row_params.temperature for row_params in params], dtype=np.float32)
     scaled = logits - logits.max(axis=1, keepdims=True)
     weights = np.exp(scaled * inverse[:, None])  # as the sampler of whole rows
     lightest = weights.min(axis=1) * np.float32(1 + _ROUNDING)  # no other token is heavier
     heaviest = -np.sort(-weights, axis=1)
-    floors = np.array([of.min_p for of in params], dtype=np.float32)
-    top_k = np.array([of.top_k if of.top_k < vocab_size else 0 for of in params])
+    floors = np.array([row_params.min_p for row_params in params], dtype=np.float32)
+    top_k = np.array(
+        [row_params.top_k if row_params.top_k < vocab_size else 0 for row_params in params]
+    )
     of_top_k = heaviest[np.arange(len(params)), top_k - 1]
     floors = np.where(top_k > 0, np.maximum(floors, of_top_k), floors)
     kept = np.where((weights >= of_top_k[:, None]) | (top_k == 0)[:, None], weights, 0.0)
     inside = kept.sum(axis=1, dtype=np.float64)
-    top_p = np.array([of.top_p for of in params])
+    top_p = np.array([row_params.top_p for row_params in params])
     mass = np.where(top_k > 0, inside, np.exp(tempered, dtype=np.float64))
     low, high = (
         _top_p_floors(heaviest, top_p * mass * (1 + error))
         for error in (-_SUM_ROUNDING, _SUM_ROUNDING)
     )
-    low, high = (np.where(top_p < 1.0, np.maximum(floors, of), floors) for of in (low, high))
+    low, high = (np.where(top_p < 1.0, np.maximum(floors, floor), floors) for floor in (low, high))
     # Where others may tie with the last of top-k, it keeps them as well.
     knows_top_k = (top_k == 0) | (of_top_k > lightest)
     decided = (low == high) & (lightest < low) & knows_top_k
     uniforms = np.array(
-        [of.generator.random() if ok else 0.0 for of, ok in zip(sequences, decided, strict=True)]
+        [
+            sequence.generator.random() if is_decided else 0.0
+            for sequence, is_decided in zip(sequences, decided, strict=True)
+        ]
     )
     running = np.where(weights >= low[:, None], weights, np.float32(0)).cumsum(
         axis=1, dtype=np.float64

@@ -6,102 +6,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from time import perf_counter
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal
 
 import numpy as np
 
-from kvasir.model.config import TransformerConfig
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.beams import BeamSearch, Hypothesis
 from kvasir.server.engine.candidates import candidate_logprobs, choose
-from kvasir.server.engine.kv.store import KVStore
 from kvasir.server.engine.logits import SCORING_LOGITS_BYTES, Logits
-from kvasir.server.engine.sampling import (
-    Floats,
-    SamplingParams,
-    TokenLogprobs,
-    sample,
-    token_logprobs,
-)
+from kvasir.server.engine.model_runner import ContextLimits, Runner
+from kvasir.server.engine.sampler import sample, verify
+from kvasir.server.engine.sampling import Floats, TokenLogprobs, token_logprobs
 from kvasir.server.engine.scheduler import Scheduler
-from kvasir.server.engine.sequence import FinishReason, Sequence, SequenceStatus
-from kvasir.server.engine.speculation import Speculation, verify
+from kvasir.server.engine.sequence import FinishReason, Sequence
+from kvasir.server.engine.speculation import Speculation
 from kvasir.server.engine.step_capacity import StepCapacity
 
 StepKind = Literal["decode", "mixed", "prefill"]
-
-
-def check_max_model_len(wanted: int | None, config: TransformerConfig) -> int:
-    """Return the model's limit or a lower one. Raises ValueError for one that it cannot meet."""
-    limit = config.max_model_len if wanted is None else wanted
-    if not 2 <= limit <= config.max_model_len:
-        raise ValueError(
-            f"max_model_len {limit} must be between 2 and the model's {config.max_model_len}"
-        )
-    return limit
-
-
-class ContextLimits(NamedTuple):
-    """The most tokens of a prompt and its continuation or, with an encoder, of a target.
-
-    max_source_len: of a source; None without an encoder.
-    """
-
-    max_model_len: int
-    max_source_len: int | None = None
-
-    @property
-    def prompt(self) -> int:
-        """The most tokens of a prompt, or of a source."""
-        return self.max_source_len or self.max_model_len
-
-    def after(self, n_prompt: int) -> int:
-        """Return the most tokens that may follow a prompt of `n_prompt`."""
-        return self.max_model_len - (0 if self.max_source_len else n_prompt)
-
-
-class Runner(Protocol):
-    """A model and its KV cache: `OnnxRunner`, `PagedRunner`, or a function of tokens in tests."""
-
-    max_model_len: int
-    vocab_size: int
-    decode_seconds: float  # spent so far in runs of decodes and drafts, without prompts
-
-    @property
-    def max_source_len(self) -> int | None:
-        """See ContextLimits."""
-
-    @property
-    def kv(self) -> KVStore:
-        """The KV cache."""
-
-    def run(self, batch: StepBatch) -> Logits:
-        """Return the logits of `batch.chunks`, in order; valid until the next run."""
-
-
-def warm_up(runner: Runner, n_tokens: int = 2, n_rows: int = 1) -> None:
-    """Run a prefill, a decode of `n_rows` and a step with both, so that no request pays for them.
-
-    One row has no step with both.
-    """
-    sequences = []
-    for length in [n_tokens, *[1] * (n_rows - 1)]:
-        admitted = runner.kv.admit(length, 0, [])
-        assert admitted is not None
-        params = SamplingParams(max_tokens=1)
-        sequences.append(Sequence(-1, [0] * length, params, frozenset(), 0.0, rows=[admitted[0]]))
-    first, *others = sequences
-    prefill = Chunk(first, 0, n_tokens, 1)
-    runner.run(StepBatch(prefills=[prefill]))
-    decodes = [Chunk(sequence, 0, 1, 1) for sequence in others]
-    for sequence in others:
-        sequence.status = SequenceStatus.RUNNING
-    if others:
-        runner.run(StepBatch(decodes, [None, *others], [prefill]))
-    first.status, first.n_computed = SequenceStatus.RUNNING, n_tokens - 1
-    runner.run(StepBatch([Chunk(first, n_tokens - 1, 1, 1), *decodes], [*sequences]))
-    for sequence in sequences:
-        runner.kv.free(sequence.rows[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,15 +120,14 @@ class Engine:
 
     def release_idle_memory(self) -> None:
         """Return memory that only a next sequence would use to the operating system."""
-        if self.kv.movable is not None:
-            self.kv.movable.release_idle_memory()
+        self.kv.release_idle_memory()
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises ValueError if it could never run; admission refuses such."""
         n_prompt, n_after = len(sequence.prompt_ids), sequence.n_after_prompt
         n_rows = sequence.params.n_rows
         fits = 1 <= n_prompt <= self.limits.prompt and n_after <= self.limits.after(n_prompt)
-        fits_budget = n_rows * self.kv.n_needed(n_prompt, n_after) <= self.kv.budget_tokens
+        fits_budget = n_rows * self.kv.reservation(n_prompt, n_after) <= self.kv.budget_tokens
         if not (fits and fits_budget and n_rows <= self.max_num_seqs):
             raise ValueError(f"{n_prompt} prompt and {n_after} new tokens cannot fit")
         if self.speculate and sequence.constraint is None:  # each draft token would need a mask
@@ -228,23 +148,40 @@ class Engine:
         preempted = self.scheduler.preempted()
         outputs = [self._finish(sequence, FinishReason.ABORT) for sequence in preempted]
         batch = self.scheduler.schedule()
-        constrained = [
-            (chunk.sequence.constraint, chunk.sequence.ending_ids)
-            for chunk in batch.chunks
-            if chunk.sequence.constraint is not None and chunk.yields_token
-        ]
-        finish_masks = self._masks.begin(constrained)
-        logits = self.runner.run(batch)
-        finish_masks()
-        ends = list(accumulate(chunk.n_logits for chunk in batch.chunks))
-        tokens = choose(logits.candidates, batch.chunks, ends, self.runner.vocab_size)
-        for chunk, end in zip(batch.chunks, ends, strict=True):
-            outputs += self._update(chunk, logits, end, tokens.get(end - 1))
+        logits = self._run(batch)
+        outputs += self._sample(batch, logits)
         seconds = self._clock() - started
         self.scheduler.record_step(batch, seconds, self.runner.decode_seconds - decoded)
-        begun = [c.sequence for c in batch.prefills if c.begins_prompt and not c.sequence.is_scored]
-        looked_up = begun if self.kv.cache.capacity else []
-        return outputs, StepStats(
+        return outputs, self._figures(batch, seconds)
+
+    def _run(self, batch: StepBatch) -> Logits:
+        """Run the model, and compute the masks of constrained texts beside it."""
+        finish_masks = self._masks.begin(
+            [
+                (chunk.sequence.constraint, chunk.sequence.ending_ids)
+                for chunk in batch.chunks
+                if chunk.sequence.constraint is not None and chunk.yields_token
+            ]
+        )
+        logits = self.runner.run(batch)
+        finish_masks()
+        return logits
+
+    def _sample(self, batch: StepBatch, logits: Logits) -> list[TokenOutput]:
+        """Record all chunks as computed, and continue their sequences."""
+        ends = list(accumulate(chunk.n_logits for chunk in batch.chunks))
+        tokens = choose(logits.candidates, batch.chunks, ends, self.runner.vocab_size)
+        outputs = []
+        for chunk, end in zip(batch.chunks, ends, strict=True):
+            outputs += self._update(chunk, logits, end, tokens.get(end - 1))
+        return outputs
+
+    def _figures(self, batch: StepBatch, seconds: float) -> StepStats:
+        prompts = [
+            c.sequence for c in batch.prefills if c.begins_prompt and not c.sequence.is_scored
+        ]
+        looked_up = prompts if self.kv.cache.capacity else []
+        return StepStats(
             n_decode=len(batch.decodes) + len(batch.drafts),
             n_prefill_tokens=sum(chunk.count for chunk in batch.prefills),
             prefill_capacity=self.scheduler.prefill_capacity,
@@ -269,7 +206,7 @@ class Engine:
             assert sequence.speculation is not None
             rows = logits[first:end]
             tokens = verify(rows, sequence, chunk.draft)
-            sequence.speculation.record(sequence, chunk.draft, tokens)
+            sequence.speculation.record(len(sequence.output_ids), chunk.draft, tokens)
             # Keys and values of rejected draft tokens do not count.
             self.scheduler.record(chunk, len(tokens))
             wanted = zip(tokens, range(first, end), strict=False)

@@ -12,6 +12,7 @@ alone in a block, except prompts of one token: those are never with others.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -24,11 +25,12 @@ from kvasir.model.config import TransformerConfig
 from kvasir.model.machine import available_memory, usable_cpus
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.server.engine.batch import Chunk, StepBatch
-from kvasir.server.engine.engine import check_max_model_len
+from kvasir.server.engine.kv.memory import KVShape, RowMemory
 from kvasir.server.engine.kv.prefix_cache import BLOCK_SIZE, PrefixCache
-from kvasir.server.engine.kv.rows import KVRows, KVShape, RowMemory
+from kvasir.server.engine.kv.rows import KVRows
 from kvasir.server.engine.logits import Logits, most_logits
 from kvasir.server.engine.machine import SPIN_MICROSECONDS
+from kvasir.server.engine.model_runner import check_max_model_len, group_neighbours
 from kvasir.server.engine.sampling import Floats
 from kvasir.server.engine.session import check_shape, kv_inputs, open_session
 
@@ -93,7 +95,7 @@ class OnnxRunner:
         self._logits: Floats = np.empty((n_logits, self.vocab_size), dtype=np.float32)
         self._bindings: dict[tuple[RowMemory, int, int], RowBinding] = {}  # by first row, rows
         self._never_alone = False
-        self._never_alone = self._alone_differs()
+        self._never_alone = lone_token_differs(self._decode_one, self._logits)
         self.model_seconds = self.decode_seconds = 0.0
 
     def run(self, batch: StepBatch) -> Logits:
@@ -112,7 +114,8 @@ class OnnxRunner:
                 for s in [*batch.window, None][:n_rows]
             ]
             n_done = self._run(self.kv.running, 0, window, 0)
-        for chunks in (*self._group(batch.prefills), *([chunk] for chunk in batch.drafts)):
+        prompts = group_neighbours(batch.prefills, self._may_share_run)
+        for chunks in (*prompts, *([chunk] for chunk in batch.drafts)):
             # Prompts are padded on the right; a row's next tokens overwrite what padding writes.
             work = [(chunk.token_ids, chunk.start, chunk.n_logits) for chunk in chunks]
             runs = [work]
@@ -122,14 +125,9 @@ class OnnxRunner:
                 n_done += self._run(*self._place(chunks[0]), work, n_done)
         return Logits.of(self._logits[:n_done])
 
-    def _alone_differs(self) -> bool:
-        """Decode two tokens alone and beside others, twice; return whether any logits differ."""
-        token_ids = [i * (self.vocab_size - 1) // 3 for i in range(4)]
-        for n_rows, first_logit in (1, 0), (2, 4):
-            for i, token_id in enumerate(token_ids):
-                work = [([token_id], i % 2, 1), ([0], i % 2, 0)][:n_rows]
-                self._run(self.kv.running, 0, work, first_logit + i)
-        return not np.array_equal(self._logits[:4], self._logits[4:8])
+    def _decode_one(self, token_id: int, position: int, n_rows: int, first_logit: int) -> None:
+        work = [([token_id], position, 1), ([0], position, 0)][:n_rows]
+        self._run(self.kv.running, 0, work, first_logit)
 
     def _leaves_one_alone(self, n_tokens: int) -> bool:
         """Return whether a run of `n_tokens` gives one token other bits than in another run."""
@@ -159,36 +157,41 @@ class OnnxRunner:
         self.decode_seconds += seconds if memory is self.kv.running else 0.0
         return len(indices)
 
-    def _group(self, chunks: list[Chunk]) -> list[list[Chunk]]:
-        """Group whole prompts of similar length on neighbouring rows; other chunks run alone.
+    def _may_share_run(self, group: list[Chunk]) -> bool:
+        """Return whether chunks are whole prompts of similar length on neighbouring rows.
 
         A run reads every weight once, however many prompts it holds. A prompt of one token runs
         alone, because a product of a single row has a kernel of its own.
         """
-        groups: list[list[Chunk]] = []
-        for chunk in chunks:
-            group = [*(groups[-1] if groups else []), chunk]
-            longest = max(c.count for c in group)
-            rows = [self._place(c)[1] for c in group]
-            if (
-                len(group) > 1
-                and longest * len(group) <= MAX_PADDING * sum(c.count for c in group)
-                and all(c.start == 0 and c.completes_prompt for c in group)
-                and all(c.count > 1 and c.n_logits <= 1 for c in group)
-                and rows == list(range(rows[0], rows[0] + len(rows)))
-                and not self._leaves_one_alone(longest * len(group))
-                and self.kv.pad(rows, longest)
-            ):
-                groups[-1] = group
-            else:
-                groups.append([chunk])
-        return groups
+        longest = max(chunk.count for chunk in group)
+        rows = [self._place(chunk)[1] for chunk in group]
+        return (
+            longest * len(group) <= MAX_PADDING * sum(chunk.count for chunk in group)
+            and all(chunk.start == 0 and chunk.completes_prompt for chunk in group)
+            and all(chunk.count > 1 and chunk.n_logits <= 1 for chunk in group)
+            and rows == list(range(rows[0], rows[0] + len(rows)))
+            and not self._leaves_one_alone(longest * len(group))
+            and self.kv.pad(rows, longest)
+        )
 
     def _place(self, chunk: Chunk) -> tuple[RowMemory, int]:
         """Return the row to write to: the running row for a draft, the prompt's for a prompt."""
         if chunk.draft:
             return self.kv.running, chunk.row
         return self.kv.prompts, self.kv.prompt_row(chunk.row)
+
+
+def lone_token_differs(decode: Callable[[int, int, int, int], object], logits: Floats) -> bool:
+    """Decode tokens alone and beside others; return whether any logits differ.
+
+    decode: runs a token at a position in the first of so many rows, and writes its logits to a row
+    of `logits` [n, vocab].
+    """
+    for i in range(4):
+        token_id = i * (logits.shape[1] - 1) // 3
+        decode(token_id, i % 2, 1, i)
+        decode(token_id, i % 2, 2, 4 + i)
+    return not np.array_equal(logits[:4], logits[4:8])
 
 
 def _split_last_two(tokens: list[int], start: int, n_logits: int) -> list[RowWork]:

@@ -76,8 +76,7 @@ class Scheduler:
         decodes: list[Chunk] = []
         drafts: list[Chunk] = []
         for sequence in running:
-            speculation = sequence.speculation
-            draft = speculation.draft(sequence, len(running)) if speculation else []
+            draft = sequence.draft(len(running))
             count = 1 + len(draft)
             n_logits = count if sequence.beams is None else len(sequence.beams.running)
             if sequence.n_computed + count < sequence.n_given:  # of a target's beginning
@@ -165,7 +164,7 @@ class Scheduler:
     def _cost(self, chunk: Chunk) -> int:
         """Return the share of a step that a chunk takes, in tokens."""
         n_copied = chunk.sequence.n_cached if chunk.begins_prompt else 0
-        return self.kv.chunk_cost(chunk.count, n_copied, self.chunk_size)
+        return self.kv.step_share(chunk.count, n_copied, self.chunk_size)
 
     def _admit(self, room: int, chunks: list[Chunk]) -> Sequence | None:
         """Admit the next sequence of the queue; None if it has to wait.
@@ -221,12 +220,11 @@ class Scheduler:
 
         A hole costs a step next to nothing, and a move as much as a short step.
         """
-        movable = self.kv.movable
-        if movable is None or self._window.count(None) <= len(self._window) // 2:
+        if self._window.count(None) <= len(self._window) // 2:
             return
         source, last = len(self._window) - 1, self._window[-1]
         assert last is not None
-        target = movable.move(source, last.n_computed)
+        target = self.kv.move(source, last.n_computed)
         if target is not None:
             last.rows[last.rows.index(source)] = target
             self._hold(target, last)

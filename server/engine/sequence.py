@@ -139,3 +139,12 @@ class Sequence:
     def last_token_id(self) -> int:
         """The newest token."""
         return self.output_ids[-1] if self.output_ids else self.prompt_ids[-1]
+
+    def draft(self, n_running: int) -> list[int]:
+        """Return tokens to check in a step of `n_running` sequences; empty if none pay."""
+        if self.speculation is None:
+            return []
+        n_output = len(self.output_ids)
+        room = self.params.max_tokens - n_output - 1  # a token follows a draft
+        n_draft = self.speculation.draft_length(n_output, n_running, room)
+        return self.speculation.propose(self.token_ids, n_draft) if n_draft else []

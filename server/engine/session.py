@@ -69,10 +69,13 @@ class KVInput:
 def check_shape(session: onnxruntime.InferenceSession, config: TransformerConfig) -> None:
     """Raise ValueError unless graph and configuration, for which buffers are made, agree."""
     sizes = {value.name: value.shape[-1] for value in session.get_outputs()}
-    found = sizes.get("logits"), 1 + max((kv.block // 2 for kv in kv_inputs(session)), default=-1)
-    if found != (config.vocab_size, config.n_layer):
+    n_tokens, n_layer = (
+        sizes.get("logits"),
+        1 + max((kv.block // 2 for kv in kv_inputs(session)), default=-1),
+    )
+    if (n_tokens, n_layer) != (config.vocab_size, config.n_layer):
         raise ValueError(
-            f"the graph has {found[0]} tokens and {found[1]} layers, and config.json "
+            f"the graph has {n_tokens} tokens and {n_layer} layers, and config.json "
             f"{config.vocab_size} and {config.n_layer}; export the model again"
         )
 

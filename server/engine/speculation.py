@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 
-from kvasir.server.engine.sampling import Floats, SampledSequence, sample
-
 MAX_SPECULATING = 4  # running sequences above which there are no drafts
 MAX_DRAFT = 8  # tokens
 # Tokens that have to match. On this repository's text the first draft token after a match of one
@@ -25,29 +23,7 @@ _HALF_LIFE = 128  # tokens in which half of the knowledge of the hit rate is for
 _NEWEST_WEIGHT = 0.25  # of the newest draft token in the hit rate
 
 
-def verify(logits: Floats, sequence: SampledSequence, draft: list[int]) -> list[int | None]:
-    """Return the 1 to n_draft + 1 tokens that a draft yields; the last may be None, see `sample`.
-
-    logits: [n_draft + 1, vocab]; row i follows the sequence's tokens and the first i of the draft.
-    Tokens and random draws are those of one token a step. This is rejection sampling with a point
-    mass q as the draft's distribution: a token is kept with probability p = min(1, p / q), and its
-    replacement follows max(0, p - q), which is p without that token, renormalised.
-    """
-    tokens: list[int | None] = []
-    n_output = len(sequence.output_ids)
-    for row, drafted in zip(logits, (*draft, None), strict=True):
-        token = sample(row, sequence)
-        tokens.append(token)
-        n_new = n_output + len(tokens)
-        ends = token in sequence.ending_ids or n_new >= sequence.params.max_tokens
-        if token is None or token != drafted or ends:
-            break
-        sequence.output_ids.append(token)  # the next row's penalties count it
-    del sequence.output_ids[n_output:]
-    return tokens
-
-
-def draft_length(hit_rate: float, n_running: int, room: int) -> int:
+def best_draft_length(hit_rate: float, n_running: int, room: int) -> int:
     """Return the draft length, at most `room`, that yields most tokens per second.
 
     See Leviathan et al. 2023, 3.3. hit_rate: of a draft token whose predecessors were right. Beside
@@ -78,12 +54,12 @@ class Speculation:
         self._hit_rate = _UNTRIED_HIT_RATE  # when the sequence had _n_output new tokens
         self._n_output = 0
 
-    def draft(self, sequence: SampledSequence, n_running: int) -> list[int]:
-        """Return tokens to check in this step of `n_running` sequences; empty if none pay."""
-        room = sequence.params.max_tokens - len(sequence.output_ids) - 1  # a token follows a draft
-        hit_rate = self._expected(len(sequence.output_ids))
-        n_draft = draft_length(hit_rate, n_running, room)
-        return self.propose(sequence.token_ids, n_draft) if n_draft else []
+    def draft_length(self, n_output: int, n_running: int, room: int) -> int:
+        """Return how many tokens of at most `room` to check beside other running sequences.
+
+        n_output: new tokens of the sequence so far.
+        """
+        return best_draft_length(self._expected(n_output), n_running, room)
 
     def propose(self, token_ids: list[int], n_draft: int) -> list[int]:
         """Return what followed the longest n-gram that ends `token_ids` at its latest other place.
@@ -103,9 +79,8 @@ class Speculation:
                 return [token_ids[end + i % (n - end)] for i in range(n_draft)]
         return []
 
-    def record(self, sequence: SampledSequence, draft: list[int], tokens: list[int | None]) -> None:
-        """Note which `tokens` a draft yielded."""
-        n_output = len(sequence.output_ids)
+    def record(self, n_output: int, draft: list[int], tokens: list[int | None]) -> None:
+        """Note which `tokens` a draft yielded after `n_output` new tokens."""
         hit_rate = self._expected(n_output)
         for drafted, token in zip(draft, tokens, strict=False):
             hit_rate += _NEWEST_WEIGHT * ((drafted == token) - hit_rate)

@@ -74,9 +74,9 @@ class StepCapacity:
             return
         parts = self._parts(prompts)
         expected = sum(x * s for x, s in zip(parts, self._seconds, strict=True))
-        found = max(0.0, seconds - decode_seconds)
+        measured = max(0.0, seconds - decode_seconds)
         # A normalised least-mean-squares filter; a hiccup counts as twice the expected time.
-        error = min(found, 2 * expected or found) - expected
+        error = min(measured, 2 * expected or measured) - expected
         correction = (_GAIN if expected else 1.0) * error / sum(x * x for x in parts)
         self._seconds = [
             max(0.0, s + correction * x) for x, s in zip(parts, self._seconds, strict=True)

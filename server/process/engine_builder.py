@@ -8,8 +8,9 @@ from typing import Any
 from kvasir.model.bundle import ENCODER_GRAPH_FILE, BundleError, ModelBundle, load_bundle
 from kvasir.model.suggestions import install_command
 from kvasir.server.engine.encoder.engine import TOKEN_BUDGET, EncoderEngine
-from kvasir.server.engine.engine import Engine, Runner, warm_up
+from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.gpu.errors import NoDeviceError
+from kvasir.server.engine.model_runner import Runner, warm_up
 from kvasir.server.errors import StartupError
 from kvasir.server.requests.service import onnxruntime_version
 from kvasir.server.settings import Settings

@@ -122,7 +122,7 @@ class RequestBuilder(PromptReader):
         """Return how many new tokens fit the context and the KV cache, from 1 to `most`."""
         n_new = min(most, self.limits.after(n_prompt) - n_given)
         if isinstance(engine := self.engine.engine, Engine):
-            needed = partial(engine.kv.n_needed, n_prompt)
+            needed = partial(engine.kv.reservation, n_prompt)
             after = range(n_given + 1, n_given + n_new + 1)
             n_new = bisect_right(after, engine.kv.budget_tokens // n_rows, key=needed)
         return max(1, n_new)

@@ -293,7 +293,7 @@ async def test_an_answer_may_fill_the_context_or_the_memory(budget: int | None) 
     if budget is None:
         assert usage["total_tokens"] == 40
     else:
-        assert runner.kv.n_needed(usage["prompt_tokens"], usage["completion_tokens"]) == budget
+        assert runner.kv.reservation(usage["prompt_tokens"], usage["completion_tokens"]) == budget
         assert usage["total_tokens"] < 40
     assert answer["choices"][0]["finish_reason"] == "length"
 

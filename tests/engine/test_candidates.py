@@ -9,7 +9,8 @@ import pytest
 
 from kvasir.server.engine.candidates import candidate_logprobs, choose_rows
 from kvasir.server.engine.logits import Candidates
-from kvasir.server.engine.sampling import Floats, SamplingParams, sample, token_logprobs
+from kvasir.server.engine.sampler import sample
+from kvasir.server.engine.sampling import Floats, SamplingParams, token_logprobs
 from kvasir.server.engine.sequence import Sequence
 
 K = 128

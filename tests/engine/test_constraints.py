@@ -233,28 +233,6 @@ def test_other_formats_say_what_a_text_is_for(compiler: GrammarCompiler) -> None
     jsonschema.validate(json.loads(text_of(result)), schema)
 
 
-def mixed(compiler: GrammarCompiler) -> list[Sequence]:
-    """Sequences with and without a grammar, some of whose prompts are scored."""
-    grammars = [by_schema(random_schema(Random(i))) for i in range(4)] + [by_regex("[a-f ]{1,30}")]
-    sequences = [
-        constrained(
-            compiler, i, grammar, max_tokens=40, logprobs=2, prompt_logprobs=1 if i % 2 else None
-        )
-        for i, grammar in enumerate(grammars)
-    ]
-    free = SamplingParams(max_tokens=30, logprobs=1, logit_bias={EOS: -50.0})
-    return sequences + [make_sequence(i, [i], free, eos=[EOS]) for i in range(len(grammars), 9)]
-
-
-@pytest.mark.parametrize(("max_num_seqs", "chunk_size"), [(2, 2), (5, 3), (16, 64)])
-def test_neighbours_change_nothing(
-    compiler: GrammarCompiler, max_num_seqs: int, chunk_size: int
-) -> None:
-    alone = {sequence.id: run([sequence])[sequence.id] for sequence in mixed(compiler)}
-    runner = FakeRunner(VOCAB_SIZE, max_model_len=64, max_num_seqs=max_num_seqs)
-    assert run_to_end(Engine(runner, chunk_size=chunk_size), mixed(compiler)) == alone
-
-
 def test_logprobs_are_the_models_own(compiler: GrammarCompiler) -> None:
     engine = make_engine()
     sequence = constrained(compiler, 0, by_regex("[ab]{5}"), logprobs=3)

@@ -4,48 +4,50 @@ from __future__ import annotations
 
 import gc
 import logging
-import threading
 import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
-import torch
 
-from kvasir.export import paged_graph
 from kvasir.export.paged_graph import export_paged_graph
 from kvasir.model.bundle import CANDIDATES_OUTPUT
-from kvasir.model.network.transformer import Transformer
 from kvasir.model.reference import generate
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.gpu.cuda import bind_cuda_blocks
 from kvasir.server.engine.gpu.errors import NoDeviceError
 from kvasir.server.engine.gpu.graphs import row_bucket, width_bucket
+from kvasir.server.engine.gpu.model import DeviceModel
 from kvasir.server.engine.gpu.outputs import DeviceOutputs
 from kvasir.server.engine.gpu.runner import PagedRunner
-from kvasir.server.engine.gpu.session import BACKENDS, DeviceModel, open_gpu_runner
+from kvasir.server.engine.gpu.session import BACKENDS, open_gpu_runner
 from kvasir.server.engine.kv.blocks import KVBlocks
 from kvasir.server.engine.sampling import SamplingParams
-from tests.engine_driver import Collector, Result, make_sequence, run_to_end
-from tests.numpy_session import HostBuffer
-from tests.random_models import make_config, make_decoder
+from tests.engine_driver import Result, make_sequence, run_at_random, run_to_end
+from tests.numpy_session import BLOCK, HostBuffer, export_paged
+from tests.random_models import RandomModel, make_config, make_decoder
 from tests.recording_session import RecordingSession, RecordingStream, recording_backend
 
-BLOCK, N_BLOCKS = 8, 50
+N_BLOCKS = 50
 GREEDY = SamplingParams(max_tokens=30, temperature=0.0)
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Transformer, Path]:
-    decoder = make_decoder(make_config(sliding_window=30, sliding_window_layers=(1,)))
-    path = tmp_path_factory.mktemp("paged") / "model.onnx"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(paged_graph.DTYPES, "fp32", torch.float32)
-        patch.setattr(paged_graph, "KV_BLOCK_SIZE", BLOCK)
-        export_paged_graph(decoder.config, decoder.state_dict(), path, "fp32")
-    return decoder, path
+def exported(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
+    folder = tmp_path_factory.mktemp("paged")
+    return export_paged(folder, sliding_window=30, sliding_window_layers=(1,))
+
+
+@pytest.fixture(scope="module")
+def rounded(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
+    """A graph of 16 bits over blocks of the usual size."""
+    folder, decoder = tmp_path_factory.mktemp("rounded"), make_decoder(make_config(n_layer=1))
+    export_paged_graph(decoder.config, decoder.state_dict(), folder / "model.onnx", "bf16")
+    return RandomModel(decoder, folder / "model.onnx")
 
 
 class Recorded(NamedTuple):
@@ -58,23 +60,24 @@ class Recorded(NamedTuple):
     @classmethod
     def open(
         cls,
-        exported: tuple[Transformer, Path],
+        exported: RandomModel,
         *,
         captures: bool = True,
         max_num_seqs: int = 5,
         rounds_kv: bool = False,
     ) -> Recorded:
-        config, stream = exported[0].config, RecordingStream()
-        session = RecordingSession(exported[1], stream)
+        config, stream = exported.config, RecordingStream()
+        session = RecordingSession(exported.graph, stream)
+        card: Any = stream
         longest = config.max_model_len
         blocks = KVBlocks(
             n_blocks=N_BLOCKS, block_size=BLOCK, max_num_seqs=max_num_seqs, max_model_len=longest
         )
         bind = partial(bind_cuda_blocks, buffer=HostBuffer)
-        outputs = DeviceOutputs(cast("Any", session), stream, 64)
+        outputs = DeviceOutputs(cast("Any", session), card, 64)
         model = DeviceModel(cast("Any", session), N_BLOCKS, bind, outputs)
         if captures:
-            model.capture(stream, blocks)
+            model.capture(card, blocks)
         runner = PagedRunner(
             model, blocks, max_model_len=longest, vocab_size=config.vocab_size, rounds_kv=rounds_kv
         )
@@ -86,40 +89,34 @@ class Recorded(NamedTuple):
 
 def run_traffic(engine: Engine, seed: int) -> dict[int, Result]:
     """Let sequences arrive, share beginnings, end and be aborted at random."""
-    generator, collector = np.random.default_rng(seed), Collector()
+    generator = np.random.default_rng(seed)
     common = generator.integers(300, size=40).tolist()
-    n_arrived = 0
-    while engine.has_work or n_arrived < 14:
-        if n_arrived < 14 and generator.random() < 0.1:
-            own = generator.integers(300, size=int(generator.integers(1, 20))).tolist()
-            prompt = common[: BLOCK * int(generator.choice([0, 0, 3, 5]))] + own
-            params = SamplingParams(
-                max_tokens=int(generator.integers(1, min(50, 96 - len(prompt)))),
-                temperature=float(generator.choice([0.0, 0.9])),
-                seed=n_arrived,
-            )
-            engine.add(make_sequence(n_arrived, prompt, params))
-            n_arrived += 1
-        if generator.random() < 0.02 and (output := engine.abort(int(generator.integers(14)))):
-            collector.take([output])
-        if engine.has_work:
-            collector.take(engine.step()[0])
-    return collector.results
+    sequences = []
+    for i in range(14):
+        own = generator.integers(300, size=int(generator.integers(1, 20))).tolist()
+        prompt = common[: BLOCK * int(generator.choice([0, 0, 3, 5]))] + own
+        params = SamplingParams(
+            max_tokens=int(generator.integers(1, min(50, 96 - len(prompt)))),
+            temperature=float(generator.choice([0.0, 0.9])),
+            seed=i,
+        )
+        sequences.append(make_sequence(i, prompt, params))
+    return run_at_random(engine, sequences, generator, n_aborted=3, longest_wait=20)
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"speculate": True}, {"rounds_kv": True}, {"max_num_seqs": 3}]
 )
 def test_replays_give_the_tokens_of_eager_runs(
-    exported: tuple[Transformer, Path], options: dict[str, Any]
+    exported: RandomModel, options: dict[str, Any]
 ) -> None:
     """The session computes from what it recorded; fixed buffers are all that may change."""
     speculate = options.pop("speculate", False)
     expected = run_traffic(
-        Recorded.open(exported, captures=False, **options).engine(speculate=speculate), seed=4
+        Recorded.open(exported, captures=False, **options).engine(speculate=speculate), seed=5
     )
     recorded = Recorded.open(exported, **options)
-    assert run_traffic(recorded.engine(speculate=speculate), seed=4) == expected
+    assert run_traffic(recorded.engine(speculate=speculate), seed=5) == expected
     replays, captures = recorded.session.replays, recorded.session.captures
     assert len(replays) > 3 * len(captures)
     assert {rows for rows, _ in replays} >= {1, 2}
@@ -128,7 +125,7 @@ def test_replays_give_the_tokens_of_eager_runs(
 
 
 def test_a_runner_made_anew_never_replays_the_first_ones_graphs(
-    exported: tuple[Transformer, Path],
+    exported: RandomModel,
 ) -> None:
     """ONNX Runtime keeps a graph with the addresses of blocks that are gone."""
     first = Recorded.open(exported)
@@ -137,7 +134,7 @@ def test_a_runner_made_anew_never_replays_the_first_ones_graphs(
     second = Recorded.open(exported)
     second.session.captures.update(first.session.captures)
     result = run_to_end(second.engine(), [make_sequence(0, [1, 2, 3], GREEDY)])[0]
-    assert result.token_ids == generate(exported[0], [1, 2, 3], max_tokens=30)
+    assert result.token_ids == generate(exported.decoder, [1, 2, 3], max_tokens=30)
     assert len(second.session.captures) > len(known)
 
 
@@ -146,7 +143,7 @@ def test_a_runner_made_anew_never_replays_the_first_ones_graphs(
     [("refuses", True), ("forgets", True), ("strays", "logits"), ("strays", CANDIDATES_OUTPUT)],
 )
 def test_without_a_capture_that_works_all_runs_are_eager(
-    exported: tuple[Transformer, Path],
+    exported: RandomModel,
     fault: str,
     value: bool | str,
     caplog: pytest.LogCaptureFixture,
@@ -159,55 +156,50 @@ def test_without_a_capture_that_works_all_runs_are_eager(
             recorded.engine(), [make_sequence(i, [i, 2, 3], GREEDY) for i in range(3)]
         )
     for i in range(3):
-        assert results[i].token_ids == generate(exported[0], [i, 2, 3], max_tokens=30)
+        assert results[i].token_ids == generate(exported.decoder, [i, 2, 3], max_tokens=30)
     why = "when stream is capturing" if fault == "refuses" else "deviations from those without"
     assert why in caplog.text
     assert len(caplog.records) == 1
     assert len(recorded.session.replays) <= 1
 
 
+def in_a_thread(run: Callable[[], None]) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(run).result()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "other addresses",
+        "another attention_metadata",
+        "a binding in",
+        "an allocation in",
+        "another thread",
+    ],
+)
 def test_the_recording_session_sees_what_a_card_would_not(
-    exported: tuple[Transformer, Path],
+    exported: RandomModel, message: str
 ) -> None:
-    """Every assertion of the recording session fails for the fault that it is for."""
-
-    def replayed() -> tuple[Recorded, Any, Any]:
-        recorded = Recorded.open(exported)
-        run_to_end(recorded.engine(), [make_sequence(0, [1, 2, 3], GREEDY)])
-        model: Any = recorded.runner.model
-        graph = list(model.graphs._graphs.values())[-1]
-        recorded.session.run_with_iobinding(graph.binding, graph.options)
-        return recorded, graph.binding, graph.options
-
-    recorded, binding, options = replayed()
-    binding.places["input_ids"] = (*binding.places["input_ids"][:4], 4096)
-    with pytest.raises(AssertionError, match="other addresses"):
-        recorded.session.run_with_iobinding(binding, options)
-    recorded, binding, options = replayed()
-    binding.inputs["attention_metadata"][1] += 1
-    with pytest.raises(AssertionError, match="another attention_metadata"):
-        recorded.session.run_with_iobinding(binding, options)
-    recorded, binding, options = replayed()
-    recorded.session.io_binding()
-    with pytest.raises(AssertionError, match="a binding in"):
-        recorded.session.run_with_iobinding(binding, options)
-    recorded, binding, options = replayed()
-    recorded.stream.device_buffer(1)
-    with pytest.raises(AssertionError, match="an allocation in"):
-        recorded.session.run_with_iobinding(binding, options)
-    recorded, binding, options = replayed()
-    caught: list[AssertionError] = []
-
-    def replay() -> None:
-        try:
-            recorded.session.run_with_iobinding(binding, options)
-        except AssertionError as error:
-            caught.append(error)
-
-    thread = threading.Thread(target=replay)
-    thread.start()
-    thread.join()
-    assert "another thread" in str(caught[0])
+    recorded = Recorded.open(exported)
+    run_to_end(recorded.engine(), [make_sequence(0, [1, 2, 3], GREEDY)])
+    graphs = recorded.runner.model.graphs
+    assert graphs is not None
+    graph: Any = list(graphs._graphs.values())[-1]
+    replay = partial(recorded.session.run_with_iobinding, graph.binding, graph.options)
+    replay()
+    if message == "other addresses":
+        graph.binding.places["input_ids"] = (*graph.binding.places["input_ids"][:4], 4096)
+    elif message == "another attention_metadata":
+        graph.binding.inputs["attention_metadata"][1] += 1
+    elif message == "a binding in":
+        recorded.session.io_binding()
+    elif message == "an allocation in":
+        recorded.stream.device_buffer(1)
+    else:
+        replay = partial(in_a_thread, replay)
+    with pytest.raises(AssertionError, match=message):
+        replay()
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 20, 64])
@@ -222,7 +214,7 @@ def test_buckets_hold_every_step(most: int) -> None:
         assert before == 0 or before in {width for width, _ in widths}
 
 
-def test_a_row_of_padding_writes_nothing(exported: tuple[Transformer, Path]) -> None:
+def test_a_row_of_padding_writes_nothing(exported: RandomModel) -> None:
     """A capture, and the rows that fill a bucket, leave every other sequence's blocks alone."""
     recorded = Recorded.open(exported)
     engine = recorded.engine()
@@ -250,12 +242,9 @@ def test_a_row_of_padding_writes_nothing(exported: tuple[Transformer, Path]) -> 
 
 
 def test_memory_of_graphs_is_left_when_blocks_take_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rounded: RandomModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first runner's blocks are free by then, as they would not be in a cycle of references."""
-    config, path = make_config(n_layer=1), tmp_path / "model.onnx"
-    decoder = make_decoder(config)
-    export_paged_graph(config, decoder.state_dict(), path, "bf16")
     held: list[weakref.ref[HostBuffer]] = []
 
     def buffer(n_bytes: int) -> HostBuffer:
@@ -274,7 +263,7 @@ def test_memory_of_graphs_is_left_when_blocks_take_the_rest(
                 bind_blocks=partial(bind_cuda_blocks, buffer=buffer)
             )
             monkeypatch.setitem(BACKENDS, "cuda", backend)
-            runner = open_gpu_runner("cuda", path, config, max_num_seqs=3)
+            runner = open_gpu_runner("cuda", rounded.graph, rounded.config, max_num_seqs=3)
             n_tokens.append(runner.kv.budget_tokens)
             assert opened[0].captures
             del runner
@@ -287,17 +276,15 @@ def test_memory_of_graphs_is_left_when_blocks_take_the_rest(
 
 
 def test_a_session_that_cannot_capture_is_opened_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    rounded: RandomModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config, path = make_config(n_layer=1), tmp_path / "model.onnx"
-    export_paged_graph(config, make_decoder(config).state_dict(), path, "bf16")
 
     def refuse(_graph: Path, _stream: Any) -> Any:
         raise NoDeviceError("this session cannot use the graph capture feature")
 
     backend = recording_backend(2**20)
     monkeypatch.setitem(BACKENDS, "cuda", backend._replace(open_capturing=refuse))
-    runner = open_gpu_runner("cuda", path, config, max_num_seqs=2)
+    runner = open_gpu_runner("cuda", rounded.graph, rounded.config, max_num_seqs=2)
     result = run_to_end(Engine(runner, chunk_size=16), [make_sequence(0, [1, 2, 3], GREEDY)])[0]
     assert len(result.token_ids) == GREEDY.max_tokens
     assert "the graph capture feature" in caplog.text

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from shutil import copytree
 from threading import Barrier, Event
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvasir.model.config import Pooling
 from kvasir.model.packing import pack
 from kvasir.server.engine.encoder.engine import MAX_PADDING, EncoderEngine
 from kvasir.server.engine.encoder.sequence import EncoderOutput, EncoderSequence
@@ -26,10 +30,12 @@ from tests.encoders import (
     of_tokens,
     open_runner,
 )
+from tests.fake_encoder import FakeTextRunner
 from tests.fake_runner import TIMEOUT
 from tests.random_models import RandomModel
 
 N_TEXTS = 21
+MEAN = Pooling(kind="mean")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("fp32", BERT),
     "int8 bert": ("int8", BERT),
@@ -39,10 +45,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
-    precision, changes = MODELS[request.param]
-    return export_encoder(tmp_path_factory.mktemp("encoder") / precision, precision, **changes)
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RandomModel]:
+    @cache
+    def export(name: str) -> RandomModel:
+        precision, changes = MODELS[name]
+        return export_encoder(tmp_path_factory.mktemp("encoder") / precision, precision, **changes)
+
+    return export
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest, exported: Callable[[str], RandomModel]) -> RandomModel:
+    return exported(request.param)
 
 
 def test_vectors_are_pytorchs(model: RandomModel) -> None:
@@ -90,36 +105,24 @@ def test_same_text_same_bits(model: RandomModel, seed: int) -> None:
         assert np.array_equal(vector, expected)
 
 
-def test_sessions_are_those_of_the_files_at_first(tmp_path: Path) -> None:
+def test_sessions_are_those_of_the_files_at_first(
+    exported: Callable[[str], RandomModel], tmp_path: Path
+) -> None:
     """One that is opened later, or again, must not read a model that took the first one's place."""
-    model = export_encoder(tmp_path, "fp32", **BERT)
+    model = exported("bert")
+    copytree(model.graph.parent, tmp_path / "copy")
+    model = replace(model, graph=tmp_path / "copy" / model.graph.name)
     runner, texts = open_runner(model), [make_text(model, i) for i in range(N_TEXTS)]
     expected = runner.run(texts)
     for is_changed in (False, True):
         if is_changed:
-            copy = model.graph.with_name("other")
-            copy.write_bytes(b"another model")
-            copy.replace(model.graph)
+            other = model.graph.with_name("other")
+            other.write_bytes(b"another model")
+            other.replace(model.graph)
         for alone in (True, False):
             for vector, found in zip(expected, runner.run(texts, alone=alone), strict=True):
                 assert np.array_equal(vector, found)
         runner.release_idle_memory()
-
-
-class Lengths:
-    """A runner of lengths, which keeps the batches that it ran."""
-
-    max_model_len, max_runs = 100, 1
-
-    def __init__(self) -> None:
-        self.batches: list[list[EncoderSequence]] = []
-
-    def run(self, texts: list[EncoderSequence], *, alone: bool = True) -> list[Floats]:  # noqa: ARG002
-        self.batches.append(texts)
-        return [np.array([len(text.prompt_ids)], dtype=np.float32) for text in texts]
-
-    def release_idle_memory(self) -> None:
-        self.batches.clear()
 
 
 @pytest.mark.parametrize("types", [None, [None], [[0, 0, 1, 1]]])
@@ -138,11 +141,15 @@ def test_a_lone_text_is_packed_as_the_first_of_two(types: list[list[int] | None]
 
 def test_types_that_the_model_lacks_have_no_effect(tmp_path: Path) -> None:
     """A tokenizer may give the second text of a pair type 1, and the model have type 0 alone."""
-    model = export_encoder(tmp_path, "fp32", **BERT | {"n_token_types": 1})
+    model = export_encoder(tmp_path, "fp32", **BERT | {"n_token_types": 1, "n_layer": 1})
     runner, text = open_runner(model), make_text(model, 0)
     (expected,) = runner.run([replace(text, type_ids=None)])
     (found,) = runner.run([replace(text, type_ids=[1] * len(text.prompt_ids))])
     assert np.array_equal(found, expected)
+
+
+def fake_runner() -> FakeTextRunner:
+    return FakeTextRunner(MEAN, max_model_len=100)
 
 
 def make_texts(lengths: list[int], **fields: Any) -> list[EncoderSequence]:
@@ -156,7 +163,7 @@ def make_texts(lengths: list[int], **fields: Any) -> list[EncoderSequence]:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_step_takes_the_first_text_and_others_within_its_limits(seed: int) -> None:
     generator = np.random.default_rng(seed)
-    runner = Lengths()
+    runner = fake_runner()
     engine = EncoderEngine(runner, token_budget=60, max_num_seqs=4)
     texts = make_texts(generator.integers(1, 100, size=40).tolist())
     for text in texts:
@@ -182,7 +189,7 @@ def test_texts_run_at_the_same_time_and_one_that_runs_may_be_aborted() -> None:
     """As many runs as threads; fewer texts than threads run alone, with all of them."""
     both, may_end, runs_alone = Barrier(2), Event(), list[bool]()
 
-    class Pair(Lengths):
+    class Pair(FakeTextRunner):
         max_runs = 2
 
         def run(self, texts: list[EncoderSequence], *, alone: bool = True) -> list[Floats]:
@@ -192,7 +199,7 @@ def test_texts_run_at_the_same_time_and_one_that_runs_may_be_aborted() -> None:
                 assert texts[0].id == 0 or may_end.wait(TIMEOUT)
             return super().run(texts)
 
-    engine = EncoderEngine(Pair(), token_budget=60, max_num_seqs=4)
+    engine = EncoderEngine(Pair(MEAN, max_model_len=100), token_budget=60, max_num_seqs=4)
     first, second = make_texts([60, 60])
     engine.add(first)
     engine.add(second)
@@ -210,7 +217,7 @@ def test_texts_run_at_the_same_time_and_one_that_runs_may_be_aborted() -> None:
 
 
 def test_an_aborted_text_never_runs() -> None:
-    engine = EncoderEngine(runner := Lengths(), token_budget=60, max_num_seqs=4)
+    engine = EncoderEngine(runner := fake_runner(), token_budget=60, max_num_seqs=4)
     first, second = make_texts([3, 4])
     engine.add(first)
     engine.add(second)
@@ -225,6 +232,6 @@ def test_an_aborted_text_never_runs() -> None:
 
 @pytest.mark.parametrize("length", [0, 101])
 def test_a_text_that_cannot_fit_is_refused(length: int) -> None:
-    engine = EncoderEngine(Lengths(), token_budget=60, max_num_seqs=4)
+    engine = EncoderEngine(fake_runner(), token_budget=60, max_num_seqs=4)
     with pytest.raises(ValueError, match=f"{length} tokens"):
         engine.add(*make_texts([length]))

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvasir.server.engine.kv.rows import KVRows, KVShape
+from kvasir.server.engine.kv.memory import KVShape
+from kvasir.server.engine.kv.rows import KVRows
 
 SHAPE = KVShape(n_layer=2, n_kv_head=3, head_dim=8)
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="pages are released on Linux only")
@@ -107,7 +108,7 @@ def test_few_prompts_are_computed_at_once() -> None:
 def test_the_floats_of_a_prompt_are_reserved_until_it_ends(int8: bool, weight: int) -> None:
     """In tokens of running rows, which the budget counts."""
     rows = make_rows(int8=int8, budget_tokens=12 + 10 * weight)
-    assert rows.n_needed(10, 2) == rows.budget_tokens
+    assert rows.reservation(10, 2) == rows.budget_tokens
     assert admit(rows, 10, 3) is None
     assert admit(rows, 10, 2) == 0
     assert rows.reserved_tokens == rows.budget_tokens
@@ -118,19 +119,6 @@ def test_the_floats_of_a_prompt_are_reserved_until_it_ends(int8: bool, weight: i
     rows.free(0)
     assert rows.reserved_tokens == 0
     assert admit(rows, 10, 2) == 0
-
-
-def test_reservations_are_bounded_by_rows_and_by_budget() -> None:
-    rows = make_rows(budget_tokens=150)
-    assert [admit(rows, 10, n) for n in (40, 40, 20)] == [0, 1, None]  # would be 160 tokens
-    assert admit(rows, 10, 10) == 2
-    assert rows.reserved_tokens == 150
-    rows.free(0)
-    assert rows.reserved_tokens == 90
-    assert admit(rows, 5) == 0  # the lowest free row
-    assert [admit(rows, 1), admit(rows, 1)] == [3, None]
-    with pytest.raises(ValueError, match="free already"):
-        make_rows().free(0)
 
 
 def test_padding_is_reserved_or_refused_and_kept_no_longer_than_a_prompt() -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.engine import Engine
+from kvasir.server.engine.model_runner import group_neighbours
 from kvasir.server.engine.runner import OnnxRunner, RowBinding
-from kvasir.server.engine.sampling import Floats, SampledSequence, SamplingParams
+from kvasir.server.engine.sampling import Floats, SamplingParams
 from kvasir.server.engine.sequence import Sequence
 from kvasir.server.engine.speculation import Speculation
 from tests.engine_driver import Collector, Result, make_sequence, run_to_end
@@ -103,11 +104,11 @@ def test_prompts_of_nearly_one_length_in_neighbouring_rows_share_a_run(
     runner = random_model.runner(max_num_seqs=8)
     rows = [prompt_in_row(runner, [1] * n) for n in (9, 10, 10, 2, 2, 1, 8, 8)]
     scored = Chunk(rows[7], 0, 8, 8)
-    groups = runner._group([*map(whole, rows[:7]), scored])
+    groups = group_neighbours([*map(whole, rows[:7]), scored], runner._may_share_run)
     # A prompt of one token is alone, and so is one that wants logits of all of it.
     assert [len(group) for group in groups] == [3, 2, 1, 1, 1]
     far = [whole(rows[0]), whole(rows[2])]
-    assert [len(group) for group in runner._group(far)] == [1, 1]
+    assert [len(group) for group in group_neighbours(far, runner._may_share_run)] == [1, 1]
 
 
 @pytest.mark.parametrize(("n_spare", "runs"), [(0, [1, 1]), (3, [2])])
@@ -120,7 +121,7 @@ def test_prompts_are_padded_where_the_budget_has_room(
         kv_cache_bytes=2 * 3 * 2 * 32 * (sum(lengths) * 5 + 2 + n_spare * 4)
     )
     chunks = [whole(prompt_in_row(runner, [1] * n)) for n in lengths]
-    assert [len(together) for together in runner._group(chunks)] == runs
+    assert [len(together) for together in group_neighbours(chunks, runner._may_share_run)] == runs
 
 
 @pytest.mark.parametrize(("model", "weight"), [("random_model", 1), ("random_int8_model", 4)])
@@ -158,15 +159,15 @@ class _Foreknowing(Speculation):
         super().__init__()
         self._token_ids = token_ids
         self._random = np.random.default_rng(seed)
+        self._n_done = 0
 
-    def draft(self, sequence: SampledSequence, n_running: int) -> list[int]:  # noqa: ARG002
-        done = len(sequence.output_ids)
-        n = (
-            min(int(self._random.integers(9)), len(self._token_ids) - done - 1)
-            if self._random.random() < 0.67
-            else 0
-        )
-        return [t if self._random.random() < 0.83 else 7 for t in self._token_ids[done : done + n]]
+    def draft_length(self, n_output: int, n_running: int, room: int) -> int:  # noqa: ARG002
+        self._n_done = n_output
+        return min(int(self._random.integers(9)), room) if self._random.random() < 0.67 else 0
+
+    def propose(self, token_ids: list[int], n_draft: int) -> list[int]:  # noqa: ARG002
+        ahead = self._token_ids[self._n_done :][:n_draft]
+        return [token if self._random.random() < 0.83 else 7 for token in ahead]
 
 
 def generate(model: RandomModel, known: dict[int, Result] | None = None) -> dict[int, Result]:

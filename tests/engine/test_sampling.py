@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -11,10 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvasir.server.engine import sampling
+from kvasir.server.engine import sampler
 from kvasir.server.engine.sampling import Floats, SamplingParams, token_logprobs
 from kvasir.server.engine.sequence import Sequence
 
+SHARES = ("top_p", "min_p", "typical_p")
 VOCAB = 700  # more than two of the sampler's blocks, and not a whole number of them
 
 
@@ -58,33 +61,22 @@ def kept_by_definition(logits: NDArray[np.float32], params: SamplingParams) -> d
     return {i: weights[i] / total for i in likeliest_first}
 
 
-def draw_by_definition(probabilities: dict[int, float], uniform: float) -> int:
-    running = 0.0
-    for i in sorted(probabilities):
-        running += probabilities[i]
-        if running > uniform:
-            return i
-    return max(i for i in probabilities if probabilities[i])
-
-
 def draws_by_definition(
     logits: NDArray[np.float32], params: SamplingParams, n: int
 ) -> list[set[int]]:
     """The token of each sample index below n; several where float32 cannot decide."""
     errors = (-1e-6, 0.0, 1e-6)
-    shares = ("top_p", "min_p", "typical_p")
-    kept = [
-        kept_by_definition(
-            logits,
-            replace(params, **{s: min(getattr(params, s) * (1 + error), 1.0) for s in shares}),
-        )
-        for error in errors
-    ]
     uniforms = [replace(params, sample_index=i).generator().random() for i in range(n)]
-    return [
-        {draw_by_definition(k, uniform + error) for k in kept for error in errors}
-        for uniform in uniforms
-    ]
+    draws: list[set[int]] = [set() for _ in range(n)]
+    for error in errors:
+        shares = {s: min(getattr(params, s) * (1 + error), 1.0) for s in SHARES}
+        kept = kept_by_definition(logits, replace(params, **shares))
+        ids = sorted(i for i in kept if kept[i])
+        running = list(accumulate(kept[i] for i in ids))
+        for found, uniform in zip(draws, uniforms, strict=True):
+            places = (bisect_right(running, uniform + other) for other in errors)
+            found |= {ids[min(place, len(ids) - 1)] for place in places}
+    return draws
 
 
 def random_logits(seed: int, rows: int = 1) -> NDArray[np.float32]:
@@ -107,7 +99,7 @@ def logits_of_shape(shape: str, seed: int, vocab: int) -> NDArray[np.float32]:
 
 
 def sample(logits: Floats, sequences: list[Sequence]) -> list[int | None]:
-    return [sampling.sample(row, one) for row, one in zip(logits, sequences, strict=True)]
+    return [sampler.sample(row, one) for row, one in zip(logits, sequences, strict=True)]
 
 
 filters = st.fixed_dictionaries(

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvasir.server.engine.kv.memory import KVShape
 from kvasir.server.engine.kv.prefix_cache import PrefixCache
-from kvasir.server.engine.kv.rows import KVRows, KVShape
+from kvasir.server.engine.kv.rows import KVRows
 from kvasir.server.engine.sampling import SamplingParams
 from kvasir.server.engine.scheduler import Scheduler
 from kvasir.server.engine.sequence import PRIORITY_LEVEL_SECONDS, Sequence, SequenceStatus

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,8 @@ import pytest
 
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.reference import beam_search, generate
-from kvasir.server.engine.beams import BeamSearch, Hypothesis
-from kvasir.server.engine.engine import BeamOutput, Engine, TokenOutput
+from kvasir.server.engine.beams import BeamSearch
+from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.kv.source_rows import SourceRows
 from kvasir.server.engine.sampling import BeamParams, SamplingParams
 from kvasir.server.engine.sequence import FinishReason, Sequence
@@ -47,16 +46,6 @@ def expected(sequence: Sequence, model: Transformer = MODEL) -> list[int]:
         ending_ids=sequence.ending_ids,
         source=read(model, sequence.prompt_ids),
     )
-
-
-def searched(engine: Engine, sequences: Iterable[Sequence]) -> dict[int, list[Hypothesis]]:
-    """Run to the end; return the best texts of each beam search."""
-    for sequence in sequences:
-        engine.add(sequence)
-    outputs = list[TokenOutput]()
-    while engine.has_work:
-        outputs += engine.step()[0]
-    return {one.sequence_id: one.hypotheses for one in outputs if isinstance(one, BeamOutput)}
 
 
 @pytest.mark.parametrize("model", MODELS, ids=["start", "given"])
@@ -174,7 +163,7 @@ def test_beams_equal_the_reference(model: Transformer) -> None:
     sequences = [make_sequence(i, model, beams=beams) for i, beams in enumerate(BEAMS)]
     sequences[1].ending_ids = frozenset({EOS, 11, 12})
     others = [make_sequence(10 + i, model, max_tokens=3 + i) for i in range(6)]
-    found = searched(engine, [*others[:3], *sequences[:2], *others[3:], *sequences[2:]])
+    found = run_to_end(engine, [*others[:3], *sequences[:2], *others[3:], *sequences[2:]])
     for sequence in sequences:
         params = sequence.params
         assert params.beams is not None
@@ -187,11 +176,10 @@ def test_beams_equal_the_reference(model: Transformer) -> None:
             early_stopping=params.beams.early_stopping,
             ending_ids=sequence.ending_ids,
         )
-        ours = found[sequence.id]
-        assert [one.token_ids for one in ours] == [one.token_ids for one in best]
-        np.testing.assert_allclose(
-            [one.score for one in ours], [one.score for one in best], rtol=1e-4
-        )
+        ours = found[sequence.id].hypotheses
+        assert [text.token_ids for text in ours] == [text.token_ids for text in best]
+        scores = [text.score for text in ours]
+        np.testing.assert_allclose(scores, [text.score for text in best], rtol=1e-4)
     assert not engine.scheduler.held
     assert engine.kv.reserved_tokens == 0
 
@@ -235,13 +223,13 @@ def test_an_aborted_search_frees_its_rows(n_steps: int) -> None:
 def test_rows_are_moved_with_their_sources() -> None:
     """A search goes on in front once the others have ended, and finds the same."""
     params: dict[str, Any] = {"beams": BeamParams(2), "max_tokens": 9}
-    (alone,) = searched(make_engine(), [make_sequence(7, **params)]).values()
+    alone = run_to_end(make_engine(), [make_sequence(7, **params)])[7]
     engine, search = make_engine(chunk_size=200, max_num_seqs=8), make_sequence(7, **params)
     for sequence in (*(make_sequence(i, max_tokens=1) for i in range(6)), search):
         engine.add(sequence)
-    rows, outputs = set[int](), list[TokenOutput]()
+    rows, collector = set[int](), Collector()
     while engine.has_work:
-        outputs += engine.step()[0]
+        collector.take(engine.step()[0])
         rows.update(search.rows)
     assert rows == {0, 1, 6, 7}
-    assert [one.hypotheses for one in outputs if isinstance(one, BeamOutput)] == [alone]
+    assert collector.results[7] == alone

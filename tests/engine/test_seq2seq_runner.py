@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,13 @@ import pytest
 
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.reference import beam_search
-from kvasir.server.engine.beams import Hypothesis
-from kvasir.server.engine.engine import BeamOutput, Engine
+from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.sampling import BeamParams, SamplingParams
 from kvasir.server.engine.seq2seq.runner import Seq2SeqRunner
 from kvasir.server.engine.sequence import Sequence
 from tests.encoder_decoders import export_both
 from tests.engine.test_seq2seq import expected
-from tests.engine_driver import Collector, Result
+from tests.engine_driver import Result, assert_same, run_at_random, run_to_end
 from tests.fake_seq2seq import EOS, read, small_config, small_model
 
 N_REQUESTS = 12
@@ -39,7 +38,7 @@ class Exported:
         return Seq2SeqRunner(*graphs, self.model.config, **options)
 
 
-@pytest.fixture(scope="module", params=["sinusoidal fp32", "sinusoidal int8", "relative int8"])
+@pytest.fixture(scope="module", params=["sinusoidal fp32", "relative int8"])
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
     position, precision = request.param.split()
     config = small_config((3, 7))
@@ -70,47 +69,26 @@ def make_request(model: Transformer, i: int) -> Sequence:
     return Sequence(i, source_ids, params, frozenset({EOS}), 0.0, target_prefix=prefix)
 
 
-@dataclass
-class Answers(Collector):
-    """Tokens and log-probabilities, and the texts of searches."""
-
-    searched: dict[int, list[Hypothesis]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    def step(self, engine: Engine) -> None:
-        outputs = engine.step()[0]
-        self.take(outputs)
-        found = (output for output in outputs if isinstance(output, BeamOutput))
-        self.searched |= {output.sequence_id: output.hypotheses for output in found}
-
-    def of(self, i: int) -> tuple[Result, list[Hypothesis] | None]:
-        return self.results[i], self.searched.get(i)
-
-
 @pytest.fixture(scope="module")
-def alone(exported: Exported) -> Answers:
+def alone(exported: Exported) -> list[Result]:
     """Each request alone, with as many rows as it needs."""
-    answers = Answers()
-    for i in range(N_REQUESTS):
-        request = make_request(exported.model, i)
-        n_rows = request.params.n_rows
-        engine = Engine(exported.runner(max_num_seqs=n_rows), chunk_size=100)
-        engine.add(request)
-        while engine.has_work:
-            answers.step(engine)
-    return answers
+    requests = [make_request(exported.model, i) for i in range(N_REQUESTS)]
+    return [
+        run_to_end(
+            Engine(exported.runner(max_num_seqs=request.params.n_rows), chunk_size=100), [request]
+        )[request.id]
+        for request in requests
+    ]
 
 
-def test_answers_are_those_of_the_network(exported: Exported, alone: Answers) -> None:
+def test_answers_are_those_of_the_network(exported: Exported, alone: list[Result]) -> None:
     """An fp32 graph's, to the token; log-probabilities and scores nearly."""
     model, n_compared = exported.model, 0
     if exported.precision != "fp32":
         pytest.skip("int8 rounds")
     for i in range(N_REQUESTS):
         request = make_request(model, i)
-        params, (result, texts) = request.params, alone.of(i)
+        params, result = request.params, alone[i]
         source = read(model, request.prompt_ids)
         if params.beams is None and not params.penalises:
             assert result.token_ids == expected(request, model)
@@ -125,39 +103,23 @@ def test_answers_are_those_of_the_network(exported: Exported, alone: Answers) ->
                 early_stopping=params.beams.early_stopping,
                 ending_ids=[EOS],
             )
-            assert texts is not None
-            assert [one.token_ids for one in texts] == [one.token_ids for one in best]
-            scores = [one.score for one in texts]
-            np.testing.assert_allclose(scores, [one.score for one in best], rtol=1e-4)
+            texts = result.hypotheses
+            assert [text.token_ids for text in texts] == [text.token_ids for text in best]
+            scores = [text.score for text in texts]
+            np.testing.assert_allclose(scores, [text.score for text in best], rtol=1e-4)
     assert n_compared > 3
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_same_request_same_bits(exported: Exported, alone: Answers, seed: int) -> None:
+def test_same_request_same_bits(exported: Exported, alone: list[Result], seed: int) -> None:
     """In any order and company, with rows that move, and aborts; beams and scores included."""
     generator = np.random.default_rng(seed)
     runner = exported.runner(max_num_seqs=[4, 6, 12][seed % 3], threads=[1, 2][seed % 2])
     runner._never_alone |= seed % 4 == 1  # as on a CPU whose kernel for a lone row differs
-    engine, answers = Engine(runner, chunk_size=[4, 30, 100][seed // 2]), Answers()
-    pending = generator.permutation(N_REQUESTS).tolist()
-    waits = generator.integers(0, 6, size=N_REQUESTS).tolist()
-    aborted = {int(i): int(generator.integers(0, 20)) for i in pending[: seed % 4]}
-    while engine.has_work or pending:
-        while pending and (waits[0] <= 0 or not engine.has_work):
-            engine.add(make_request(exported.model, pending.pop(0)))
-            waits.pop(0)
-        waits[:1] = [wait - 1 for wait in waits[:1]]
-        answers.step(engine)
-        for i in list(aborted):
-            aborted[i] -= 1
-            if aborted[i] <= 0 and (output := engine.abort(i)):
-                answers.take([output])
-    for i in range(N_REQUESTS):
-        (found, texts), (expected, best) = answers.of(i), alone.of(i)
-        if found.finish_reasons == ["abort"]:
-            assert found.token_ids == expected.token_ids[: len(found.token_ids)]
-        else:
-            assert (found, texts) == (expected, best)
+    engine = Engine(runner, chunk_size=[4, 30, 100][seed // 2])
+    requests = [make_request(exported.model, i) for i in range(N_REQUESTS)]
+    results = run_at_random(engine, requests, generator, n_aborted=seed % 4, longest_wait=6)
+    assert_same(results, alone)
     assert engine.kv.reserved_tokens == 0
 
 

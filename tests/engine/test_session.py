@@ -23,16 +23,11 @@ from kvasir.server.engine.gpu import cuda, webgpu
 from kvasir.server.engine.gpu.cuda import bind_cuda_blocks, open_cuda_session
 from kvasir.server.engine.gpu.cuda_runtime import DeviceBuffer, check_capability, free_memory
 from kvasir.server.engine.gpu.errors import NoDeviceError
-from kvasir.server.engine.gpu.session import DeviceModel, block_bytes
+from kvasir.server.engine.gpu.model import DeviceModel
+from kvasir.server.engine.gpu.session import block_bytes
 from kvasir.server.engine.session import check_shape, open_session
+from tests.numpy_session import HostBuffer
 from tests.random_models import make_config, make_decoder
-
-
-class HostBuffer:
-    def __init__(self, n_bytes: int) -> None:
-        self.array = np.zeros(n_bytes, dtype=np.uint8)
-        self.address = self.array.ctypes.data
-
 
 NO_GPU = pytest.mark.skipif(
     "CUDAExecutionProvider" in onnxruntime.get_available_providers(),

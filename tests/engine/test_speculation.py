@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvasir.server.engine.sampling import SamplingParams, sample
+from kvasir.server.engine.sampler import sample, verify
+from kvasir.server.engine.sampling import SamplingParams
 from kvasir.server.engine.sequence import Sequence
-from kvasir.server.engine.speculation import NGRAM_SIZES, Speculation, draft_length, verify
+from kvasir.server.engine.speculation import NGRAM_SIZES, Speculation, best_draft_length
 from tests.engine_driver import make_sequence
 
 VOCAB = 12
@@ -25,12 +23,10 @@ PROMPT = [1, 2, 3, 1, 2]
 Model = Callable[[list[int]], NDArray[np.float32]]
 
 
-def random_model(seed: int, sharpness: float = 2.0) -> Model:
+def random_model(seed: int) -> Model:
     """Logits [vocab] that depend on the last two tokens."""
     table = (
-        np.random.default_rng(seed)
-        .normal(scale=sharpness, size=(VOCAB, VOCAB, VOCAB))
-        .astype(np.float32)
+        np.random.default_rng(seed).normal(scale=2.0, size=(VOCAB, VOCAB, VOCAB)).astype(np.float32)
     )
 
     def logits(token_ids: list[int]) -> NDArray[np.float32]:
@@ -148,49 +144,6 @@ def test_tokens_and_draws_equal_those_of_one_step_a_token(
     assert speculating.generator.random() == plain.generator.random()
 
 
-def distribution(
-    logits: NDArray[np.float32], params: SamplingParams, output_ids: list[int]
-) -> NDArray[np.float64]:
-    """[vocab], as the definitions of frequency penalty, temperature and top-k read."""
-    counts = np.bincount(output_ids, minlength=VOCAB)
-    scaled = (logits - params.frequency_penalty * counts) / params.temperature
-    weights = np.where(scaled >= np.sort(scaled)[-params.top_k], np.exp(scaled), 0.0)
-    return np.asarray(weights / weights.sum())
-
-
-@pytest.mark.parametrize("draft", [[], [3, 4], [5, 5]])
-def test_pairs_of_tokens_follow_the_models_distribution(draft: list[int]) -> None:
-    """Would catch a draft token kept too readily, and a replacement from a wrong distribution.
-
-    Pearson's statistic X of d + 1 frequencies is about chi-square of d degrees, for which
-    P(X > d + 2 sqrt(dx) + 2x) < exp(-x) (Laurent and Massart 2000, lemma 1).
-    """
-    model = random_model(9, sharpness=0.7)
-    n, x = 6_000, 14.0
-    pairs: Counter[tuple[int | None, ...]] = Counter()
-    for i in range(n):
-        params = SamplingParams(
-            max_tokens=3, temperature=0.8, top_k=7, frequency_penalty=1.0, seed=11, sample_index=i
-        )
-        sequence = make_sequence(0, PROMPT, params)
-        while len(sequence.output_ids) < 2:
-            tokens = verify_with(model, sequence, draft[len(sequence.output_ids) :])
-            sequence.output_ids += [token for token in tokens if token is not None]
-        pairs[tuple(sequence.output_ids[:2])] += 1
-    statistic, degrees = 0.0, -1
-    for first, second in product(range(VOCAB), repeat=2):
-        p_first = distribution(model(PROMPT), params, [])[first]
-        p_second = distribution(model([*PROMPT, first]), params, [first])[second]
-        expected = n * p_first * p_second
-        if expected == 0.0:
-            assert (first, second) not in pairs
-            continue
-        assert expected > 5, "too few for the approximation"
-        statistic += (pairs[first, second] - expected) ** 2 / expected
-        degrees += 1
-    assert statistic < degrees + 2 * math.sqrt(degrees * x) + 2 * x
-
-
 def likes(*wanted: int) -> NDArray[np.float32]:
     """Logits [n, vocab] whose likeliest tokens are these."""
     return np.eye(VOCAB, dtype=np.float32)[list(wanted)]
@@ -221,12 +174,12 @@ def test_drafts_are_as_long_as_they_are_worth() -> None:
     """They are longer at high hit rates, and none at low ones or beside many sequences."""
     rates = np.linspace(0, 1, 101).tolist()
     for n_running in range(1, 5):
-        lengths = [draft_length(rate, n_running, room=99) for rate in rates]
+        lengths = [best_draft_length(rate, n_running, room=99) for rate in rates]
         assert lengths == sorted(lengths)
         assert lengths[0] == 0
         assert lengths[-1] == 8
     for rate in rates:
-        worth = [draft_length(rate, n_running, room=99) > 0 for n_running in range(1, 9)]
+        worth = [best_draft_length(rate, n_running, room=99) > 0 for n_running in range(1, 9)]
         assert worth == sorted(worth, reverse=True)
         assert not any(worth[4:])
 
@@ -237,7 +190,8 @@ def test_drafts_keep_to_what_is_reserved(n_running: int) -> None:
     for max_tokens in range(1, 12):
         sequence = make_sequence(0, [1, 2, 3] * 4, SamplingParams(max_tokens=max_tokens))
         while len(sequence.output_ids) < max_tokens:
-            draft = Speculation().draft(sequence, n_running)
+            sequence.speculation = Speculation()
+            draft = sequence.draft(n_running)
             room = max_tokens - len(sequence.output_ids) - 1
             assert len(draft) <= room
             assert len(sequence.token_ids) + len(draft) < len(sequence.prompt_ids) + max_tokens
@@ -249,15 +203,14 @@ def test_drafts_keep_to_what_is_reserved(n_running: int) -> None:
             sequence.output_ids.append(sequence.token_ids[len(sequence.token_ids) % 3])
 
 
-def replay(
-    speculation: Speculation, sequence: Sequence, text: list[int], n_running: int
-) -> list[tuple[int, int]]:
+def replay(sequence: Sequence, text: list[int], n_running: int) -> list[tuple[int, int]]:
     """(length, hits) of every draft while the sequence is continued by `text`."""
-    drafts = []
+    drafts, speculation = [], sequence.speculation
+    assert speculation is not None
     end = len(sequence.token_ids) + len(text)
     text = sequence.token_ids + text
     while len(sequence.token_ids) < end:
-        draft = speculation.draft(sequence, n_running)
+        draft = sequence.draft(n_running)
         tokens: list[int | None] = []
         for guess, token in zip((*draft, None), text[len(sequence.token_ids) :], strict=False):
             tokens.append(token)
@@ -265,7 +218,7 @@ def replay(
             if token != guess:
                 break
         if draft:
-            speculation.record(sequence, draft, tokens)
+            speculation.record(len(sequence.output_ids), draft, tokens)
             drafts.append((len(draft), sum(t == g for t, g in zip(tokens, draft, strict=False))))
     return drafts
 
@@ -274,21 +227,20 @@ def replay(
 def test_drafts_that_fail_pause_and_come_back_when_they_succeed(n_running: int, most: int) -> None:
     """most: wrong drafts in a thousand tokens, a third of which allow one."""
     sequence = make_sequence(0, [1, 2], SamplingParams(max_tokens=9999))
-    speculation = Speculation()
-    wrong = replay(
-        speculation, sequence, [token for i in range(333) for token in (10 + i, 1, 2)], n_running
-    )
+    sequence.speculation = Speculation()
+    wrong = replay(sequence, [token for i in range(333) for token in (10 + i, 1, 2)], n_running)
     assert wrong[0] == (8, 0)
     assert not any(hits for _, hits in wrong)
     assert len(wrong) <= most
-    right = replay(speculation, sequence, [5, 6, 7] * 400, n_running)
+    right = replay(sequence, [5, 6, 7] * 400, n_running)
     assert right[-10:-1] == [(8, 8)] * 9
     assert len(right) < 160  # 134 drafts of eight would do
 
 
 def test_nothing_is_drafted_without_a_match_or_beside_too_many() -> None:
-    speculation = Speculation()
     params = SamplingParams(max_tokens=50)
-    assert speculation.draft(make_sequence(0, [1, 2, 1, 2], params), n_running=5) == []
-    assert speculation.draft(make_sequence(0, [1, 2, 1, 2], params), n_running=2) == [1, 2] * 4
-    assert Speculation().draft(make_sequence(0, [1, 2, 3, 4], params), n_running=1) == []
+    repeating, other = (make_sequence(0, ids, params) for ids in ([1, 2, 1, 2], [1, 2, 3, 4]))
+    repeating.speculation, other.speculation = Speculation(), Speculation()
+    assert repeating.draft(n_running=5) == []
+    assert repeating.draft(n_running=2) == [1, 2] * 4
+    assert other.draft(n_running=1) == []

@@ -25,7 +25,8 @@ from kvasir.model.checkpoint import CheckpointError, save_checkpoint
 from kvasir.model.config import TransformerConfig
 from kvasir.model.tokenizer import train_tokenizer
 from kvasir.model.training.data import Corpus, write_tokens
-from kvasir.server.engine.engine import Engine, warm_up
+from kvasir.server.engine.engine import Engine
+from kvasir.server.engine.model_runner import warm_up
 from kvasir.server.engine.runner import OnnxRunner
 from kvasir.server.engine.sampling import SamplingParams
 from tests.engine_driver import make_sequence, run_to_end

@@ -9,32 +9,25 @@ import numpy as np
 import pytest
 import torch
 
-from kvasir.export import paged_graph
 from kvasir.export.directory import export_checkpoint
-from kvasir.export.paged_graph import export_paged_graph
 from kvasir.export.verification import paged_session
 from kvasir.export.verification.paged_session import Floats, PagedSession
 from kvasir.export.verification.verify import VerificationError, Verifier
 from kvasir.model.checkpoint import save_checkpoint
 from kvasir.model.tokenizer import train_tokenizer
 from kvasir.server.engine.gpu.errors import NoDeviceError
-from kvasir.server.engine.gpu.runner import Inputs
-from kvasir.server.engine.gpu.session import DeviceModel
+from kvasir.server.engine.gpu.graphs import Inputs
+from kvasir.server.engine.gpu.model import DeviceModel
 from kvasir.server.engine.logits import Candidates, Logits
-from tests.engine.test_paged_runner import BLOCK, NumpyModel
 from tests.engine.test_session import NO_GPU
-from tests.numpy_session import numpy_backend
+from tests.numpy_session import BLOCK, NumpyModel, export_paged, numpy_backend
 from tests.random_models import make_config, make_decoder
 
 
-def test_a_graph_for_cuda_is_verified_as_one_for_the_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_graph_for_cuda_is_verified_as_one_for_the_cpu(tmp_path: Path) -> None:
     """Prefill, chunks, ragged decode, a full row, greedy tokens; only numpy takes float32."""
-    decoder = make_decoder(make_config(n_layer=1, max_model_len=48))
-    monkeypatch.setitem(paged_graph.DTYPES, "fp32", torch.float32)
-    path = tmp_path / "model.onnx"
-    export_paged_graph(decoder.config, decoder.state_dict(), path, "fp32")
+    model = export_paged(tmp_path, n_layer=1, max_model_len=48)
+    decoder, path = model.decoder, model.graph
     session = PagedSession(
         decoder.config, lambda n_blocks: NumpyModel(path, n_blocks), block_size=BLOCK
     )
@@ -62,25 +55,23 @@ class WrongTail(NumpyModel):
 
 def test_the_candidates_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also as the GPU's own session returns them, here of numpy."""
-    decoder = make_decoder(make_config(n_layer=1, max_model_len=48))
-    monkeypatch.setitem(paged_graph.DTYPES, "fp32", torch.float32)
-    path = tmp_path / "model.onnx"
-    export_paged_graph(decoder.config, decoder.state_dict(), path, "fp32")
+    model = export_paged(tmp_path, n_layer=1, max_model_len=48)
+    decoder, path = model.decoder, model.graph
     tokens, lengths = np.arange(6).reshape(2, 3), [3, 2]
-    model = WrongTail(path, 4)
-    session = PagedSession(decoder.config, lambda _: model, block_size=BLOCK)
+    wrong = WrongTail(path, 4)
+    session = PagedSession(decoder.config, lambda _: wrong, block_size=BLOCK)
 
     def run() -> Floats:
         session.clear(2, 4)
         return session.run(tokens, lengths)
 
     expected = run()
-    for model.field in Candidates._fields:
+    for wrong.field in Candidates._fields:
         with pytest.raises(VerificationError, match="candidates that the graph chooses are not"):
             run()
     backend = numpy_backend(2**20)
     on_device = DeviceModel(backend.open_session(path), 4, backend.bind_blocks)
-    session = PagedSession(decoder.config, lambda _: on_device)
+    session = PagedSession(decoder.config, lambda _: on_device, block_size=BLOCK)
     assert run() == pytest.approx(expected, abs=1e-5)
     checked = list[Any]()
     monkeypatch.setattr(paged_session, "_check", lambda *given: checked.append(given))

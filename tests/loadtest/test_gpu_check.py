@@ -15,13 +15,13 @@ from kvasir.loadtest.gpu_peer import Peer
 from kvasir.loadtest.gpu_promises import SkippedError, check_figures, check_promises
 from kvasir.loadtest.random_model import make_random_model
 from kvasir.model.bundle import PRECISIONS, Verification
-from kvasir.model.network.transformer import Transformer
 from kvasir.model.presets import PRESETS, preset
 from kvasir.server.engine.gpu.runner import PagedRunner
 from kvasir.server.engine.gpu.session import BACKENDS
 from tests.engine.test_paged_runner import exported, make_engine
 from tests.engine.test_session import NO_GPU
 from tests.numpy_session import numpy_backend
+from tests.random_models import RandomModel
 from tests.recording_session import recording_backend
 
 __all__ = ["exported"]  # a fixture
@@ -69,7 +69,7 @@ def test_only_near_ties_are_forgiven(agreement: float, near_ties: int, passes: b
         check_figures(figures, "bf16")
 
 
-def test_promises_are_checked_on_the_graph_in_numpy(exported: tuple[Transformer, Path]) -> None:
+def test_promises_are_checked_on_the_graph_in_numpy(exported: RandomModel) -> None:
     """The check that a card gets, with blocks of 8 tokens; a wrong table fails it."""
 
     def open_runner(n_blocks: int, max_num_seqs: int) -> PagedRunner:

@@ -113,11 +113,11 @@ class EncoderEngine:
         for run in wait(self._runs, return_when=FIRST_COMPLETED).done:
             texts, started = self._runs.pop(run)
             seconds += (self._clock() - started) / n_runs  # of all threads
-            for sequence, found in zip(texts, run.result(), strict=True):
+            for sequence, vectors in zip(texts, run.result(), strict=True):
                 sequence.n_computed = len(sequence.prompt_ids)
                 n_tokens += sequence.n_computed
                 if sequence.status is SequenceStatus.RUNNING:
-                    outputs.append(self._finish(sequence, FinishReason.STOP, found))
+                    outputs.append(self._finish(sequence, FinishReason.STOP, vectors))
         # As many tokens as there were filled the step.
         return outputs, StepStats(0, n_tokens, n_tokens, 0, 0, 0, 0, seconds)
 
@@ -127,7 +127,7 @@ class EncoderEngine:
         Those in the background come last, and run only with each other.
         """
         chosen: list[EncoderSequence] = []
-        others: list[EncoderSequence] = []
+        waiting: list[EncoderSequence] = []
         n_tokens = longest = 0
         for sequence in self._waiting:
             length = len(sequence.prompt_ids)
@@ -139,8 +139,8 @@ class EncoderEngine:
                 chosen.append(sequence)
                 n_tokens, longest = n_then, longest_then
             else:
-                others.append(sequence)
-        self._waiting = others
+                waiting.append(sequence)
+        self._waiting = waiting
         return chosen
 
     def _finish(

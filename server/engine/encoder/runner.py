@@ -15,8 +15,8 @@ from kvasir.model.machine import usable_cpus
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.model.packing import HIDDEN_OUTPUT, VECTORS_OUTPUT, pack
 from kvasir.server.engine.encoder.sequence import EncoderSequence
-from kvasir.server.engine.engine import check_max_model_len
 from kvasir.server.engine.machine import SPIN_MICROSECONDS, return_freed_memory
+from kvasir.server.engine.model_runner import check_max_model_len
 from kvasir.server.engine.sampling import Floats
 from kvasir.server.engine.session import open_session, shrinking
 
@@ -85,5 +85,5 @@ class EncoderRunner:
 
     def _read_file_ids(self) -> list[tuple[int, int] | None]:
         """Return an identity of each file's contents; None for one that does not exist."""
-        found = [file.stat() if file.is_file() else None for file in self._files]
-        return [stat and (stat.st_ino, stat.st_mtime_ns) for stat in found]
+        stats = [file.stat() if file.is_file() else None for file in self._files]
+        return [stat and (stat.st_ino, stat.st_mtime_ns) for stat in stats]

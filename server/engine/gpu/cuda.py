@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.model.onnx.runtime import onnxruntime
-from kvasir.server.engine.gpu.cuda_runtime import DeviceBuffer, check_capability
+from kvasir.server.engine.gpu.cuda_runtime import CudaStream, DeviceBuffer, check_capability
 from kvasir.server.engine.gpu.errors import NoDeviceError
-from kvasir.server.engine.gpu.outputs import Stream
 from kvasir.server.engine.session import KVInput
 
 _CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
@@ -51,7 +50,7 @@ def open_cuda_session(
     return session
 
 
-def open_capturing_session(graph: Path, stream: Stream) -> onnxruntime.InferenceSession:
+def open_capturing_session(graph: Path, stream: CudaStream) -> onnxruntime.InferenceSession:
     """Open a session that can capture its runs, all of which are on the stream.
 
     Raises NoDeviceError as `open_cuda_session`, or where a part of the graph is not for the GPU.

@@ -29,12 +29,12 @@ def free_memory() -> int:
 
 def check_capability() -> None:
     """Raise NoDeviceError for a GPU for whose generation ONNX Runtime has no machine code."""
-    found = []
+    version = []
     for attribute in _CAPABILITY:
         value = ctypes.c_int()
         _call("cudaDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(attribute), 0)
-        found.append(value.value)
-    major, minor = found
+        version.append(value.value)
+    major, minor = version
     if minor < _GENERATIONS.get(major, 10):
         raise NoDeviceError(
             f"ONNX Runtime has no machine code for this GPU's compute capability {major}.{minor}; "
@@ -82,7 +82,7 @@ class CudaStream:
 
     @property
     def handle(self) -> int:
-        """See Stream."""
+        """The address by which ONNX Runtime knows it."""
         return self._stream.value or 0
 
     def device_buffer(self, n_bytes: int) -> DeviceBuffer:
@@ -94,7 +94,7 @@ class CudaStream:
         return PinnedBuffer(n_bytes)
 
     def free_memory(self) -> int:
-        """See `free_memory`."""
+        """Return the free bytes of the GPU."""
         return free_memory()
 
     def copy(self, to: int, source: int, n_bytes: int) -> None:

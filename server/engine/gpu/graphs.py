@@ -8,7 +8,7 @@ and what the kernels were told on the CPU must hold for all steps of the graph.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -17,14 +17,15 @@ from numpy.typing import NDArray
 
 from kvasir.model.bundle import INVERSE_TEMPERATURES_INPUT
 from kvasir.model.onnx.runtime import onnxruntime
-from kvasir.server.engine.gpu.outputs import DeviceOutputs, Stream
-from kvasir.server.engine.gpu.runner import Inputs
+from kvasir.server.engine.gpu.cuda_runtime import CudaStream
+from kvasir.server.engine.gpu.outputs import DeviceOutputs
 from kvasir.server.engine.logits import Logits
 from kvasir.server.engine.sampling import Floats
 
 logger = logging.getLogger("kvasir")
 
 Array = NDArray[Any]
+Inputs = Mapping[str, Array]
 
 _ALIGNMENT = 256  # of a buffer's parts
 _DTYPES = {"tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(float)": np.float32}
@@ -88,7 +89,7 @@ class DecodeGraphs:
     def __init__(
         self,
         session: onnxruntime.InferenceSession,
-        stream: Stream,
+        stream: CudaStream,
         bind_blocks: Callable[[onnxruntime.IOBinding], None],
         outputs: DeviceOutputs,
         *,
@@ -131,7 +132,7 @@ class DecodeGraphs:
         return self.bytes_each * n_rows * n_widths
 
     def run(self, inputs: Inputs, eager: Callable[[Inputs], Logits]) -> Logits:
-        """Run the first part of a step; see PagedModel.
+        """Run the first part of a step; see DeviceModel.
 
         eager: runs the same without a graph, as all that is more than a token of each sequence.
         """
@@ -158,14 +159,14 @@ class DecodeGraphs:
         try:
             graph = self._capture(bucket)
             eager(_of_another_shape(inputs))
-            found = self._replay(graph, inputs)
+            replayed = self._replay(graph, inputs)
         except Exception as error:  # ONNX Runtime's errors have no base class
             why = error
         else:
-            difference = _difference(found, expected, inputs) / (expected.std() or 1.0)
+            difference = _difference(replayed, expected, inputs) / (expected.std() or 1.0)
             if difference <= _TOLERANCE:
                 self._graphs[bucket] = graph
-                return found
+                return replayed
             why = ValueError(f"logits differ by {difference:.2f} deviations from those without")
         warn_without_graphs(why)
         self.is_usable = False
@@ -233,12 +234,12 @@ class DecodeGraphs:
         return self._host.array[offset : offset + n_values * dtype.itemsize].view(dtype)
 
 
-def _difference(found: Logits, expected: Floats, inputs: Inputs) -> float:
+def _difference(logits: Logits, expected: Floats, inputs: Inputs) -> float:
     """Return the largest difference of logits, and of candidates from their own rows."""
-    rows = found[:]
+    rows = logits[:]
     differences = [rows - expected]
-    if found.candidates is not None:
-        ids, logits, log_totals, tempered_totals = found.candidates
+    if logits.candidates is not None:
+        ids, largest, log_totals, tempered_totals = logits.candidates
         if not ((ids >= 0) & (ids < rows.shape[1])).all():
             return float("inf")
         peaks = rows.max(axis=1, keepdims=True)
@@ -246,9 +247,9 @@ def _difference(found: Logits, expected: Floats, inputs: Inputs) -> float:
             np.log(np.exp((rows - peaks) * inverse).sum(axis=1))
             for inverse in (1.0, inputs[INVERSE_TEMPERATURES_INPUT])
         )
-        differences += [np.take_along_axis(rows, ids, axis=1) - logits]
+        differences += [np.take_along_axis(rows, ids, axis=1) - largest]
         differences += [total + peaks[:, 0] - log_totals, tempered - tempered_totals]
-    return float(np.max([np.abs(one).max() for one in differences]))
+    return float(np.max([np.abs(difference).max() for difference in differences]))
 
 
 def _of_another_shape(inputs: Inputs) -> Inputs:

@@ -2,58 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
-from numpy.typing import NDArray
 
 from kvasir.model.bundle import CANDIDATES_OUTPUT
 from kvasir.model.onnx.runtime import onnxruntime
+from kvasir.server.engine.gpu.cuda_runtime import CudaStream
 from kvasir.server.engine.logits import Candidates, Logits
 from kvasir.server.engine.sampling import Floats
-
-
-class Buffer(Protocol):
-    """Memory at an address as long as the object lives."""
-
-    address: int
-
-
-class HostBuffer(Buffer, Protocol):
-    """The same on this machine; array: its bytes."""
-
-    array: NDArray[np.uint8]
-
-
-class Stream(Protocol):
-    """Memory, and copies in the order of a session's runs: `CudaStream`, or a stand-in."""
-
-    device: str
-
-    @property
-    def handle(self) -> int:
-        """The address by which ONNX Runtime knows it."""
-
-    def device_buffer(self, n_bytes: int) -> Buffer:
-        """Return zeros on the device."""
-
-    def pinned_buffer(self, n_bytes: int) -> HostBuffer:
-        """Return memory from and to which copies need not wait."""
-
-    def free_memory(self) -> int:
-        """Return the device's free bytes."""
-
-    def copy(self, to: int, source: int, n_bytes: int) -> None:
-        """Begin a copy between two addresses."""
-
-    def synchronize(self) -> None:
-        """Wait for all copies and runs."""
 
 
 class DeviceOutputs:
     """A session's outputs of at most n_rows rows, at addresses that stay the same."""
 
-    def __init__(self, session: onnxruntime.InferenceSession, stream: Stream, n_rows: int) -> None:
+    def __init__(
+        self, session: onnxruntime.InferenceSession, stream: CudaStream, n_rows: int
+    ) -> None:
         self._outputs = [
             _Output(value.name, stream, n_rows, int(value.shape[-1]))
             for value in session.get_outputs()
@@ -76,7 +39,7 @@ class DeviceOutputs:
 class _Output:
     """One output, [n_rows, size] floats, on the device and as far as it is read on this machine."""
 
-    def __init__(self, name: str, stream: Stream, n_rows: int, size: int) -> None:
+    def __init__(self, name: str, stream: CudaStream, n_rows: int, size: int) -> None:
         self.name = name
         self._stream = stream
         n_bytes = 4 * n_rows * size

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import chain
 from time import perf_counter
-from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvasir.model.bundle import INVERSE_TEMPERATURES_INPUT
 from kvasir.server.engine.batch import Chunk, StepBatch
+from kvasir.server.engine.gpu.graphs import Inputs
+from kvasir.server.engine.gpu.model import DeviceModel
 from kvasir.server.engine.kv.blocks import KVBlocks
 from kvasir.server.engine.logits import Logits
+from kvasir.server.engine.model_runner import group_neighbours
 
 _DENSE_TOKENS = 2**14  # of one layer: 64 MiB at 8 heads of 128 channels in 16 bits
-
-Inputs = Mapping[str, NDArray[Any]]
-
-
-class PagedModel(Protocol):
-    """A graph and its blocks: `DeviceModel`, or numpy in tests."""
-
-    def run(self, inputs: Inputs, first_row: int = 0) -> Logits:
-        """Run a part of a step, whose logits follow `first_row` rows of parts that ran before.
-
-        Returns the logits of all. inputs: as in `export.paged_graph`, without the blocks.
-        """
 
 
 class PagedRunner:
@@ -42,7 +30,7 @@ class PagedRunner:
 
     def __init__(
         self,
-        model: PagedModel,
+        model: DeviceModel,
         blocks: KVBlocks,
         *,
         max_model_len: int,
@@ -62,8 +50,10 @@ class PagedRunner:
         """See Runner."""
         if not self.decodes_apart:
             return self._run(batch.chunks, 0, decodes=not batch.prefills)
-        others, n_done = [*batch.prefills, *batch.drafts], 0
-        groups = _group(others) if self._rounds_kv else [others] if others else []
+        longer, n_done = [*batch.prefills, *batch.drafts], 0
+        groups = [longer] if longer else []
+        if self._rounds_kv:
+            groups = group_neighbours(longer, _fits_dense)
         for chunks in [batch.decodes, *groups] if batch.decodes else groups:
             decodes = chunks is batch.decodes or not batch.prefills
             logits = self._run(chunks, n_done, decodes=decodes)
@@ -107,13 +97,6 @@ class PagedRunner:
         return logits
 
 
-def _group(chunks: list[Chunk]) -> list[list[Chunk]]:
-    """Group chunks so that sequences times the longest's tokens stay within _DENSE_TOKENS."""
-    groups: list[list[Chunk]] = []
-    for chunk in chunks:
-        group = [*(groups[-1] if groups else []), chunk]
-        if len(group) > 1 and len(group) * max(one.end for one in group) <= _DENSE_TOKENS:
-            groups[-1] = group
-        else:
-            groups.append([chunk])
-    return groups
+def _fits_dense(chunks: list[Chunk]) -> bool:
+    """Return whether chunks times the longest one's tokens stay within _DENSE_TOKENS."""
+    return len(chunks) * max(chunk.end for chunk in chunks) <= _DENSE_TOKENS

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
-import numpy as np
-
-from kvasir.model.bundle import CANDIDATES_OUTPUT, INVERSE_TEMPERATURES_INPUT, KV_BLOCK_SIZE, Device
+from kvasir.model.bundle import KV_BLOCK_SIZE, Device
 from kvasir.model.config import TransformerConfig
 from kvasir.model.onnx.runtime import onnxruntime
-from kvasir.server.engine.engine import check_max_model_len, warm_up
 from kvasir.server.engine.gpu.cuda import (
-    bind_blocks_at,
     bind_cuda_blocks,
     open_capturing_session,
     open_cuda_session,
@@ -21,12 +17,14 @@ from kvasir.server.engine.gpu.cuda import (
 )
 from kvasir.server.engine.gpu.cuda_runtime import CudaStream, free_memory
 from kvasir.server.engine.gpu.errors import NoDeviceError
-from kvasir.server.engine.gpu.graphs import DecodeGraphs, warn_without_graphs, without_graph
-from kvasir.server.engine.gpu.outputs import Buffer, DeviceOutputs, Stream
-from kvasir.server.engine.gpu.runner import Inputs, PagedRunner
+from kvasir.server.engine.gpu.graphs import warn_without_graphs
+from kvasir.server.engine.gpu.model import DeviceModel
+from kvasir.server.engine.gpu.outputs import DeviceOutputs
+from kvasir.server.engine.gpu.runner import PagedRunner
 from kvasir.server.engine.gpu.webgpu import bind_webgpu_blocks, open_webgpu_session, require_webgpu
 from kvasir.server.engine.kv.blocks import KVBlocks
-from kvasir.server.engine.logits import Candidates, Logits, most_logits
+from kvasir.server.engine.logits import most_logits
+from kvasir.server.engine.model_runner import check_max_model_len, warm_up
 from kvasir.server.engine.session import KVInput, check_shape, kv_inputs
 
 _MEMORY_SHARE = 0.9
@@ -48,8 +46,8 @@ class Backend(NamedTuple):
     free_memory: Callable[[], int] | None
     chunk_size: int
     kv_cache_bytes: int | None = None
-    open_stream: Callable[[], Stream] | None = None
-    open_capturing: Callable[[Path, Stream], onnxruntime.InferenceSession] | None = None
+    open_stream: Callable[[], CudaStream] | None = None
+    open_capturing: Callable[[Path, CudaStream], onnxruntime.InferenceSession] | None = None
 
 
 BACKENDS: dict[Device, Backend] = {
@@ -66,73 +64,6 @@ BACKENDS: dict[Device, Backend] = {
         require_webgpu, open_webgpu_session, bind_webgpu_blocks, None, 512, kv_cache_bytes=2**30
     ),
 }
-
-
-class DeviceModel:
-    """A graph over blocks, which stay on a device: ids go in, logits come out.
-
-    bind_blocks: see `bind_cuda_blocks`. outputs: keeps what comes out; None copies all logits.
-    """
-
-    def __init__(
-        self,
-        session: onnxruntime.InferenceSession,
-        n_blocks: int,
-        bind_blocks: Callable[[onnxruntime.IOBinding, KVInput, int], object] = bind_cuda_blocks,
-        outputs: DeviceOutputs | None = None,
-    ) -> None:
-        self._session = session
-        self._io = session.io_binding()
-        self._names = {value.name for value in session.get_inputs()}
-        self._outputs = outputs
-        self._n_blocks = n_blocks
-        self._blocks = [bind_blocks(self._io, kv, n_blocks) for kv in kv_inputs(session)]
-        self._options = without_graph()
-        self.graphs: DecodeGraphs | None = None
-
-    def capture(self, stream: Stream, blocks: KVBlocks) -> None:
-        """Run decodes as CUDA graphs from now on, in a session that can capture on the stream."""
-        assert self._outputs is not None, "a graph writes to fixed addresses"
-        inputs, n_blocks = kv_inputs(self._session), self._n_blocks
-        held = cast("list[Buffer]", self._blocks)  # `self` would be a cycle, whose memory stays
-
-        def bind(binding: onnxruntime.IOBinding) -> None:
-            for kv, buffer in zip(inputs, held, strict=True):
-                bind_blocks_at(buffer.address, binding, kv, n_blocks, stream.device)
-
-        max_num_seqs, max_blocks = blocks.table.shape
-        self.graphs = DecodeGraphs(
-            self._session,
-            stream,
-            bind,
-            self._outputs,
-            max_num_seqs=max_num_seqs,
-            max_blocks=max_blocks,
-            block_size=blocks.block_size,
-        )
-
-    def run(self, inputs: Inputs, first_row: int = 0) -> Logits:
-        """See PagedModel; without `outputs` a step has one part."""
-        if self.graphs is not None and not first_row:
-            return self.graphs.run(inputs, self._run)
-        return self._run(inputs, first_row)
-
-    def _run(self, inputs: Inputs, first_row: int = 0) -> Logits:
-        for name, array in inputs.items():
-            if name in self._names:
-                self._io.bind_cpu_input(name, np.ascontiguousarray(array))
-        if self._outputs is None:
-            has_candidates = INVERSE_TEMPERATURES_INPUT in self._names
-            for name in ("logits", *[CANDIDATES_OUTPUT] * has_candidates):  # in the blocks' order
-                self._io.bind_output(name, "cpu")
-            self._session.run_with_iobinding(self._io, self._options)
-            logits, *packed = self._io.get_outputs()[len(self._blocks) :]
-            candidates = Candidates.unpack(packed[0].numpy()) if packed else None
-            return Logits.of(logits.numpy(), candidates)
-        n_rows = len(inputs["logits_indices"])
-        self._outputs.bind(self._io, first_row, n_rows)
-        self._session.run_with_iobinding(self._io, self._options)
-        return self._outputs.take(first_row + n_rows)
 
 
 def block_bytes(session: onnxruntime.InferenceSession) -> int:
@@ -171,7 +102,7 @@ def open_gpu_runner(
     if stream is not None:
         outputs = DeviceOutputs(session, stream, most_logits(max_num_seqs, config.vocab_size))
 
-    def make_runner(n_blocks: int) -> tuple[PagedRunner, DeviceModel]:
+    def make_runner(n_blocks: int) -> PagedRunner:
         blocks = KVBlocks(
             n_blocks=n_blocks,
             block_size=KV_BLOCK_SIZE,
@@ -183,36 +114,45 @@ def open_gpu_runner(
         model = DeviceModel(session, n_blocks, backend.bind_blocks, outputs)
         if captures and stream is not None:
             model.capture(stream, blocks)
-        runner = PagedRunner(
+        return PagedRunner(
             model,
             blocks,
             max_model_len=longest,
             vocab_size=config.vocab_size,
             rounds_kv=any(kv.itemsize == 1 for kv in kv_inputs(session)),
         )
-        return runner, model
 
     chunk = min(chunk_size or backend.chunk_size, longest - 1)
     budget = backend.kv_cache_bytes if kv_cache_bytes is None else kv_cache_bytes
     if budget is None:
-        assert backend.free_memory is not None
-        most = int(_MEMORY_SHARE * backend.free_memory()) // block_bytes(session)
-        wanted = -(-chunk // KV_BLOCK_SIZE) + max_num_seqs - 1
-        runner, model = make_runner(min(most, wanted))
-        warm_up_largest(runner, chunk)
-        reserve = model.graphs.reserve if model.graphs else 0
-        del runner, model  # which frees their blocks
-        budget = int(_MEMORY_SHARE * (backend.free_memory() - reserve))
-        runner, _ = make_runner(budget // block_bytes(session))
+        runner = make_runner(_measure_room(backend, session, make_runner, chunk, max_num_seqs))
         warm_up(runner)
     else:
-        runner, _ = make_runner(budget // block_bytes(session))
+        runner = make_runner(budget // block_bytes(session))
         warm_up_largest(runner, chunk)
     return runner
 
 
+def _measure_room(
+    backend: Backend,
+    session: onnxruntime.InferenceSession,
+    make_runner: Callable[[int], PagedRunner],
+    chunk: int,
+    max_num_seqs: int,
+) -> int:
+    """Run the largest steps over few blocks; return the blocks for which they leave memory."""
+    assert backend.free_memory is not None
+    most = int(_MEMORY_SHARE * backend.free_memory()) // block_bytes(session)
+    wanted = -(-chunk // KV_BLOCK_SIZE) + max_num_seqs - 1
+    runner = make_runner(min(most, wanted))
+    warm_up_largest(runner, chunk)
+    reserve = runner.model.graphs.reserve if runner.model.graphs else 0
+    del runner  # which frees its blocks
+    return int(_MEMORY_SHARE * (backend.free_memory() - reserve)) // block_bytes(session)
+
+
 def _open_capturing(
-    backend: Backend, graph: Path, stream: Stream
+    backend: Backend, graph: Path, stream: CudaStream
 ) -> onnxruntime.InferenceSession | None:
     """Open a session that can capture runs; return None, and say why, where none can."""
     if backend.open_capturing is None:
@@ -228,5 +168,5 @@ def warm_up_largest(runner: PagedRunner, chunk: int) -> None:
     """Run the largest steps that may come: of `chunk` prompt tokens, and of all sequences."""
     kv = runner.kv
     chunk = min(chunk, kv.budget_tokens)
-    n_others = (kv.budget_tokens - kv.n_needed(chunk, 0)) // kv.block_size
+    n_others = (kv.budget_tokens - kv.reservation(chunk, 0)) // kv.block_size
     warm_up(runner, chunk, 1 + min(kv.max_num_seqs - 1, n_others))

@@ -13,10 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvasir.server.engine.kv.prefix_cache import BlockCache
+from kvasir.server.engine.kv.store import KVStore
 
 
-class KVBlocks:
+class KVBlocks(KVStore):
     """A KV cache of `n_blocks` blocks of `block_size` tokens, whose memory is elsewhere.
+
+    All chunks of a step are one run, whose kernels do not depend on their lengths.
 
     table: int32 [max_num_seqs, blocks of the longest sequence]; a row lists its sequence's blocks.
     keep_prompts: share named blocks and keep them after their sequences have ended.
@@ -24,9 +27,7 @@ class KVBlocks:
     Raises ValueError if n_blocks is 0.
     """
 
-    min_chunk = 1  # all chunks of a step are one run, whose kernels do not depend on their lengths
-    prompt_token_bytes = 0
-    movable = None  # rows are only names, and the memory of all blocks stays allocated
+    cache: BlockCache[int]
 
     def __init__(
         self,
@@ -40,16 +41,17 @@ class KVBlocks:
     ) -> None:
         if n_blocks < 1:
             raise ValueError(f"kv_cache_memory holds no block of {block_size} tokens")
-        self.max_num_seqs = max_num_seqs
+        super().__init__(
+            max_num_seqs=max_num_seqs,
+            budget_tokens=n_blocks * block_size,
+            token_bytes=token_bytes,
+            cache=BlockCache[int](n_blocks if keep_prompts else 0, block_size),
+        )
         self.block_size = block_size
-        self.token_bytes = token_bytes
-        self.budget_tokens = n_blocks * block_size
-        self.cache: BlockCache[int] = BlockCache(n_blocks if keep_prompts else 0, block_size)
         shape = (max_num_seqs, -(-max_model_len // block_size))
         self.table: NDArray[np.int32] = np.zeros(shape, dtype=np.int32)
         self._held: dict[int, list[int]] = {}  # blocks by row
         self._n_held = np.zeros(max_num_seqs, dtype=np.int32)  # their number, 0 of a free row
-        self.free_rows = set(range(max_num_seqs))
         self._free = list(range(n_blocks))[::-1]  # blocks without a name and without a holder
         self._n_holders = [0] * n_blocks
         self._names: dict[int, bytes] = {}
@@ -60,19 +62,18 @@ class KVBlocks:
         """Tokens of the blocks that sequences hold; a shared block counts once."""
         return self.budget_tokens - (len(self._free) + len(self._idle)) * self.block_size
 
-    def n_needed(self, n_prompt: int, max_tokens: int) -> int:
-        """See KVRows: whole blocks."""
+    def reservation(self, n_prompt: int, max_tokens: int) -> int:
+        """See KVStore: whole blocks."""
         return -(-(n_prompt + max_tokens) // self.block_size) * self.block_size
 
     def admit(self, n_prompt: int, max_tokens: int, names: list[bytes]) -> tuple[int, int] | None:
-        """See KVRows: cached blocks are shared."""
+        """See KVStore: cached blocks are shared."""
         shared = [self.cache.blocks[name] for name in names[: self.cache.count(names)]]
-        n_new = self.n_needed(n_prompt, max_tokens) // self.block_size - len(shared)
+        n_new = self.reservation(n_prompt, max_tokens) // self.block_size - len(shared)
         n_idle_shared = sum(not self._n_holders[block] for block in shared)
         if not self.free_rows or n_new > len(self._free) + len(self._idle) - n_idle_shared:
             return None
-        row = min(self.free_rows)
-        self.free_rows.remove(row)
+        row = self._take_row()
         for block in shared:
             self._idle.pop(block, None)
         blocks = shared + [self._take() for _ in range(n_new)]
@@ -83,12 +84,8 @@ class KVBlocks:
         self.table[row, : len(blocks)] = blocks
         return row, len(shared) * self.block_size
 
-    def chunk_cost(self, n_tokens: int, n_copied: int, step_tokens: int) -> int:  # noqa: ARG002
-        """See KVRows: all chunks share one run, and nothing is copied."""
-        return n_tokens
-
     def record_prefill(self, row: int, start: int, end: int, names: list[bytes]) -> None:
-        """See KVRows: the blocks that end in [start, end) get their names."""
+        """See KVStore: the blocks that end in [start, end) get their names."""
         for n in range(start // self.block_size, min(end // self.block_size, len(names))):
             block = self._held[row][n]
             if names[n] not in self.cache.blocks and block not in self._names:
@@ -96,9 +93,8 @@ class KVBlocks:
                 self._names[block] = names[n]
 
     def free(self, row: int) -> None:
-        """See KVRows: named blocks stay while there is room, a chain's beginning longest."""
-        if row in self.free_rows:
-            raise ValueError(f"row {row} is free already")
+        """See KVStore: named blocks stay while there is room, a chain's beginning longest."""
+        super().free(row)
         for block in reversed(self._held.pop(row)):
             self._n_holders[block] -= 1
             if not self._n_holders[block] and block in self._names:
@@ -106,7 +102,12 @@ class KVBlocks:
             elif not self._n_holders[block]:
                 self._free.append(block)
         self._n_held[row] = 0
-        self.free_rows.add(row)
+
+    def move(self, source: int, n_tokens: int) -> int | None:
+        """See KVStore: rows are only names."""
+
+    def release_idle_memory(self) -> None:
+        """Do nothing: the memory of all blocks stays allocated."""
 
     def slots(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int32]:
         """Return block · block_size + offset of tokens: their rows, and their places in those.

@@ -60,11 +60,11 @@ class PrefixCache(BlockCache[Floats]):
 
     def restore(self, row: Floats, names: list[bytes]) -> int:
         """Copy the cached blocks of a chain to the start of a row; return their tokens."""
-        found = names[: self.count(names)]
-        for n, name in enumerate(found):
+        cached = names[: self.count(names)]
+        for n, name in enumerate(cached):
             self._slice(row, n)[:] = self.blocks[name]
-        self._touch(found)
-        return len(found) * self.block_size
+        self._touch(cached)
+        return len(cached) * self.block_size
 
     def keep(self, row: Floats, names: list[bytes]) -> None:
         """Copy the blocks of a chain, which starts the row, unless they are cached already."""

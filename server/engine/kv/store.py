@@ -1,54 +1,80 @@
-"""The interface of a KV cache: rows on CPU, blocks on CUDA."""
+"""The interface of a KV cache, with what its kinds have in common."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 from kvasir.server.engine.kv.prefix_cache import BlockCache
 
 
-class MovableRows(Protocol):
-    """Rows whose place and pages matter."""
+class KVStore(ABC):
+    """A KV cache of `max_num_seqs` rows within a budget of tokens, and its prefix cache.
 
-    def move(self, source: int, n_tokens: int) -> int | None:
-        """Move a row to the lowest free one and return that; None without room in the budget."""
+    token_bytes: memory of one token, in all layers; prompt_token_bytes: additional memory of a
+    prompt's until the prompt is computed. min_chunk: fewest tokens of a prompt that may run at
+    once, if it has as many.
+    """
 
-    def release_idle_memory(self) -> None:
-        """Return the pages of free rows to the operating system."""
+    min_chunk = 1
+    prompt_token_bytes = 0
 
-
-class KVStore(Protocol):
-    """A KV cache of `max_num_seqs` rows within a budget, and its prefix cache."""
-
-    max_num_seqs: int
-    budget_tokens: int
-    token_bytes: int  # of one token, in all layers
-    prompt_token_bytes: int  # as much again, until the token's prompt is computed
-    min_chunk: int  # fewest tokens of a prompt that may run at once, if it has as many
-
-    @property
-    def cache(self) -> BlockCache[Any]:
-        """The blocks of the prefix cache."""
+    def __init__(
+        self, *, max_num_seqs: int, budget_tokens: int, token_bytes: int, cache: BlockCache[Any]
+    ) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.budget_tokens = budget_tokens
+        self.token_bytes = token_bytes
+        self.cache = cache
+        self.free_rows = set(range(max_num_seqs))
 
     @property
-    def movable(self) -> MovableRows | None:
-        """The rows, if their place and pages matter."""
-
-    @property
+    @abstractmethod
     def reserved_tokens(self) -> int:
         """Tokens of the budget that sequences hold."""
 
-    def n_needed(self, n_prompt: int, max_tokens: int) -> int:
-        """Return the most tokens of the budget that a sequence takes, if it shares none."""
+    def reservation(self, n_prompt: int, max_tokens: int) -> int:
+        """Return the most tokens of the budget that a sequence takes for each of its rows."""
+        return n_prompt + max_tokens
 
+    @abstractmethod
     def admit(self, n_prompt: int, max_tokens: int, names: list[bytes]) -> tuple[int, int] | None:
-        """Reserve a row for a sequence; return it and its cached tokens, or None without room."""
+        """Reserve the lowest free row, with all the tokens that a sequence may need.
 
-    def chunk_cost(self, n_tokens: int, n_copied: int, step_tokens: int) -> int:
-        """Return the share of a step of `step_tokens` that a chunk takes, in tokens."""
+        names: the blocks to reuse if they are cached. Returns the row and its number of cached
+        tokens, or None while there is no free row or not enough of the budget.
+        """
 
+    def step_share(self, n_tokens: int, n_cached: int, step_tokens: int) -> int:  # noqa: ARG002
+        """Return the share of a step of `step_tokens` that a chunk takes, in tokens.
+
+        n_cached: tokens that the prefix cache had for it.
+        """
+        return n_tokens
+
+    @abstractmethod
     def record_prefill(self, row: int, start: int, end: int, names: list[bytes]) -> None:
         """Note that a prompt's tokens [start, end) are computed; names: of all its blocks."""
 
     def free(self, row: int) -> None:
-        """Give a row and its reservation back."""
+        """Give a row and its reservation back. Raises ValueError for a row that is free."""
+        if row in self.free_rows:
+            raise ValueError(f"row {row} is free already")
+        self.free_rows.add(row)
+
+    @abstractmethod
+    def move(self, source: int, n_tokens: int) -> int | None:
+        """Move a row of `n_tokens` tokens and its reservation to the lowest free row.
+
+        Returns that, or None where the place does not matter, or the budget has no room for the
+        tokens in both rows.
+        """
+
+    @abstractmethod
+    def release_idle_memory(self) -> None:
+        """Return the memory of free rows, which runs may have written to, to the system."""
+
+    def _take_row(self) -> int:
+        row = min(self.free_rows)
+        self.free_rows.remove(row)
+        return row

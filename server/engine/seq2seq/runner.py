@@ -18,12 +18,12 @@ from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.model.packing import SOURCE_OUTPUT, pack
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.encoder.engine import MAX_PADDING
-from kvasir.server.engine.engine import check_max_model_len
-from kvasir.server.engine.kv.rows import KVShape
+from kvasir.server.engine.kv.memory import KVShape
 from kvasir.server.engine.kv.source_rows import SourceRows
 from kvasir.server.engine.logits import Logits
 from kvasir.server.engine.machine import SPIN_MICROSECONDS
-from kvasir.server.engine.runner import TOKEN_BLOCK, RowBinding
+from kvasir.server.engine.model_runner import check_max_model_len, group_neighbours
+from kvasir.server.engine.runner import TOKEN_BLOCK, RowBinding, lone_token_differs
 from kvasir.server.engine.sampling import Floats
 from kvasir.server.engine.session import check_shape, open_session
 
@@ -82,24 +82,25 @@ class Seq2SeqRunner:
         self._logits: Floats = np.empty((max(8, max_num_seqs), self.vocab_size), dtype=np.float32)
         self._bindings: dict[int, _SourceBinding] = {}  # by rows
         self._never_alone = False
-        self._never_alone = self._alone_differs()
+        self._never_alone = lone_token_differs(self._decode_one, self._logits)
         self._encoder.run([SOURCE_OUTPUT], pack([[0, 0]])[0])  # warm up, as the trial the decoder
         self.decode_seconds = 0.0
 
     def run(self, batch: StepBatch) -> Logits:
         """See Runner."""
         n_done = self._decode(batch.decodes) if batch.decodes else 0
-        for chunks in _group(batch.prefills):
+        sources = sorted(batch.prefills, key=lambda chunk: chunk.count)
+        for chunks in group_neighbours(sources, _are_alike):
             self._encode(chunks)
         return Logits.of(self._logits[:n_done])
 
     def _encode(self, chunks: list[Chunk]) -> None:
         """Encode whole sources in one run, and write what it makes to their rows."""
         inputs, ends = pack([chunk.sequence.prompt_ids for chunk in chunks])
-        (found,) = self._encoder.run([SOURCE_OUTPUT], inputs)
+        (keys_and_values,) = self._encoder.run([SOURCE_OUTPUT], inputs)
         for chunk, end in zip(chunks, ends.tolist(), strict=True):
             # [tokens, 2 * n_layer, n_kv_head, head_dim] to [2 * n_layer, n_kv_head, tokens, …]
-            source = found[end - chunk.count : end].transpose(1, 2, 0, 3)
+            source = keys_and_values[end - chunk.count : end].transpose(1, 2, 0, 3)
             self.kv.sources.array[:, chunk.row, :, : chunk.count] = source
 
     def _decode(self, chunks: list[Chunk]) -> int:
@@ -139,26 +140,15 @@ class Seq2SeqRunner:
         self.decode_seconds += binding.run(ends, 1, wanted, self._logits, first_logit)
         return len(wanted)
 
-    def _alone_differs(self) -> bool:
-        """Decode tokens alone and beside others; return whether any logits differ."""
-        token_ids = [i * (self.vocab_size - 1) // 3 for i in range(4)]
-        for i, token_id in enumerate(token_ids):
-            self._run({0: (token_id, i % 2)}, [0], i)
-            self._run({0: (token_id, i % 2), 1: (0, 0)}, [0], 4 + i)
-        return not np.array_equal(self._logits[:4], self._logits[4:8])
+    def _decode_one(self, token_id: int, position: int, n_rows: int, first_logit: int) -> None:
+        tokens = {0: (token_id, position), 1: (0, 0)}
+        self._run({row: tokens[row] for row in range(n_rows)}, [0], first_logit)
 
 
-def _group(chunks: list[Chunk]) -> list[list[Chunk]]:
-    """Group sources of similar length: attention pads them to the longest of their run."""
-    groups: list[list[Chunk]] = []
-    for chunk in sorted(chunks, key=lambda one: one.count):
-        group = [*(groups[-1] if groups else []), chunk]
-        n_tokens = sum(one.count for one in group)
-        if len(group) > 1 and chunk.count * len(group) <= MAX_PADDING * n_tokens:
-            groups[-1] = group
-        else:
-            groups.append([chunk])
-    return groups
+def _are_alike(sources: list[Chunk]) -> bool:
+    """Return whether sources, by length, may share a run: attention pads them to the longest."""
+    n_tokens = sum(source.count for source in sources)
+    return sources[-1].count * len(sources) <= MAX_PADDING * n_tokens
 
 
 class _SourceBinding(RowBinding):

@@ -169,7 +169,7 @@ def check_length(
             f"{max_tokens} to generate",
             param=param,
         )
-    needed = n_rows * engine.kv.n_needed(n_prompt, n_given + max_tokens)
+    needed = n_rows * engine.kv.reservation(n_prompt, n_given + max_tokens)
     if needed > engine.kv.budget_tokens:
         raise InvalidRequestError(
             f"{total} tokens ({n_prompt} in the prompt and {max_tokens} to generate) take up to "
