@@ -158,13 +158,21 @@ def load_checkpoint(source: Path, max_model_len: int | None = None) -> Checkpoin
 
 def _open_published(source: Path) -> Checkpoint:
     try:
-        found = read_published(source)
+        published = read_published(source)
     except (UnsupportedError, OSError) as error:
         raise CheckpointError(in_words(error)) from None
-    files = {name: text.encode() for name, text in found.texts.items()}
+    files = {name: text.encode() for name, text in published.texts.items()}
     tokenizer = parse_tokenizer(files.pop(TOKENIZER_FILE), source)
-    weights = LazyWeights({weight.name: weight.make for weight in found.weights})
-    return Checkpoint(source, found.config, weights, tokenizer, {}, files, found.files, found.notes)
+    return Checkpoint(
+        source,
+        published.config,
+        LazyWeights(published.weights),
+        tokenizer,
+        {},
+        files,
+        published.files,
+        published.notes,
+    )
 
 
 def _open_directory(directory: Path) -> Checkpoint:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import reduce
 
@@ -15,7 +15,7 @@ from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.families.family import Family
 from kvasir.model.importing.tensors import reorder_rotary_pairs
 from kvasir.model.network.skeleton import parameter_shapes
-from kvasir.model.tensor_files import PlannedTensor, Shape, StoredTensor
+from kvasir.model.tensor_files import Shape, StoredTensor
 
 _LAYER = re.compile(r"(?<=\bblocks\.)\d+")
 _ENCODER = "encoder."
@@ -24,7 +24,7 @@ _LOGIT_BIAS = "final_logits_bias.bias"
 
 def plan_parameters(
     family: Family, config: TransformerConfig, stored: Iterable[StoredTensor]
-) -> tuple[TransformerConfig, list[PlannedTensor]]:
+) -> tuple[TransformerConfig, dict[str, Callable[[], Tensor]]]:
     """Return the configuration, untied where the head differs, and every parameter to be made.
 
     Raises UnsupportedError naming a tensor that is missing, unknown or of the wrong shape.
@@ -39,7 +39,9 @@ def plan_parameters(
     config.check_size(sum(torch.Size(tensor.shape).numel() for tensor in held.values()))
     shapes = parameter_shapes(config)
     taken: set[str] = set()
-    weights = [_take(name, shape, family, config, held, taken) for name, shape in shapes.items()]
+    weights = {
+        name: _take(name, shape, family, config, held, taken) for name, shape in shapes.items()
+    }
     for name in held.keys() - taken:
         tensor, (module, _, kind) = held[name], name.rpartition(".")
         if name.startswith(family.unused):
@@ -94,8 +96,8 @@ def _take(
     config: TransformerConfig,
     held: dict[str, StoredTensor],
     taken: set[str],
-) -> PlannedTensor:
-    """Return the plan of a parameter; the names of its tensors are added to `taken`."""
+) -> Callable[[], Tensor]:
+    """Return what makes a parameter; the names of its tensors are added to `taken`."""
     layer = (_LAYER.search(name) or ("",))[0]
     module, _, kind = _LAYER.sub("*", name).rpartition(".")
     if name.startswith(_ENCODER) and config.encoder is not None:
@@ -132,4 +134,4 @@ def _take(
             made = reorder_rotary_pairs(made, config)
         return made.to(dtype).expand(shape).contiguous()
 
-    return PlannedTensor(name, shape, dtype, make)
+    return make

@@ -28,7 +28,6 @@ EXAMPLE = str(ROOT / "examples/stdlib")
 COMMANDS = (
     "train",
     "pull",
-    "import",
     "export",
     "verify",
     "serve",

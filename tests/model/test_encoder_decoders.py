@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvasir.model.checkpoint import Checkpoint, load_checkpoint
-from kvasir.model.importing.published import import_checkpoint
+from kvasir.model.checkpoint import load_checkpoint
 from kvasir.model.network.cross_attention import Source
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.reference import beam_search, generate
@@ -73,16 +72,11 @@ def save(folder: Path, model: Any) -> Path:
     return folder
 
 
-def imported(folder: Path, model: Any) -> Checkpoint:
-    import_checkpoint(save(folder / "theirs", model), folder / "ours")
-    return load_checkpoint(folder / "ours")
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.inference_mode()
 def test_logits(name: str, tmp_path: Path) -> None:
     model = make_model(name)
-    checkpoint = imported(tmp_path, model)
+    decoder = load_checkpoint(save(tmp_path, model)).decoder
     sources, targets = (
         torch.randint(4, VOCABULARY, (3, 30)),
         torch.randint(4, VOCABULARY, (3, 25)),
@@ -90,7 +84,6 @@ def test_logits(name: str, tmp_path: Path) -> None:
     lengths = torch.tensor([30, 11, 1])
     within = (torch.arange(30) < lengths[:, None]).long()
     theirs = model(sources.where(within == 1, 1), within, decoder_input_ids=targets).logits
-    decoder = checkpoint.decoder
     ours = decoder(targets, source=decoder.read(sources, lengths))
     assert (ours - theirs).abs().max() < 1e-4 * theirs.std()
 
@@ -112,7 +105,7 @@ def options(decoder: Transformer) -> dict[str, Any]:
 @torch.inference_mode()
 def test_the_likeliest_text(name: str, tmp_path: Path) -> None:
     model = make_model(name)
-    decoder = imported(tmp_path, model).decoder
+    decoder = load_checkpoint(save(tmp_path, model)).decoder
     prefix, ends = list(decoder.config.target_prefix), decoder.config.eos_token_ids
     for n_source in (9, 1):
         ids, source = make_source(decoder, n_source, n_source)
@@ -128,7 +121,7 @@ def test_beams(penalty: float, early: Any, tmp_path: Path) -> None:
     """With a forced token, and an ending one that is likely at times."""
     model = make_model("bart")
     model.final_logits_bias[0, _END] = 4.0
-    decoder = imported(tmp_path, model).decoder
+    decoder = load_checkpoint(save(tmp_path, model)).decoder
     prefix, ends = list(decoder.config.target_prefix), decoder.config.eos_token_ids
     asked = {"length_penalty": penalty, "early_stopping": early}
     for seed in range(3):

@@ -16,7 +16,6 @@ from kvasir.model.bundle import EmbeddingDefaults
 from kvasir.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from kvasir.model.config import Pooling, Projection
 from kvasir.model.importing.families.encoders import ENCODERS
-from kvasir.model.importing.published import import_checkpoint
 from tests.huggingface_checkpoints import EOS, save_tokenizer
 
 with warnings.catch_warnings():
@@ -112,8 +111,7 @@ def pooled(checkpoint: Checkpoint, rows: dict[str, Tensor]) -> Tensor:
 @torch.inference_mode()
 def test_vectors_of_tokens(name: str, tmp_path: Path) -> None:
     model = make_model(name)
-    import_checkpoint(save(tmp_path / "theirs", model), tmp_path / "ours")
-    checkpoint = load_checkpoint(tmp_path / "ours")
+    checkpoint = load_checkpoint(save(tmp_path, model))
     rows = random_rows(checkpoint.config.n_token_types)
     theirs, within = model(**rows).last_hidden_state, rows["attention_mask"] == 1
     lengths, types = torch.tensor(LENGTHS), rows.get("token_type_ids")
@@ -289,7 +287,7 @@ def test_layers_after_the_pooling(bert: Path) -> None:
     close(pooled(found, rows), expected)
 
 
-def test_the_longest_text_and_the_prompts(bert: Path, tmp_path: Path) -> None:
+def test_the_longest_text_and_the_prompts(bert: Path) -> None:
     save_modules(bert, Pooling=MEAN)
     whole = load_checkpoint(bert)
     set_values(bert, "sentence_bert_config.json", max_seq_length=48, do_lower_case=True)
@@ -302,16 +300,14 @@ def test_the_longest_text_and_the_prompts(bert: Path, tmp_path: Path) -> None:
         default_prompt_name="query",
         similarity_fn_name="dot",
     )
-    import_checkpoint(bert, tmp_path / "ours")
-    for folder in (bert, tmp_path / "ours"):
-        found = load_checkpoint(folder)
-        assert found.config.max_model_len == 48
-        name = "position_embedding.weight"
-        assert torch.equal(found.weights[name], whole.weights[name][:48])
-        assert EmbeddingDefaults.parse(found.extra_files) == EmbeddingDefaults(
-            prompts=prompts, default_prompt_name="query", similarity_fn_name="dot"
-        )
-        assert found.tokenizer.encode("A LINE").ids == whole.tokenizer.encode("a line").ids
+    found = load_checkpoint(bert)
+    assert found.config.max_model_len == 48
+    name = "position_embedding.weight"
+    assert torch.equal(found.weights[name], whole.weights[name][:48])
+    assert EmbeddingDefaults.parse(found.extra_files) == EmbeddingDefaults(
+        prompts=prompts, default_prompt_name="query", similarity_fn_name="dot"
+    )
+    assert found.tokenizer.encode("A LINE").ids == whole.tokenizer.encode("a line").ids
 
 
 @pytest.mark.parametrize(

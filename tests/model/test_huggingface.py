@@ -1,4 +1,4 @@
-"""`kvasir import`: every family against transformers, which shares no line with the decoder."""
+"""Every family against transformers, which shares no line with the decoder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 
 from kvasir.export.graph import export_graph
 from kvasir.model.checkpoint import load_checkpoint
-from kvasir.model.importing.published import import_checkpoint
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.sampling import SamplingParams
 from tests.engine_driver import make_sequence, run_to_end
@@ -34,8 +33,7 @@ def one_thread() -> Iterator[None]:
 def test_family(name: str, tmp_path: Path) -> None:
     """Compare logits with the original in PyTorch, and greedy tokens with the served graph."""
     model: Any = make_model(name)
-    import_checkpoint(save_checkpoint(tmp_path / "theirs", model), tmp_path / "ours")
-    decoder = load_checkpoint(tmp_path / "ours").decoder
+    decoder = load_checkpoint(save_checkpoint(tmp_path / "theirs", model)).decoder
     torch.manual_seed(4)
     input_ids = torch.randint(decoder.config.vocab_size, (2, LENGTH))
     with torch.inference_mode():

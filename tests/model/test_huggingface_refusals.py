@@ -1,9 +1,8 @@
-"""`kvasir import` refuses a folder in one line, with the mend, before anything is written."""
+"""A published folder is refused in one line, with the mend."""
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
-from typer.testing import CliRunner
 
-from kvasir.__main__ import app
-from kvasir.model.importing.errors import UnsupportedError
-from kvasir.model.importing.published import import_checkpoint
+from kvasir.model.checkpoint import CheckpointError, load_checkpoint
 from tests.huggingface_checkpoints import make_model, save_checkpoint
 from tests.model.test_tokenizer import with_damaged_charsmap
 
@@ -85,7 +81,7 @@ def as_pytorch(folder: Path) -> None:
 
 
 REFUSALS: dict[str, tuple[Break, str]] = {
-    "no config": (remove("config.json"), r"it has no config\.json; name a folder"),
+    "no config": (remove("config.json"), "holds no checkpoint, nor a Hugging Face model"),
     "deep config": (write("config.json", "[" * 100_000), r"config\.json is nested too deeply"),
     "half a surrogate pair": (
         set_values("tokenizer_config.json", extra="\ud800"),
@@ -242,16 +238,13 @@ REFUSALS: dict[str, tuple[Break, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_a_folder_is_refused_in_one_line_and_nothing_is_written(
-    name: str, folder: Path, tmp_path: Path
-) -> None:
+def test_a_folder_is_refused_in_one_line(name: str, folder: Path) -> None:
     break_it, message = REFUSALS[name]
     break_it(folder)
-    with pytest.raises(UnsupportedError, match=message) as caught:
-        import_checkpoint(folder, tmp_path / "not" / "yet")
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_checkpoint(folder)
     assert "\n" not in str(caught.value)
     assert str(folder) in str(caught.value)
-    assert list(tmp_path.iterdir()) == [folder]
 
 
 KEYS = {
@@ -266,9 +259,7 @@ WRONG += [[None], -1, 1.5]
 
 
 @pytest.mark.parametrize("file", KEYS)
-def test_whatever_a_file_holds_ends_in_a_checkpoint_or_in_one_line(
-    file: str, folder: Path, tmp_path: Path
-) -> None:
+def test_whatever_a_file_holds_ends_in_a_checkpoint_or_in_one_line(file: str, folder: Path) -> None:
     """Try every key that is read here with every wrong type."""
     remove("chat_template.jinja")(folder)
     if file.endswith(".index.json"):
@@ -276,31 +267,9 @@ def test_whatever_a_file_holds_ends_in_a_checkpoint_or_in_one_line(
     path = folder / file
     known = json.loads(path.read_text()) if path.is_file() else {}
     for key in KEYS[file].split():
-        for number, wrong in enumerate(WRONG):
+        for wrong in WRONG:
             path.write_text(json.dumps({**known, "do_sample": True, key: wrong}))
             try:
-                import_checkpoint(folder, tmp_path / key / str(number))
-            except UnsupportedError as error:
+                load_checkpoint(folder)
+            except CheckpointError as error:
                 assert "\n" not in str(error)  # noqa: PT017
-
-
-def test_the_command_says_what_it_made_or_why_not(folder: Path, tmp_path: Path) -> None:
-    set_values("generation_config.json", repetition_penalty=0)(folder)
-    arguments = ["import", str(folder), "--out", str(tmp_path / "ours")]
-    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
-    assert result.exit_code == 0, result.output
-    assert (
-        "\nnote: generation_config.json's repetition_penalty is left out: 0: Input" in result.stdout
-    )
-    for row in (r"family .* Llama", r"weights .* float32", r"chat template .* yes"):
-        assert re.search(row, result.stdout), result.stdout
-    for_scripts = CliRunner().invoke(app, [*arguments[:-1], str(tmp_path / "too"), "--json"])
-    imported = json.loads(for_scripts.stdout)
-    assert (imported["family"], imported["n_parameters"]) == ("Llama", 71_872)
-    assert imported["notes"][0].startswith(
-        "generation_config.json's repetition_penalty is left out"
-    )
-    again = CliRunner().invoke(app, arguments)
-    assert again.exit_code == 1
-    assert again.stderr.count("\n") == 1
-    assert "is not empty" in again.stderr

@@ -1,4 +1,4 @@
-"""The published decoders that `kvasir export` and `kvasir import` read.
+"""The published decoders that Kvasir reads.
 
 To add one, add a `Family` to FAMILIES; its fields say what belongs there. Keys, defaults and tensor
 names are those of Hugging Face transformers.

@@ -1,4 +1,4 @@
-"""The published encoder-decoders that `kvasir import` reads.
+"""The published encoder-decoders that Kvasir reads.
 
 As `decoders.py` has it: to add one, add a `Family` to ENCODER_DECODERS, with that of its encoder.
 Keys, defaults and tensor names are those of Hugging Face transformers.

@@ -1,4 +1,4 @@
-"""The published encoders that `kvasir export` and `kvasir import` read.
+"""The published encoders that Kvasir reads.
 
 As `decoders.py` has it: to add one, add a `Family` to ENCODERS. Keys, defaults and tensor names are
 those of Hugging Face transformers.

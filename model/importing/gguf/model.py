@@ -10,6 +10,7 @@ from kvasir.model.bundle import (
     SPECIAL_TOKENS_FILE,
     TOKENIZER_FILE,
 )
+from kvasir.model.files import read_limited
 from kvasir.model.importing.contents import Contents, generation_defaults, to_json
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.gguf.family import read_family
@@ -32,6 +33,8 @@ def read_gguf_model(source: Path, notes: list[str]) -> Contents:
             f"{config.vocab_size} tokens"
         )
     template = gguf.values.get("tokenizer.chat_template")
+    if template is None and (beside := source.with_name(CHAT_TEMPLATE_FILE)).is_file():
+        template = read_limited(beside).decode()
     if not isinstance(template, str | None):
         raise UnsupportedError("its key tokenizer.chat_template is not a text")
     if others := sorted(key for key in gguf.values if key.startswith("tokenizer.chat_template.")):

@@ -51,11 +51,6 @@ _OF_BOTH = (
 
 def read_folder(source: Path, notes: list[str]) -> Contents:
     """Return the contents of a folder with config.json, *.safetensors and tokenizer.json."""
-    if not (source / CONFIG_FILE).is_file():
-        raise UnsupportedError(
-            f"it has no {CONFIG_FILE}; name a folder with that, *.safetensors and "
-            f"{TOKENIZER_FILE}, or a .gguf file"
-        )
     whole, generation = (read_optional(source / name) for name in (CONFIG_FILE, GENERATION_FILE))
     family, values = _find_family(whole, notes)
     config = _read_config(family, values, generation, notes)
