@@ -32,7 +32,7 @@ def generate(
 ) -> None:
     """Continue a prompt in this process. Sampling defaults to what the model recommends."""
     from kvasir.commands.console.terminal import legend, shaded
-    from kvasir.model.bundle import GenerationDefaults
+    from kvasir.model.records import GenerationDefaults
     from kvasir.server.process.library import Model
 
     seed = secrets.randbits(64) if seed is None else seed

@@ -7,7 +7,7 @@ from time import perf_counter
 
 import numpy as np
 
-from kvasir.model.bundle import Verification
+from kvasir.model.records import Verification
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.gpu.runner import PagedRunner
 from kvasir.server.engine.sampling import SamplingParams

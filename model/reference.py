@@ -107,23 +107,23 @@ def beam_search(
     running, finished = [Hypothesis(0.0, [])], list[Hypothesis]()
     for n_tokens in range(1, max_tokens + 1):
         candidates: list[Hypothesis] = []
-        for one in running:
-            logits = torch.from_numpy(next_logits(decoder, prefix + one.token_ids, source))
+        for text in running:
+            logits = torch.from_numpy(next_logits(decoder, prefix + text.token_ids, source))
             scores, ids = logits.log_softmax(dim=0).topk(n_beams * max(2, 1 + len(ending_ids)))
             candidates += (
-                Hypothesis(one.score + score, [*one.token_ids, token_id])
+                Hypothesis(text.score + score, [*text.token_ids, token_id])
                 for score, token_id in zip(scores.tolist(), ids.tolist(), strict=True)
             )
-        candidates.sort(key=lambda one: -one.score)
-        ended = [n_tokens == max_tokens or one.token_ids[-1] in ending_ids for one in candidates]
+        candidates.sort(key=lambda text: -text.score)
+        ended = [n_tokens == max_tokens or text.token_ids[-1] in ending_ids for text in candidates]
         length = n_tokens + len(prefix) - 1
         finished += (
-            Hypothesis(one.score / length**length_penalty, one.token_ids)
-            for one, ends in zip(candidates[:n_beams], ended, strict=False)
+            Hypothesis(text.score / length**length_penalty, text.token_ids)
+            for text, ends in zip(candidates[:n_beams], ended, strict=False)
             if ends
         )
-        finished = sorted(finished, key=lambda one: -one.score)[:n_beams]
-        running = [one for one, ends in zip(candidates, ended, strict=True) if not ends][:n_beams]
+        finished = sorted(finished, key=lambda text: -text.score)[:n_beams]
+        running = [text for text, ends in zip(candidates, ended, strict=True) if not ends][:n_beams]
         if len(finished) == n_beams and running:
             if early_stopping == "never" and length_penalty > 0.0:
                 length = max_tokens + len(prefix) - 1

@@ -72,8 +72,8 @@ def _checkpoint(
         raise DownloadError(f"{reference} {of_adapter(base)}")
     if not weights:
         other = next(filter(_NOT_SAFETENSORS.fullmatch, sorted(names)), None)
-        found = f"its weights are in {other}; save them" if other else "publish its weights"
-        raise DownloadError(f"{reference} has no model.safetensors: {found} as safetensors")
+        advice = f"its weights are in {other}; save them" if other else "publish its weights"
+        raise DownloadError(f"{reference} has no model.safetensors: {advice} as safetensors")
     own = {TOKENIZER_FILE}
     tokenizer = next((files for files in (own, *_TOKENIZERS) if {*names} >= files), own)
     for name in (CONFIG_FILE, *tokenizer):
@@ -89,16 +89,16 @@ def _gguf(reference: Reference, ggufs: list[str]) -> list[str]:
     """Return the GGUF file that is named, or the only one, with the other parts of a split one."""
     groups: dict[str, list[str]] = {}
     for name in ggufs:
-        found = _PART.fullmatch(name)
-        groups.setdefault(found[1] if found else name, []).append(name)
+        match = _PART.fullmatch(name)
+        groups.setdefault(match[1] if match else name, []).append(name)
     for files in groups.values():
         if reference.file in files or (reference.file is None and len(groups) == 1):
             return files
-    known = ", ".join(files[0] for files in groups.values()) or "none"
+    offered = ", ".join(files[0] for files in groups.values()) or "none"
     example = f"{reference.scheme}://{reference.place.partition('.gguf')[0]}"
     if reference.file is None:
         raise DownloadError(
             f"{reference} has several GGUF files: name one, as {example}/{ggufs[0]}; "
-            f"there are {known}"
+            f"there are {offered}"
         )
-    raise DownloadError(f"{reference} does not exist; the GGUF files there are {known}")
+    raise DownloadError(f"{reference} does not exist; the GGUF files there are {offered}")

@@ -10,9 +10,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from kvasir.model.bundle import GENERATION_FILE, GenerationDefaults
+from kvasir.model.bundle import GENERATION_FILE
 from kvasir.model.config import TransformerConfig
 from kvasir.model.importing.families.family import Family
+from kvasir.model.records import GenerationDefaults
 from kvasir.model.tensor_files import StoredTensor
 
 

@@ -14,7 +14,7 @@ from kvasir.model.config import TransformerConfig
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.families.family import Family
 from kvasir.model.importing.tensors import reorder_rotary_pairs
-from kvasir.model.network.skeleton import parameter_shapes
+from kvasir.model.network.skeleton import check_size, parameter_shapes
 from kvasir.model.tensor_files import Shape, StoredTensor
 
 _LAYER = re.compile(r"(?<=\bblocks\.)\d+")
@@ -36,7 +36,7 @@ def plan_parameters(
             raise UnsupportedError(f"tensors {names} are the same parameter")
         held[name] = tensor
     config = _merge_embeddings(held, family, config)
-    config.check_size(sum(torch.Size(tensor.shape).numel() for tensor in held.values()))
+    check_size(config, sum(torch.Size(tensor.shape).numel() for tensor in held.values()))
     shapes = parameter_shapes(config)
     taken: set[str] = set()
     weights = {
@@ -65,10 +65,10 @@ def _merge_embeddings(
     for module in family.same_embeddings:
         if (other := held.pop(f"{module}.weight", None)) is None:
             continue
-        if not _same(one := held.setdefault(embedding, other), other):
+        if not _same(first := held.setdefault(embedding, other), other):
             raise UnsupportedError(
-                f"tensors {one.name!r} and {other.name!r} differ, and Kvasir computes "
-                f"{family.title} with one embedding for both"
+                f"tensors {first.name!r} and {other.name!r} differ, and Kvasir computes "
+                f"{family.architectures[0]} with one embedding for both"
             )
     if (bias := held.get(_LOGIT_BIAS)) is not None:
         if bias.read().any():
@@ -85,8 +85,8 @@ def _merge_embeddings(
     return config
 
 
-def _same(one: StoredTensor, other: StoredTensor) -> bool:
-    return one is other or torch.equal(one.read(), other.read())
+def _same(first: StoredTensor, other: StoredTensor) -> bool:
+    return first is other or torch.equal(first.read(), other.read())
 
 
 def _take(

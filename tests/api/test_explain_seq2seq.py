@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 from kvasir.__main__ import app
 from kvasir.export.attention_graph import write_attention_graph
 from kvasir.export.directory import make_manifest
-from kvasir.model.bundle import ModelBundle, Verification, load_bundle
+from kvasir.model.bundle import ModelBundle, load_bundle
 from kvasir.model.network.cross_attention import CrossAttention, Source
+from kvasir.model.records import Verification
 from kvasir.model.reference import generate
 from kvasir.server.errors import InvalidRequestError
 from kvasir.server.explain.explainer import Explainer

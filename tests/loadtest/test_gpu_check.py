@@ -15,9 +15,9 @@ from kvasir.loadtest.gpu_log import FigureLog, SkippedError
 from kvasir.loadtest.gpu_peer import Peer
 from kvasir.loadtest.gpu_promises import check_figures, check_promises
 from kvasir.loadtest.random_model import make_random_model
-from kvasir.model.bundle import Verification
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.presets import PRESETS, preset
+from kvasir.model.records import Verification
 from kvasir.server.engine.gpu.runner import PagedRunner
 from kvasir.server.engine.gpu.session import BACKENDS
 from tests.engine.test_paged_runner import exported, make_engine

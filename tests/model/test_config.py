@@ -34,12 +34,6 @@ PUBLISHED_PARAMETERS = {
     "qwen2.5-0.5b": 494_032_768,
     "llama3.2-1b": 1_235_814_400,
 }
-# (rope_theta, norm_eps) of the published config.json: neither shows in a parameter count.
-PUBLISHED_CONSTANTS = {
-    "smollm2-135m": (100_000.0, 1e-5),
-    "qwen2.5-0.5b": (1_000_000.0, 1e-6),
-    "llama3.2-1b": (500_000.0, 1e-5),
-}
 
 
 def refused(**changes: Any) -> str:
@@ -113,7 +107,9 @@ LONGROPE = RopeScaling(
 
 def test_longrope_has_a_number_for_each_pair() -> None:
     few = dataclasses.replace(LONGROPE, long_factors=(2.0,))
-    assert "long_factors must have a number for each of" in refused(rope_scaling=few)
+    assert "rope_scaling must be one with 8 long_factors, a number for each" in refused(
+        rope_scaling=few
+    )
 
 
 @pytest.mark.parametrize(
@@ -303,25 +299,11 @@ def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes, message: str)
         TransformerConfig.load(path)
 
 
-def test_a_configuration_cannot_be_changed() -> None:
-    config = TransformerConfig(**VALID)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.n_layer = 3  # type: ignore[misc]
-
-
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
 def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
     with torch.device("meta"):
         decoder = Transformer(preset(name))
     assert decoder.n_parameters == PUBLISHED_PARAMETERS[name]
-
-
-def test_presets_have_the_published_constants() -> None:
-    for name, constants in PUBLISHED_CONSTANTS.items():
-        config = preset(name)
-        assert (config.position, config.rope_theta, config.norm_eps) == ("rotary", *constants)
-    assert preset("gpt2-124m").position == "learned"
-    assert preset("gpt2-124m").max_model_len == 1024
 
 
 def test_a_preset_can_be_changed_and_is_checked_again() -> None:

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvasir.model.bundle import EmbeddingDefaults
 from kvasir.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from kvasir.model.config import Pooling, Projection
 from kvasir.model.importing.families.encoders import ENCODERS
+from kvasir.model.records import EmbeddingDefaults
 from tests.huggingface_checkpoints import EOS, save_tokenizer
 
 with warnings.catch_warnings():
@@ -269,22 +269,6 @@ def test_a_decoder_that_embeds(tmp_path: Path) -> None:
     rows = random_rows(None)
     theirs = model(**rows).last_hidden_state[torch.arange(3), torch.tensor(LENGTHS) - 1]
     close(pooled(checkpoint, rows), torch.nn.functional.normalize(theirs))
-
-
-@torch.inference_mode()
-def test_layers_after_the_pooling(bert: Path) -> None:
-    plain = load_checkpoint(bert)
-    layers = {
-        "Dense": dense(64, 80, "Tanh", bias=True),
-        "Dense2": dense(80, 16, "Identity", bias=False),
-    }
-    save_modules(bert, Pooling=MEAN, **layers, Normalize={})
-    found = load_checkpoint(bert)
-    rows = random_rows(2)
-    first, second = (load_file(bert / f"{i}_Dense" / "model.safetensors") for i in (2, 3))
-    raised = torch.tanh(pooled(plain, rows) @ first["linear.weight"].T + first["linear.bias"])
-    expected = torch.nn.functional.normalize(raised @ second["linear.weight"].T)
-    close(pooled(found, rows), expected)
 
 
 def test_the_longest_text_and_the_prompts(bert: Path) -> None:

@@ -19,7 +19,7 @@ from kvasir.__main__ import app
 from kvasir.model.checkpoint import load_checkpoint
 from kvasir.model.tokenizer import train_tokenizer
 from kvasir.model.training import run
-from kvasir.model.training.data import open_tokens
+from kvasir.model.training.data import open_arrays
 from kvasir.model.training.distributed import Processes
 from kvasir.model.training.metrics import StepMetrics
 from kvasir.model.training.report import expected_time
@@ -139,7 +139,7 @@ def test_a_fresh_run_writes_what_resuming_and_exporting_need() -> None:
     assert config.vocab_size == checkpoint.tokenizer.get_vocab_size() <= 270
     assert (config.bos_token_id, config.eos_token_ids) == (0, (0,))
     assert checkpoint.progress["settings"]["seed"] == 4
-    assert open_tokens(Path("runs/a/data")).n_train == checkpoint.progress["train_tokens"]
+    assert open_arrays(Path("runs/a/data"))["n_train"] == checkpoint.progress["train_tokens"]
     assert [row["step"] for row in metrics("runs/a")] == ["1", "2", "3"]
     assert "2 documents" in output
     assert "held-out loss" in output
@@ -197,23 +197,47 @@ def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "train", train_and_press)
 
 
-def test_ctrl_c_saves_and_resume_completes_to_the_same_metrics(
-    monkeypatch: pytest.MonkeyPatch,
+def write_corpora() -> None:
+    write_chats()
+    names = [f"{colour} {kind}" for colour in ("red", "old", "wet") for kind in ("fish", "tree")]
+    pairs = [(f"where is the {name}?", f"the {name} is here") for name in names]
+    lines = [json.dumps({"query": query, "document": text}) for query, text in pairs]
+    Path("pairs.jsonl").write_text("\n".join(lines))
+    Path("pairs.tsv").write_text("\n".join(f"{query}\t{text}" for query, text in pairs))
+
+
+@pytest.mark.parametrize(
+    "corpus",
+    [
+        ("texts",),
+        ("texts", "--preset=tiny-encoder"),
+        ("chats.jsonl", "--chat-template=template.jinja", "--context=40"),
+        ("pairs.jsonl", "--preset=tiny-encoder"),
+        ("pairs.tsv", "--preset=tiny-seq2seq", "--context=40", "--schedule=inverse-sqrt"),
+    ],
+    ids=["text", "masked text", "chats", "pairs", "translations"],
+)
+def test_ctrl_c_saves_and_resume_completes_to_the_same_bits(
+    corpus: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = [*SMALL, "--set", "dropout=0.2", "--steps", "6", "--evaluate-every", "2"]
-    trained("texts", "--out", "whole", *arguments)
+    write_corpora()
+    source, *options = corpus
+    arguments = [source, *SMALL, *options, "--set=dropout=0.2", "--steps=6", "--evaluate-every=2"]
+    trained(*arguments, "--out", "whole")
     with monkeypatch.context() as patch:
         interrupt_at(3, patch)
-        stopped = kvasir_train("texts", "--out", "stopped", *arguments)
+        stopped = kvasir_train(*arguments, "--out", "stopped")
     assert stopped.exit_code == 130
     assert (
         "stopped and saved at step 3; continue with: kvasir train --resume --out stopped\n"
         in stopped.stdout
     )
     assert Path("stopped/loss.png").is_file()
-    output = trained("--resume", "--out", "stopped")
-    assert "resuming stopped at step 3 of 6" in output
+    assert "resuming stopped at step 3 of 6" in trained("--resume", "--out", "stopped")
     assert metrics("stopped") == metrics("whole")
+    one, other = (load_checkpoint(Path(name)) for name in ("stopped", "whole"))
+    assert one.extra_files == other.extra_files
+    assert all(torch.equal(one.weights[key], other.weights[key]) for key in other.weights)
 
 
 def test_a_run_that_died_before_its_first_step_can_be_resumed(
@@ -262,9 +286,9 @@ def test_resume_refuses_what_it_would_not_heed() -> None:
 def test_resume_names_what_a_run_has_lost() -> None:
     assert "texts holds no checkpoint" in refused("--resume", "--out", "texts")
     trained("texts", "--out", "run", *SMALL, "--steps", "1")
-    Path("run/data/data.json").rename("data.json")
-    assert "run/data holds no token shards" in refused("--resume", "--out", "run")
-    Path("data.json").rename("run/data/data.json")
+    Path("run/data/data.safetensors").rename("kept")
+    assert "run/data holds no data.safetensors" in refused("--resume", "--out", "run")
+    Path("kept").rename("run/data/data.safetensors")
     Path("run/step-00000001/training.safetensors").write_bytes(b"\0")
     assert "training.safetensors cannot be loaded" in refused("--resume", "--out", "run")
     Path("run/step-00000001/training.json").write_text('{"step": 1}')
@@ -326,13 +350,10 @@ def test_a_run_from_a_checkpoint_resumes_without_it() -> None:
     trained("--resume", "--out", "tuned")
 
 
-def test_chats_are_learned_from_a_template_that_travels_along(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_chats_are_learned_from_a_template_that_travels_along() -> None:
     write_chats()
-    shape = [*SMALL, "--context=40", "--set", "dropout=0.2", "--evaluate-every=2"]
-    arguments = ["chats.jsonl", "--chat-template", "template.jinja", *shape, "--steps=4"]
-    output = trained(*arguments, "--out", "whole")
+    options = ["--chat-template", "template.jinja", *SMALL, "--context=40", "--steps=1"]
+    output = trained("chats.jsonl", *options, "--out", "whole")
     assert "8 conversations" in output
     assert "0 conversations longer than 40 tokens were cut, 0 without an answer" in output
     checkpoint = load_checkpoint(Path("whole"))
@@ -340,12 +361,6 @@ def test_chats_are_learned_from_a_template_that_travels_along(
     tokens = json.loads(checkpoint.extra_files["special_tokens_map.json"])
     assert tokens == dict.fromkeys(("bos_token", "eos_token"), "<|endoftext|>")
     assert checkpoint.decoder.config.eos_token_ids == (0,)
-
-    with monkeypatch.context() as patch:
-        interrupt_at(2, patch)
-        assert kvasir_train(*arguments, "--out", "stopped").exit_code == 130
-    trained("--resume", "--out", "stopped")
-    assert metrics("stopped") == metrics("whole")
 
     tuning = ["chats.jsonl", "--init", "whole", "--context=40", "--batch-size=2", "--steps=1"]
     trained(*tuning, "--out", "tuned")  # with the template that it brings

@@ -12,8 +12,8 @@ import pytest
 import torch
 from tokenizers import Encoding
 
-from kvasir.model.bundle import EmbeddingDefaults
 from kvasir.model.checkpoint import Checkpoint, load_checkpoint
+from kvasir.model.records import EmbeddingDefaults
 from tests.model.test_encoder_families import make_model, save
 
 with warnings.catch_warnings():

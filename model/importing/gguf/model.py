@@ -37,8 +37,8 @@ def read_gguf_model(source: Path, notes: list[str]) -> Contents:
         template = read_limited(beside).decode()
     if not isinstance(template, str | None):
         raise UnsupportedError("its key tokenizer.chat_template is not a text")
-    if others := sorted(key for key in gguf.values if key.startswith("tokenizer.chat_template.")):
-        notes.append(f"chat templates left out: {', '.join(others)}")
+    if further := sorted(key for key in gguf.values if key.startswith("tokenizer.chat_template.")):
+        notes.append(f"chat templates left out: {', '.join(further)}")
     if gguf.rounded:
         kinds = ", ".join(sorted(set(gguf.rounded.values())))
         notes.append(

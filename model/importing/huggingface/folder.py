@@ -17,7 +17,7 @@ from kvasir.model.bundle import (
 from kvasir.model.config import TransformerConfig
 from kvasir.model.importing.contents import Contents, generation_defaults, to_json
 from kvasir.model.importing.errors import UnsupportedError
-from kvasir.model.importing.families.decoders import FAMILIES, WITH_VISION
+from kvasir.model.importing.families.decoders import DECODERS, WITH_VISION
 from kvasir.model.importing.families.encoder_decoders import ENCODER_DECODERS
 from kvasir.model.importing.families.encoders import ENCODERS
 from kvasir.model.importing.families.family import Family
@@ -33,10 +33,11 @@ from kvasir.model.importing.huggingface.tokenizer import (
     read_special_tokens,
     read_tokenizer,
 )
-from kvasir.model.importing.quantized import QUANTIZATION_KEYS, restore
+from kvasir.model.importing.quantized import restore
+from kvasir.model.importing.quantized_formats import QUANTIZATION_KEYS
 from kvasir.model.tensor_files import list_tensors, weight_files
 
-_KNOWN = FAMILIES | ENCODERS | ENCODER_DECODERS
+_KNOWN = DECODERS | ENCODERS | ENCODER_DECODERS
 # Tensors that are computed, not learned, and those that only see images.
 _IGNORED = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(bias|masked_bias)|embeddings\.position_ids"
@@ -74,8 +75,8 @@ def _find_family(values: dict[str, Any], notes: list[str]) -> tuple[Family, dict
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UnsupportedError(f"{CONFIG_FILE}'s architectures is {names!r}, not a list of names")
     accepted = {key: family.architectures for key, family in _KNOWN.items()} | WITH_VISION
-    for key, (first, *others) in accepted.items():
-        accepted[key] = (first, *others, first.replace("ForCausalLM", CLASSIFIER))
+    for key, (first, *further) in accepted.items():
+        accepted[key] = (first, *further, first.replace("ForCausalLM", CLASSIFIER))
     family = None
     if isinstance(kind, str) and set(names) <= set(accepted.get(kind, ())):
         if kind in WITH_VISION:
@@ -84,7 +85,7 @@ def _find_family(values: dict[str, Any], notes: list[str]) -> tuple[Family, dict
         text_kind = values["model_type"]
         family = _KNOWN.get(text_kind) if isinstance(text_kind, str) else None
     if family is None:
-        supported = ", ".join(f"{one[0]} ({key})" for key, one in accepted.items())
+        supported = ", ".join(f"{names[0]} ({key})" for key, names in accepted.items())
         raise UnsupportedError(
             f"{CONFIG_FILE} describes {' '.join(names) or 'a model'} of model_type {kind!r}; "
             f"supported are {supported}"
