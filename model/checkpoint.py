@@ -161,18 +161,11 @@ def _open_published(source: Path) -> Checkpoint:
         published = read_published(source)
     except (UnsupportedError, OSError) as error:
         raise CheckpointError(in_words(error)) from None
-    files = {name: text.encode() for name, text in published.texts.items()}
+    files = {name: text.encode() for name, text in published.texts.items() if text is not None}
     tokenizer = parse_tokenizer(files.pop(TOKENIZER_FILE), source)
-    return Checkpoint(
-        source,
-        published.config,
-        LazyWeights(published.weights),
-        tokenizer,
-        {},
-        files,
-        published.files,
-        published.notes,
-    )
+    config, weights = published.config, LazyWeights(published.weights)
+    notes = tuple(published.notes)
+    return Checkpoint(source, config, weights, tokenizer, {}, files, published.files, notes)
 
 
 def _open_directory(directory: Path) -> Checkpoint:

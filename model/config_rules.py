@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from kvasir.model.config import TransformerConfig
+from typing import Any
 
 _EXPERT_MULTIPLE = 32  # of experts' sizes: ONNX Runtime rounds their weights in blocks of as many
 Rule = tuple[str, bool, str]  # a field, whether its value is valid, and what it must be
 
 
-def rules(config: TransformerConfig) -> Iterator[Rule]:
-    """Yield the rules; the later ones are for configurations that the earlier ones allow."""
+def rules(config: Any) -> Iterator[Rule]:
+    """Yield the rules of a TransformerConfig, which itself asks for them.
+
+    Later ones are for configurations that the earlier ones allow.
+    """
     yield from _heads(config)
     yield from _positions(config)
     layers = range(config.n_layer)
@@ -38,7 +38,7 @@ def rules(config: TransformerConfig) -> Iterator[Rule]:
     yield from _encoder(config)
 
 
-def _heads(config: TransformerConfig) -> Iterator[Rule]:
+def _heads(config: Any) -> Iterator[Rule]:
     divides = config.n_head % config.n_kv_head == 0
     yield "n_head", divides, f"a multiple of n_kv_head, {config.n_kv_head}"
     multiple = 16 if config.position == "rotary" else 8  # GroupQueryAttention takes no other
@@ -50,7 +50,7 @@ def _heads(config: TransformerConfig) -> Iterator[Rule]:
     yield "qk_norm_across_heads", across, "left out without qk_norm"
 
 
-def _positions(config: TransformerConfig) -> Iterator[Rule]:
+def _positions(config: Any) -> Iterator[Rule]:
     own_theta = "sliding_window_rope_theta"
     if config.position != "rotary":
         for name in ("rope_scaling", "rotary_dim", "layers_without_rotary", own_theta):
@@ -74,7 +74,7 @@ def _positions(config: TransformerConfig) -> Iterator[Rule]:
         yield "relative_max_distance", config.relative_max_distance > single, allowed
 
 
-def _experts(config: TransformerConfig) -> Iterator[Rule]:
+def _experts(config: Any) -> Iterator[Rule]:
     if config.n_experts is None:
         for name in (
             *("n_experts_per_token", "d_expert", "normalize_expert_shares", "dense_layers"),
@@ -93,7 +93,7 @@ def _experts(config: TransformerConfig) -> Iterator[Rule]:
     yield "feed_forward", config.feed_forward in gated, allowed
 
 
-def _encoder(config: TransformerConfig) -> Iterator[Rule]:
+def _encoder(config: Any) -> Iterator[Rule]:
     encoder = config.encoder
     prefixed = bool(config.target_prefix) == (encoder is not None)
     yield "target_prefix", prefixed, "given with an encoder, and only then"

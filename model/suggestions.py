@@ -27,7 +27,7 @@ def did_you_mean(name: str, names: Collection[str], otherwise: str) -> str:
 def first_problem(error: ValueError, names: Collection[str] = ()) -> str:
     """Return an error as one line: pydantic's first field, what it may be, and its value.
 
-    known: names of fields, the nearest of which is suggested for an unknown one.
+    names: of fields, the nearest of which is suggested for an unknown one.
     """
     if not isinstance(error, ValidationError):
         return str(error)

@@ -1,4 +1,4 @@
-"""The files that import or serving needs, among all that a store has of a model."""
+"""The files that Kvasir needs, among all that a store has of a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TEXTS = re.compile(
     r"|tokenizer_config|special_tokens_map|\d+_\w+/config)\.json"
     r"|chat_template\.jinja|additional_chat_templates/[^/]+\.jinja|\d+_\w+/model\.safetensors"
 )
-# What import makes a tokenizer.json of.
+# What a tokenizer.json is made of.
 _TOKENIZERS = ({"source.spm", "vocab.json"}, {"spiece.model"}, {"sentencepiece.bpe.model"})
 MAX_FILES = 100_000  # of a model, with those that are not chosen
 _PART = re.compile(r"(.+)-\d{5}-of-\d{5}\.gguf")

@@ -7,8 +7,9 @@ over a cache, and how attention is exported for the CPU and for CUDA.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +18,6 @@ from torch.nn import functional
 from kvasir.model.config import TransformerConfig
 from kvasir.model.network.norm import HeadNorm
 from kvasir.model.network.positions import Positions, distances, rotate
-
-if TYPE_CHECKING:
-    from kvasir.model.network.run_inputs import RunInputs
 
 
 class LayerCache(NamedTuple):
@@ -30,6 +28,16 @@ class LayerCache(NamedTuple):
 
     key: Tensor
     value: Tensor
+
+
+class RunInputs(ABC):
+    """The inputs of a run, which know where keys and values are: see `run_inputs.py`."""
+
+    @abstractmethod
+    def attend(
+        self, attention: Attention, qkv: Tensor, positions: Positions, cache: LayerCache
+    ) -> tuple[Tensor, LayerCache]:
+        """Append the new tokens of qkv [..., width] to a cache, and attend over it."""
 
 
 class Attention(nn.Module):

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from kvasir.model.config import TransformerConfig
-from kvasir.model.network.attention import Attention, LayerCache
+from kvasir.model.network.attention import Attention, LayerCache, RunInputs
 from kvasir.model.network.cross_attention import CrossAttention, Source, SourceRows
 from kvasir.model.network.feed_forward import FeedForward, Mixture
 from kvasir.model.network.norm import make_norm
 from kvasir.model.network.positions import Positions
-from kvasir.model.network.run_inputs import RunInputs
 
 LAYER_MARK = "kvasir::LayerMark"  # an operator that the exporter takes out again
 

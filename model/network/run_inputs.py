@@ -15,6 +15,7 @@ from torch.nn import functional
 from kvasir.model.network.attention import (
     Attention,
     LayerCache,
+    RunInputs,
     attend,
     merge_heads,
     split_heads,
@@ -24,7 +25,7 @@ from kvasir.model.network.positions import Positions, rotate
 
 
 @dataclass(frozen=True, slots=True)
-class StepInputs:
+class StepInputs(RunInputs):
     """The inputs of a run over rows, one for each sequence, eagerly or as GroupQueryAttention.
 
     seqlens_k: int32 [batch], tokens in each row after this run, minus one.
@@ -75,7 +76,7 @@ class StepInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class PagedInputs:
+class PagedInputs(RunInputs):
     """The inputs of a run over packed tokens and blocks of keys and values, for export to CUDA.
 
     Tokens of all sequences lie one after the other, without padding, so prompts, chunks and decodes
@@ -133,7 +134,7 @@ class PagedInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedInputs:
+class PackedInputs(RunInputs):
     """The inputs of a run over whole texts without a cache, for export to the CPU.
 
     Tokens of all texts lie one after the other, without padding; attention alone sees rows.
@@ -176,4 +177,3 @@ class PackedInputs:
 
 
 CachedInputs = StepInputs | PagedInputs
-RunInputs = CachedInputs | PackedInputs

@@ -57,8 +57,8 @@ def test_it_is_the_model_that_a_checkpoint_directory_gives(
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["one"]
     opened = load_checkpoint(source)
     weights, files = dict(opened.weights), opened.extra_files
-    args = (tmp_path / "run", 0, opened.decoder, opened.tokenizer, {}, {})
-    save_run(*args, weights=weights, extra_files=files)
+    args = (tmp_path / "run", 0, opened.decoder, opened.tokenizer)
+    save_run(*args, {}, {}, weights=weights, extra_files=files)
     two, none = export_checkpoint(tmp_path / "run", tmp_path / "out/two", **options)
     assert one.files == two.files
     assert one.model_copy(update={"source": two.source}) == two

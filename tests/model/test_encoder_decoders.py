@@ -13,8 +13,9 @@ from torch import Tensor
 from kvasir.model.checkpoint import load_checkpoint
 from kvasir.model.network.cross_attention import Source
 from kvasir.model.network.transformer import Transformer
-from kvasir.model.reference import beam_search, generate
-from tests.huggingface_checkpoints import save_tokenizer
+from kvasir.model.reference import generate
+from tests.beam_search import beam_search
+from tests.huggingface_checkpoints import make_uneven, save_tokenizer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -53,16 +54,9 @@ def make_model(name: str, **changes: Any) -> Any:
     config = kind.config_class(vocab_size=VOCABULARY, **{**tokens, **values, **changes})
     torch.manual_seed(0)
     model = kind._from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if "embed_positions" in parameter_name and not parameter.requires_grad:
-                continue
-            if parameter.dim() > 1:  # with wide embeddings a token would predict itself
-                parameter.normal_(std=0.07 if "shared" in parameter_name else 0.2)
-            else:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-        if hasattr(model, "final_logits_bias"):
-            model.final_logits_bias.normal_()
+    make_uneven(model, narrow="shared")
+    if hasattr(model, "final_logits_bias"):
+        model.final_logits_bias.normal_()
     return model
 
 

@@ -9,14 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from kvasir.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from kvasir.model.config import Pooling, Projection
 from kvasir.model.importing.families.encoders import ENCODERS
 from kvasir.model.records import EmbeddingDefaults
-from tests.huggingface_checkpoints import EOS, save_tokenizer
+from tests.huggingface_checkpoints import (
+    EOS,
+    make_uneven,
+    save_tokenizer,
+    set_tensors,
+    set_values,
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -70,12 +76,7 @@ def make_model(name: str, kind: str = "Model", **changes: Any) -> Any:
     torch.manual_seed(0)
     model = getattr(transformers, f"{architecture}{kind}")
     model = model._from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.2)
-            else:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
+    make_uneven(model)
     return model
 
 
@@ -204,14 +205,16 @@ def test_the_head_of_a_masked_language_model_is_left_out(tmp_path: Path) -> None
 
 def test_norms_may_have_their_names_of_tensorflow(tmp_path: Path) -> None:
     model = make_model("bert")
-    file = save(tmp_path, model) / "model.safetensors"
+    save(tmp_path, model)
     expected = load_checkpoint(tmp_path).decoder.state_dict()
-    tensors = load_file(file)
     ends = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-    for theirs, former in ends.items():
-        tensors = {name.replace(theirs, former): tensor for name, tensor in tensors.items()}
-    tensors["embeddings.position_ids"] = torch.arange(64)[None]
-    save_file(tensors, file, {"format": "pt"})
+
+    def rename(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        for theirs, former in ends.items():
+            tensors = {name.replace(theirs, former): tensor for name, tensor in tensors.items()}
+        return tensors | {"embeddings.position_ids": torch.arange(64)[None]}
+
+    set_tensors(tmp_path, rename)
     found = load_checkpoint(tmp_path).decoder.state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
@@ -251,12 +254,6 @@ MEAN = {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": True}
 @pytest.fixture
 def bert(tmp_path: Path) -> Path:
     return save(tmp_path / "bert", make_model("bert"))
-
-
-def set_values(folder: Path, file: str, **values: Any) -> None:
-    path = folder / file
-    known = json.loads(path.read_text()) if path.is_file() else {}
-    path.write_text(json.dumps(known | values))
 
 
 @torch.inference_mode()

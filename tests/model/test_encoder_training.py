@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 from typer.testing import CliRunner, Result
@@ -326,43 +325,3 @@ def test_an_encoder_of_text_gets_a_pooling_and_then_learns_pairs() -> None:
     tuned = load_checkpoint(Path("tuned"))
     assert tuned.config.pooling == Pooling(kind="cls")
     assert tuned.tokenizer.encode("fish").ids[0] == CLS
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("pairs.jsonl --preset tiny", "pairs are for a model that makes vectors"),
-        ("chats.jsonl --preset tiny-encoder", "chats.jsonl:1: not a pair"),
-        ('text.txt --set pooling={"kind":"last"}', "is trained on pairs, not on text"),
-        (
-            "pairs.jsonl --preset tiny-encoder --batch-size 13",
-            "a batch of 13 is more than 12 pairs",
-        ),
-        ("text.txt --preset tiny-encoder --tokenizer t.json", "needs the token [MASK] or <mask>"),
-        ("one.jsonl --preset tiny-encoder", "there are 1 different pairs; give at least 4"),
-        ("mixed.jsonl --preset tiny-encoder", "1 of 2 pairs lack a negative"),
-        (
-            'pairs.jsonl --init base --set pooling={"kind":"cls","projections":[{"d_out":3}]}',
-            "pooling.projections must be those of",
-        ),
-    ],
-)
-def test_refusals(arguments: str, message: str) -> None:
-    write_jsonl(PAIRS)
-    Path("chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}')
-    Path("text.txt").write_text("\n".join(TEXTS))
-    pair = '{"query": "a", "document": "b"}\n'
-    Path("one.jsonl").write_text(pair * 9)
-    Path("mixed.jsonl").write_text(pair + '{"query": "a", "document": "b", "negative": "c"}')
-    train_tokenizer(TEXTS, 270).save("t.json")
-    Path("base").mkdir()
-    config = make_config(vocab_size=290, **BERT)
-    config.save(Path("base/config.json"))
-    tokenizer.save("base/tokenizer.json")
-    save_file(Transformer(config).state_dict(), "base/model.safetensors")
-    result = kvasir(
-        "train", *arguments.split(), "--out", "run", "--context", "16", "--held-out=.25"
-    )
-    assert result.exit_code == 1
-    assert message in result.stderr
-    assert not Path("run").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -376,19 +377,31 @@ def test_rotary_scalings(rope: dict[str, Any], expected: RopeScaling | None) -> 
 
 
 LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+# Keys and values that a message quotes.
+QUOTED: list[tuple[str, str, Any]] = [
+    ("gpt2", "scale_attn_by_inverse_layer_idx", True),
+    ("gpt2", "add_cross_attention", True),
+    ("gpt_neox", "hidden_act", "quick_gelu"),
+    ("opt", "_remove_final_layer_norm", True),
+    ("opt", "layer_norm_elementwise_affine", False),
+    ("llama", "rope_interleaved", True),
+    ("llama", "partial_rotary_factor", 0.5),
+    ("llama", "sliding_window", 64),
+    ("llama", "hidden_act", ["silu"]),
+    ("llama", "num_local_experts", 8),
+    ("phi", "qk_layernorm", True),
+    ("falcon", "alibi", True),
+    ("falcon", "parallel_attn", False),
+    ("gemma", "hidden_activation", "relu"),
+    ("gemma2", "hidden_activation", "relu"),
+    ("gemma2", "use_bidirectional_attention", True),
+]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
     (
         "gpt2",
         {"activation_function": "quick_gelu"},
         "activation_function is 'quick_gelu', .* only 'gelu' or",
     ),
-    (
-        "gpt2",
-        {"add_cross_attention": True},
-        "add_cross_attention is True, and Kvasir computes GPT2LMHeadModel without it",
-    ),
-    ("gpt_neox", {"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'"),
     (
         "gpt_neox",
         {"rotary_pct": 0.5, "partial_rotary_factor": 0.25},
@@ -400,8 +413,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"word_embed_proj_dim": 512},
         r"word_embed_proj_dim is 512, .* hidden_size, 768 \(opt-350m\)",
     ),
-    ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm is True"),
-    ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine is False"),
     ("llama", {"hidden_act": "relu"}, "hidden_act is 'relu', .* only 'silu' or"),
     ("llama", {"quantization_config": {"bits": 4}}, r"quantization_config is \{'bits': 4\}"),
     (
@@ -427,12 +438,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "Kvasir computes no full_attention",
     ),
     ("llama", {"rope_scaling": "linear"}, "rope_scaling is 'linear', .* an object"),
-    ("llama", {"rope_interleaved": True}, "rope_interleaved is True"),
-    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
-    ("llama", {"sliding_window": 64}, "sliding_window is 64"),
     ("llama", {"sliding_window": 64, "use_sliding_window": True}, "sliding_window is 64"),
-    ("llama", {"hidden_act": ["silu"]}, r"hidden_act is \['silu'\]"),
     ("llama", {"rope_scaling": {"type": ["yarn"]}}, r"rope_scaling is \['yarn'\]"),
     (
         "llama",
@@ -444,7 +451,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": "x"}},
         "original_max_position_embeddings must be a whole number from 1 to 2147483647, not 'x'",
     ),
-    ("llama", {"num_local_experts": 8}, "num_local_experts is 8"),
     ("llama", {"num_hidden_layers": "many"}, "num_hidden_layers must be a whole number"),
     (
         "llama",
@@ -488,13 +494,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"num_local_experts": 0, "layer_types": ["mamba"] * 32},
         "layer_types is .*mamba.* only layers of attention",
     ),
-    ("phi", {"qk_layernorm": True}, "qk_layernorm is True"),
-    ("falcon", {"alibi": True}, "alibi is True"),
-    ("falcon", {"parallel_attn": False}, "parallel_attn is False"),
-    ("gemma", {"hidden_activation": "relu"}, "hidden_activation is 'relu'"),
-    ("gemma2", {"hidden_activation": "relu"}, "hidden_activation is 'relu'"),
-    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
 ]
+
+
+@pytest.mark.parametrize(("family", "key", "value"), QUOTED)
+def test_a_value_that_the_decoder_does_not_compute_is_quoted(
+    family: str, key: str, value: Any
+) -> None:
+    with pytest.raises(UnsupportedError, match=re.escape(f"config.json's {key} is {value!r}")):
+        config_of(family, **{key: value})
 
 
 @pytest.mark.parametrize(("family", "values", "message"), REFUSED)

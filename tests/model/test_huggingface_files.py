@@ -6,15 +6,14 @@ import json
 import shutil
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import (
     AddedToken,
     Tokenizer,
@@ -27,12 +26,10 @@ from tokenizers import (
 from torch import Tensor
 
 from kvasir.export.directory import export_checkpoint
+from kvasir.model import tensor_files
 from kvasir.model.bundle import load_bundle
 from kvasir.model.chat_template import ChatTemplate
 from kvasir.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
-from kvasir.model.importing.huggingface.folder import read_folder
-from kvasir.model.importing.plan import plan_parameters
-from kvasir.model.tensor_files import StoredTensor
 from tests.huggingface_checkpoints import (
     BOS,
     CHAT_TEMPLATE,
@@ -41,6 +38,8 @@ from tests.huggingface_checkpoints import (
     make_model,
     make_tokenizer,
     save_checkpoint,
+    set_tensors,
+    set_values,
 )
 from tests.huggingface_checkpoints import FAMILIES as CHECKPOINTS
 
@@ -71,16 +70,14 @@ def same_weights(one: Path, other: Path) -> bool:
 def with_tensors(folder: Path, copy: Path, change: Change) -> Path:
     """A copy of a checkpoint with other tensors."""
     shutil.copytree(folder, copy)
-    save_file(change(load_file(folder / "model.safetensors")), copy / "model.safetensors")
+    set_tensors(copy, change)
     return copy
 
 
 def with_values(folder: Path, copy: Path, file: str, **values: object) -> Path:
     """A copy of a checkpoint with other values in one of its files."""
     shutil.copytree(folder, copy)
-    path = copy / file
-    known = json.loads(path.read_text()) if path.is_file() else {}
-    path.write_text(json.dumps(known | values))
+    set_values(copy, file, **values)
     return copy
 
 
@@ -165,23 +162,22 @@ def test_weights_of_16_bits_stay_so(dtype: torch.dtype, tmp_path: Path) -> None:
     assert (ours - theirs).abs().max() < 1e-4 * theirs.std()
 
 
-def test_one_expert_at_a_time_is_read(folders: Folders) -> None:
-    folder = folders("qwen3_moe with shares of all experts")
+def test_one_expert_at_a_time_is_read(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[weakref.ref[Tensor]] = []
+    read = tensor_files._read
 
-    def watched(tensor: StoredTensor) -> Tensor:
+    def watched(path: Path, name: str) -> Tensor:
         assert all(one() is None for one in alive)
-        read = tensor.read()
-        alive.append(weakref.ref(read))
-        return read
+        tensor = read(path, name)
+        alive.append(weakref.ref(tensor))
+        return tensor
 
-    contents = read_folder(folder, [])
-    stored = [replace(one, read=partial(watched, one)) for one in contents.tensors]
-    _, weights = plan_parameters(contents.family, contents.config, stored)
-    for name, make in weights.items():
+    monkeypatch.setattr(tensor_files, "_read", watched)
+    weights = load_checkpoint(folders("qwen3_moe with shares of all experts")).weights
+    for name in weights:
         if "expert_" in name:
             alive.clear()
-            make()
+            assert weights[name].is_contiguous()
             assert len(alive) == (10 if "expert_up" in name else 5)
 
 

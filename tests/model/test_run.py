@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 from kvasir.__main__ import app
 from kvasir.model.checkpoint import load_checkpoint
+from kvasir.model.network.transformer import Transformer
 from kvasir.model.tokenizer import train_tokenizer
 from kvasir.model.training import run
 from kvasir.model.training.data import open_arrays
@@ -24,7 +26,9 @@ from kvasir.model.training.distributed import Processes
 from kvasir.model.training.metrics import StepMetrics
 from kvasir.model.training.report import expected_time
 from kvasir.model.training.trainer import Report, Trainer
+from tests.encoders import BERT
 from tests.model.test_trainer import metrics
+from tests.random_models import make_config
 
 SHAPE = ("n_layer=1", "d_model=32", "d_ff=48", "n_head=2", "n_kv_head=1", "head_dim=16")
 QUICK = [*(f"--set={change}" for change in SHAPE), "--context=8", "--batch-size=2", "--warmup=1"]
@@ -82,32 +86,65 @@ def test_a_corpus_that_cannot_be_trained_on(content: bytes | None, message: str)
     assert refused("bad", "--out", "run", *SMALL) == message
 
 
+PROJECTED = '--set pooling={"kind":"cls","projections":[{"d_out":3}]}'
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--preset huge", "no preset 'huge'"),
-        ("--set dropout", "--set takes name=value, not 'dropout'"),
-        ("--set depth=3", "unknown field 'depth'"),
-        ("--set dropout=none", "'none'"),
-        ("--set n_head=true", "True"),
-        ("--set n_kv_head=5", "n_head must be a multiple of n_kv_head, 5"),
-        ("--set norm=batchnorm", "'batchnorm'"),
-        ("--set causal=false --context 2", "--context must be more than 2, not 2"),
-        ("--set vocab_size=99", "not 99"),
-        ("--set bos_token_id=1", "bos_token_id follows from the tokenizer"),
-        ("--tokenizer t.json --set vocab_size=300", "vocab_size follows from the tokenizer"),
-        ("--tokenizer nowhere.json", "nowhere.json does not exist"),
-        ("--tokenizer texts/one.txt", "texts/one.txt is not a tokenizer"),
-        ("--include *.rs", "no text in texts"),
-        ("--init nowhere", "nowhere holds no checkpoint"),
+        ("texts --preset huge", "no preset 'huge'"),
+        ("texts --set dropout", "--set takes name=value, not 'dropout'"),
+        ("texts --set depth=3", "unknown field 'depth'"),
+        ("texts --set dropout=none", "'none'"),
+        ("texts --set n_head=true", "True"),
+        ("texts --set n_kv_head=5", "n_head must be a multiple of n_kv_head, 5"),
+        ("texts --set norm=batchnorm", "'batchnorm'"),
+        ("texts --set causal=false --context 2", "--context must be more than 2, not 2"),
+        ("texts --set vocab_size=99", "not 99"),
+        ("texts --set bos_token_id=1", "bos_token_id follows from the tokenizer"),
+        ("texts --tokenizer t.json --set vocab_size=300", "vocab_size follows from the tokenizer"),
+        ("texts --tokenizer nowhere.json", "nowhere.json does not exist"),
+        ("texts --tokenizer texts/one.txt", "texts/one.txt is not a tokenizer"),
+        ("texts --include *.rs", "no text in texts"),
+        ("texts --init nowhere", "nowhere holds no checkpoint"),
         (
-            "--init x --preset tiny --tokenizer t --set dropout=0.1 --set n_layer=2",
+            "texts --init x --preset tiny --tokenizer t --set dropout=0.1 --set n_layer=2",
             "leave out --preset, --tokenizer, --set n_layer",
         ),
+        ("pairs.jsonl --preset tiny", "pairs are for a model that makes vectors"),
+        ("chats.jsonl --preset tiny-encoder", "chats.jsonl:1: not a pair"),
+        ('texts --set pooling={"kind":"last"}', "is trained on pairs, not on text"),
+        ("pairs.jsonl --preset tiny-encoder --batch-size 5", "a batch of 5 is more than 4 pairs"),
+        ("texts --preset tiny-encoder --tokenizer bare.json", "needs the token [MASK] or <mask>"),
+        ("one.jsonl --preset tiny-encoder", "there are 1 different pairs; give at least 4"),
+        ("mixed.jsonl --preset tiny-encoder", "1 of 2 pairs lack a negative"),
+        (f"pairs.jsonl --init base {PROJECTED}", "pooling.projections must be those of"),
+        ("sources.jsonl --preset tiny", "use --preset tiny-seq2seq"),
+        ("sources.jsonl --preset tiny --label-smoothing 0.1", "is for an encoder-decoder"),
+        ("texts/one.txt --preset tiny-seq2seq", "texts/one.txt holds no sources and targets"),
+        ("pairs.tsv --preset tiny-seq2seq --context 1", "there are 0 translations of up to 1"),
+        ("pairs.tsv --preset tiny-seq2seq --batch-size 9", "fewer than a batch of 9"),
+        ("pairs.tsv --preset tiny-seq2seq --set encoder=3", "encoder must be an object"),
+        ("pairs.tsv --preset tiny-seq2seq --tokenizer bare.json", "needs the token <|endoftext|>"),
     ],
 )
-def test_settings_that_cannot_be_used(arguments: str, message: str) -> None:
-    assert message in refused("texts", "--out", "run", *arguments.split())
+def test_settings_and_corpora_that_do_not_fit(arguments: str, message: str) -> None:
+    write_corpora()
+    pair = '{"query": "a", "document": "b"}\n'
+    Path("one.jsonl").write_text(pair * 9)
+    Path("mixed.jsonl").write_text(pair + pair.replace("}", ', "negative": "c"}'))
+    Path("sources.jsonl").write_text('{"source": "a", "target": "b"}')
+    bare = json.loads(train_tokenizer([], 257).to_str())
+    bare["added_tokens"] = []
+    bare["model"]["vocab"]["other"] = bare["model"]["vocab"].pop("<|endoftext|>")
+    Path("bare.json").write_text(json.dumps(bare))
+    Path("base").mkdir()
+    encoder = Transformer(make_config(vocab_size=290, **BERT))
+    encoder.config.save(Path("base/config.json"))
+    train_tokenizer([], 270, "encoder").save("base/tokenizer.json")
+    save_file(encoder.state_dict(), "base/model.safetensors")
+    corpus, *options = arguments.split()
+    assert message in refused(corpus, "--out", "run", "--context", "16", *options)
 
 
 def test_a_corpus_and_a_new_folder_are_needed() -> None:

@@ -113,13 +113,13 @@ DECODERS: dict[str, Family] = LLAMAS | {
         fields={"position": "learned", "norm": "layernorm", "norm_eps": 1e-5,
                 "d_model": _opt_width},
         gated=False, prefixes=("model.decoder.", "decoder."),
-        modules={
-            "embedding": "embed_tokens", "norm": "final_layer_norm", "head": "lm_head",
-            "position_embedding": without_rows("embed_positions", 2),
-        } | in_layers(
+        modules=in_layers(
             "layers.*.", attention_norm="self_attn_layer_norm",
             feed_forward_norm="final_layer_norm", qkv=QKV, output="self_attn.out_proj",
-            up="fc1", down="fc2"),
+            up="fc1", down="fc2",
+        ) | {
+            "embedding": "embed_tokens", "norm": "final_layer_norm", "head": "lm_head",
+            "position_embedding": without_rows("embed_positions", 2)},
     ),
     "falcon": Family(
         architectures=("FalconForCausalLM", "FalconModel"),

@@ -84,11 +84,7 @@ def _scaled_embedding(options: Options) -> float:
 
 
 def _bart_modules(side: str) -> dict[str, str | Source]:
-    return {
-        "position_embedding": without_rows(f"{side}.embed_positions", 2),
-        "embedding_norm": f"{side}.layernorm_embedding",
-        "norm": f"{side}.layer_norm",
-    } | in_layers(
+    return in_layers(
         f"{side}.layers.*.",
         attention_norm="self_attn_layer_norm",
         qkv=QKV,
@@ -96,7 +92,11 @@ def _bart_modules(side: str) -> dict[str, str | Source]:
         feed_forward_norm="final_layer_norm",
         up="fc1",
         down="fc2",
-    )
+    ) | {
+        "position_embedding": without_rows(f"{side}.embed_positions", 2),
+        "embedding_norm": f"{side}.layernorm_embedding",
+        "norm": f"{side}.layer_norm",
+    }
 
 
 def _bart_names(side: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 from kvasir.model.importing.families.family import Dense, Family
 from kvasir.model.importing.families.llamas import ROPE
 from kvasir.model.importing.families.options import Options
-from kvasir.model.importing.tensors import Source, in_layers, stacked, without_rows
+from kvasir.model.importing.tensors import in_layers, stacked, without_rows
 
 
 def _architectures(name: str) -> tuple[str, ...]:
@@ -47,12 +47,7 @@ _BERT = {"hidden_act": "gelu", "rms_norm_eps": 1e-12}
 _BERT_NAMES = {"rms_norm_eps": "layer_norm_eps"}
 _NOT_CAUSAL = {"is_causal": (False,), "is_decoder": (False,)}
 _BERT_ONLY = _NOT_CAUSAL | {"position_embedding_type": ("absolute", None)}
-_BERT_MODULES: dict[str, str | Source] = {
-    "embedding": "embeddings.word_embeddings",
-    "embedding_norm": "embeddings.LayerNorm",
-    "position_embedding": "embeddings.position_embeddings",
-    "token_type_embedding": "embeddings.token_type_embeddings",
-} | in_layers(
+_BERT_MODULES = in_layers(
     "encoder.layer.*.",
     qkv=stacked(*(f"attention.self.{part}" for part in ("query", "key", "value"))),
     output="attention.output.dense",
@@ -60,7 +55,12 @@ _BERT_MODULES: dict[str, str | Source] = {
     up="intermediate.dense",
     down="output.dense",
     feed_forward_norm="output.LayerNorm",
-)
+) | {
+    "embedding": "embeddings.word_embeddings",
+    "embedding_norm": "embeddings.LayerNorm",
+    "position_embedding": "embeddings.position_embeddings",
+    "token_type_embedding": "embeddings.token_type_embeddings",
+}
 _BERT_CLASSIFIER = (Dense("pooler.dense", "tanh"), Dense("classifier"))
 _ROBERTA_CLASSIFIER = (Dense("classifier.dense", "tanh"), Dense("classifier.out_proj"))
 

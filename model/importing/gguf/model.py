@@ -16,15 +16,16 @@ from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.gguf.family import read_family
 from kvasir.model.importing.gguf.file import read_gguf
 from kvasir.model.importing.gguf.tokenizer import read_tokenizer
+from kvasir.model.importing.plan import plan_parameters
 
 # The recommended sampling parameters among the keys of the metadata.
 _SAMPLING = {name: name for name in ("top_k", "top_p", "min_p")}
 _SAMPLING |= {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
 
 
-def read_gguf_model(source: Path, notes: list[str]) -> Contents:
+def read_gguf_model(source: Path) -> Contents:
     """Return the contents of a file, with the other parts of a split one."""
-    gguf = read_gguf(source)
+    gguf, notes = read_gguf(source), list[str]()
     tokenizer = read_tokenizer(gguf.values)
     family, config, stored = read_family(gguf, tokenizer.bos, tokenizer.ends)
     if tokenizer.size > config.vocab_size:
@@ -51,4 +52,5 @@ def read_gguf_model(source: Path, notes: list[str]) -> Contents:
         SPECIAL_TOKENS_FILE: to_json(tokenizer.special_tokens),
         GENERATION_FILE: generation_defaults(sampling | {"do_sample": True}, notes),
     }
-    return Contents(family, config, texts, stored, gguf.files)
+    config, weights = plan_parameters(family, config, stored)
+    return Contents(config, weights, texts, gguf.files, notes)

@@ -33,6 +33,7 @@ from kvasir.model.importing.huggingface.tokenizer import (
     read_special_tokens,
     read_tokenizer,
 )
+from kvasir.model.importing.plan import plan_parameters
 from kvasir.model.importing.quantized import restore
 from kvasir.model.importing.quantized_formats import QUANTIZATION_KEYS
 from kvasir.model.tensor_files import list_tensors, weight_files
@@ -50,8 +51,9 @@ _OF_BOTH = (
 )
 
 
-def read_folder(source: Path, notes: list[str]) -> Contents:
+def read_folder(source: Path) -> Contents:
     """Return the contents of a folder with config.json, *.safetensors and tokenizer.json."""
+    notes = list[str]()
     whole, generation = (read_optional(source / name) for name in (CONFIG_FILE, GENERATION_FILE))
     family, values = _find_family(whole, notes)
     config = _read_config(family, values, generation, notes)
@@ -66,7 +68,8 @@ def read_folder(source: Path, notes: list[str]) -> Contents:
         EMBEDDING_FILE: None if config.pooling is None else read_prompts(source),
     }
     stored = restore(list_tensors(source, _IGNORED), values, notes)
-    return Contents(family, config, texts, [*stored, *of_layers], weight_files(source))
+    config, weights = plan_parameters(family, config, [*stored, *of_layers])
+    return Contents(config, weights, texts, weight_files(source), notes)
 
 
 def _find_family(values: dict[str, Any], notes: list[str]) -> tuple[Family, dict[str, Any]]:
