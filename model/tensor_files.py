@@ -63,6 +63,9 @@ class StoredTensor:
     dtype: torch.dtype
     read: Callable[[], Tensor]
 
+    def __str__(self) -> str:
+        return f"tensor {self.name!r} in {self.file.name}"
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return a type's name in safetensors."""

@@ -114,10 +114,7 @@ def _take(
         taken.add(wanted)
         tensor = held[wanted]
         if tensor.shape != expected:
-            raise UnsupportedError(
-                f"tensor {tensor.name!r} in {tensor.file.name} has shape {list(tensor.shape)}, "
-                f"not {list(expected)}"
-            )
+            raise UnsupportedError(f"{tensor} has shape {list(tensor.shape)}, not {list(expected)}")
         tensors.append(tensor)
     types = [tensor.dtype for tensor in tensors] or [torch.float32]
     stored = reduce(torch.promote_types, types)

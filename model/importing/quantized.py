@@ -77,8 +77,8 @@ def restore(
     for tensor in held.values():
         if tensor.dtype not in FLOATS:
             supported = ", ".join(map(dtype_name, FLOATS))
-            place, kind = f"tensor {tensor.name!r} in {tensor.file.name}", dtype_name(tensor.dtype)
-            raise UnsupportedError(f"{place} is {kind}; supported are {supported}")
+            kind = dtype_name(tensor.dtype)
+            raise UnsupportedError(f"{tensor} is {kind}; supported are {supported}")
     return list(held.values())
 
 

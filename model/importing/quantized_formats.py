@@ -86,7 +86,7 @@ class Parts:
         """Return a part that packs integers. Raises UnsupportedError for another."""
         if part.dtype != torch.int32:
             kind = dtype_name(part.dtype)
-            raise UnsupportedError(f"tensor {part.name!r} in {part.file.name} is {kind}, not I32")
+            raise UnsupportedError(f"{part} is {kind}, not I32")
         return self.check(part, shape)
 
     def groups_of(self, order: StoredTensor | None, n_in: int, group: int) -> Tensor:
@@ -95,7 +95,7 @@ class Parts:
         if order is None or group_of is None or group_of.min() == group_of.max() == -1:
             return torch.arange(n_in) // group  # not reordered
         if group_of.min() < 0 or group_of.max() >= math.ceil(n_in / group):
-            raise UnsupportedError(f"tensor {order.name!r} in {order.file.name} names no group")
+            raise UnsupportedError(f"{order} names no group")
         return group_of
 
     def take(self, *names: str, shape: Shape | None = None) -> StoredTensor:
@@ -112,9 +112,7 @@ class Parts:
         fits = len(part.shape) == rank if shape is None else part.shape == shape
         if not fits or 0 in part.shape:
             wanted = f"not {rank} dimensions" if shape is None else f"not {list(shape)}"
-            raise UnsupportedError(
-                f"tensor {part.name!r} in {part.file.name} has shape {list(part.shape)}, {wanted}"
-            )
+            raise UnsupportedError(f"{part} has shape {list(part.shape)}, {wanted}")
         return part
 
 
@@ -175,14 +173,14 @@ def packed(parts: Parts, _: Scheme) -> Made:
     words, stored = parts.words(parts.first), parts.take("weight_shape", shape=(2,))
     if stored.dtype.is_floating_point:
         kind = dtype_name(stored.dtype)
-        raise UnsupportedError(f"tensor {stored.name!r} in {stored.file.name} is {kind}, not I64")
+        raise UnsupportedError(f"{stored} is {kind}, not I64")
     n_out, n_in = (int(size) for size in stored.read())
     bits = next((n for n in (4, 8) if words.shape == (n_out, math.ceil(n_in * n / 32))), None)
     scales = parts.check(parts.take("weight_scale"), None)
     groups = scales.shape[1]
     if bits is None or scales.shape[0] != n_out or n_in % groups:
         raise UnsupportedError(
-            f"tensor {words.name!r} in {words.file.name} has shape {list(words.shape)} with scales "
+            f"{words} has shape {list(words.shape)} with scales "
             f"{list(scales.shape)}, which is not [{n_out}, {n_in}] in 4 or 8 bits"
         )
     if (zeros := parts.find("weight_zero_point")) is not None:
@@ -217,8 +215,7 @@ def scaled(parts: Parts, scheme: Scheme) -> Made:
     counts = tuple(math.ceil(n / max(size, 1)) for n, size in zip(weight.shape, sizes, strict=True))
     if counts != (rows, columns) or len(scales.shape) > 2:
         raise UnsupportedError(
-            f"tensor {scales.name!r} in {scales.file.name} has shape {list(scales.shape)}, which "
-            f"does not fit {list(weight.shape)}"
+            f"{scales} has shape {list(scales.shape)}, which does not fit {list(weight.shape)}"
         )
     if zeros is not None:
         parts.check(zeros, scales.shape)

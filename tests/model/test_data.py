@@ -51,7 +51,8 @@ def rows_of(batch: Batch) -> NDArray[np.int64]:
 
 
 def tokens_in(data: TokenData) -> list[int]:
-    return data.tokens.tolist()
+    tokens: list[int] = data.tokens.tolist()
+    return tokens
 
 
 # Reading

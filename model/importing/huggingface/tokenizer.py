@@ -90,10 +90,10 @@ def read_tokenizer(
     if not isinstance(wanted, dict):
         raise UnsupportedError(f"{TOKENIZER_CONFIG_FILE}'s {key} is {wanted!r}, not an object")
     for token_id, token in wanted.items():  # transformers adds those that are missing
-        content = token.get("content") if isinstance(token, dict) else token
-        if added.get(token_id) != content:
+        given = token.get("content") if isinstance(token, dict) else token
+        if added.get(token_id) != given:
             raise UnsupportedError(
-                f"{TOKENIZER_CONFIG_FILE} adds the token {content!r} as {token_id}, which "
+                f"{TOKENIZER_CONFIG_FILE} adds the token {given!r} as {token_id}, which "
                 f"{TOKENIZER_FILE} does not have; {_REWRITE_TOKENIZER}"
             )
     return text
