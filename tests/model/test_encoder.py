@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvasir.model.config import Pooling, Projection, TransformerConfig
-from kvasir.model.network.transformer import Transformer
+from kvasir.model.config import TransformerConfig
 from tests import encoders
 from tests.random_models import make_config, make_decoder
 
@@ -65,13 +64,3 @@ def test_a_token_sees_both_sides_as_far_as_the_window(changes: dict[str, Any]) -
         perturbed[0, place] = (rows[1, place] + 1) % encoder.config.vocab_size
         moved = (encoder.hidden(perturbed) != hidden).any(dim=-1)[0]
         assert torch.equal(moved, (torch.arange(rows.shape[1]) - place).abs() < reach)
-
-
-def test_a_pooling_is_kept_with_its_configuration(tmp_path: Any) -> None:
-    pooling = Pooling(
-        kind="cls", projections=(Projection(d_out=2),), labels=("no", "yes"), normalize=False
-    )
-    config = make_config(**BERT, pooling=pooling)
-    config.save(tmp_path / "config.json")
-    assert TransformerConfig.load(tmp_path / "config.json") == config
-    assert isinstance(Transformer(config).config.pooling, Pooling)
