@@ -24,7 +24,7 @@ from kvasir.commands.console.options import (
 from kvasir.commands.console.output import cost_since, make_table, one_line_errors, show
 from kvasir.commands.console.progress import ProgressBar, loading
 from kvasir.commands.pull import on_this_machine
-from kvasir.model.bundle import GenerationDefaults, Verification
+from kvasir.model.records import GenerationDefaults, Verification
 
 _TEXT = Option(None, help="Text for perplexity. Default: held-out text, or English.")
 _SOURCE = "A training run, a checkpoint, a Hugging Face folder, a .gguf file, or hf://org/name."

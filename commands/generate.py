@@ -42,7 +42,7 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Continue a prompt in this process. Sampling defaults to what the model recommends."""
-    from kvasir.model.bundle import GenerationDefaults
+    from kvasir.model.records import GenerationDefaults
     from kvasir.server.process.library import Model
 
     seed = secrets.randbits(64) if seed is None else seed

@@ -27,8 +27,8 @@ def pull(
 ) -> None:
     """Bring a model from Hugging Face's hub, an OCI registry or S3, and print its folder.
 
-    Only what import and serving need is brought, once: the hub's files lie in Hugging Face's own
-    cache. export, import and serve take the same references.
+    Only what Kvasir needs is brought, once: the hub's files lie in Hugging Face's own cache.
+    export, serve and train --init take the same references.
     """
     with one_line_errors(), ProgressBar(quiet=as_json, takes_minutes=True) as progress:
         wanted = Reference.parse(reference)

@@ -15,6 +15,7 @@ from typer import Argument, Option
 from kvasir.commands.console.options import Preset
 from kvasir.commands.console.output import console, one_line_errors, show
 from kvasir.commands.console.progress import ProgressBar, loading
+from kvasir.commands.pull import on_this_machine
 from kvasir.model.files import writing
 from kvasir.model.progress import Progress
 from kvasir.model.training.settings import Schedule
@@ -61,7 +62,7 @@ def train(
     corpus: list[Path] | None = Argument(
         None, help="Text files or folders; or chats, pairs: *.jsonl, *.tsv."
     ),
-    init: Path | None = Option(None, help="Run, checkpoint or published model to start from."),
+    init: Path | None = Option(None, help="Run, checkpoint or model, also hf://…, to start from."),
     preset: Preset = "tiny",
     changes: list[str] | None = Option(None, "--set", help="Change a preset's field: name=value."),
     tokenizer: Path | None = Option(None, help="A tokenizer.json. Default: train one."),
@@ -156,7 +157,7 @@ def _prepare_run(
     from kvasir.model.checkpoint import load_checkpoint
     from kvasir.model.config import TransformerConfig
     from kvasir.model.presets import preset
-    from kvasir.model.training.run import CorpusSettings, prepare_run
+    from kvasir.model.training.preparation import CorpusSettings, prepare_run
     from kvasir.model.training.settings import TrainSettings
 
     changes, checkpoint = _parse_changes(options["changes"] or []), None
@@ -170,7 +171,7 @@ def _prepare_run(
         refused = [given[name] for name in ("preset", "tokenizer") if name in given]
         refused += [f"--set {name}" for name in changes if name not in _WITH_INIT]
         _refuse("--init brings the checkpoint's own shape and tokenizer", refused)
-        checkpoint = load_checkpoint(options["init"])
+        checkpoint = load_checkpoint(on_this_machine(options["init"], None, progress))
         config = TransformerConfig(**(asdict(checkpoint.config) | changes))
         for note in checkpoint.notes:
             lines.print(f"note: {note}", soft_wrap=True)

@@ -30,18 +30,18 @@ from kvasir.model.bundle import (
     PRECISIONS,
     TOKENIZER_FILE,
     Device,
-    GenerationDefaults,
     Manifest,
-    Verification,
     hash_files,
     load_bundle,
 )
 from kvasir.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
-from kvasir.model.config import TransformerConfig, first_problem
+from kvasir.model.config import TransformerConfig
 from kvasir.model.files import new_directory
 from kvasir.model.network.skeleton import count_parameters
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.model.progress import Progress, unheard
+from kvasir.model.records import GenerationDefaults, Verification
+from kvasir.model.suggestions import first_problem
 from kvasir.model.tensor_files import hash_weights
 
 # The manifest's names for what a checkpoint notes of its training.

@@ -23,9 +23,11 @@ from kvasir.export.rewrite import lazy_constant, remove_unused_constants, replac
 from kvasir.export.trace import TRANSPOSED, TensorSpec, trace_module
 from kvasir.export.weights import Weights
 from kvasir.model.config import TransformerConfig
-from kvasir.model.network.attention import LayerCache, PackedInputs
+from kvasir.model.network.attention import LayerCache
+from kvasir.model.network.block import Block
+from kvasir.model.network.run_inputs import PackedInputs
 from kvasir.model.network.skeleton import make_skeleton
-from kvasir.model.network.transformer import Block, Transformer
+from kvasir.model.network.transformer import Transformer
 from kvasir.model.packing import HIDDEN_OUTPUT, TYPES_INPUT, VECTORS_OUTPUT
 from kvasir.model.progress import Progress, unheard
 

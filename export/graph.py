@@ -35,7 +35,7 @@ from kvasir.export.rewrite import contents, save
 from kvasir.export.trace import SOURCE_INPUTS, TRANSPOSED, TensorSpec, trace
 from kvasir.export.weights import Weights
 from kvasir.model.config import TransformerConfig
-from kvasir.model.network.attention import StepInputs
+from kvasir.model.network.run_inputs import StepInputs
 from kvasir.model.network.skeleton import make_target_skeleton
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.progress import Progress, unheard

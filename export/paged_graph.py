@@ -25,7 +25,8 @@ from kvasir.export.trace import TensorSpec, trace
 from kvasir.export.weights import Weights
 from kvasir.model.bundle import KV_BLOCK_SIZE, Device
 from kvasir.model.config import ConfigError, TransformerConfig
-from kvasir.model.network.attention import Attention, PagedInputs
+from kvasir.model.network.attention import Attention
+from kvasir.model.network.run_inputs import PagedInputs
 from kvasir.model.network.skeleton import make_skeleton
 from kvasir.model.progress import Progress, unheard
 

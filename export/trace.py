@@ -22,9 +22,11 @@ from torch import Tensor, nn
 from kvasir.export.rewrite import copy_node, lazy_constant, remove_unused_constants
 from kvasir.export.weights import Weights
 from kvasir.model.bundle import cache_names
-from kvasir.model.network.attention import CachedInputs, LayerCache
+from kvasir.model.network.attention import LayerCache
+from kvasir.model.network.block import LAYER_MARK
 from kvasir.model.network.cross_attention import SourceRows
-from kvasir.model.network.transformer import LAYER_MARK, Transformer
+from kvasir.model.network.run_inputs import CachedInputs
+from kvasir.model.network.transformer import Transformer
 
 OPSET = 23  # the first with RMSNormalization
 TRANSPOSED = ".T"  # ends the name of a weight that the graph has transposed

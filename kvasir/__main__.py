@@ -18,7 +18,6 @@ with on_interrupt(signal.SIG_DFL):
     from kvasir.commands.explain import explain
     from kvasir.commands.export import export, verify
     from kvasir.commands.generate import generate
-    from kvasir.commands.import_ import import_
     from kvasir.commands.pull import pull
     from kvasir.commands.serve import serve
     from kvasir.commands.train import train
@@ -27,7 +26,6 @@ with on_interrupt(signal.SIG_DFL):
 _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
     ("Make a model", train, "kvasir train my-texts/ --out runs/mine"),
     ("Make a model", pull, "kvasir pull hf://HuggingFaceTB/SmolLM2-135M-Instruct"),
-    ("Make a model", import_, "kvasir import SmolLM2-135M/ --out runs/smollm2"),
     ("Make a model", export, "kvasir export runs/mine --out artifacts/mine"),
     ("Make a model", verify, "kvasir verify artifacts/mine --checkpoint runs/mine"),
     ("Use it", serve, "kvasir serve artifacts/mine"),

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from kvasir.model.bundle import Verification, load_bundle
+from kvasir.model.bundle import load_bundle
+from kvasir.model.records import Verification
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.gpu.runner import PagedRunner
 from kvasir.server.engine.gpu.session import open_gpu_runner

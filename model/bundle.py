@@ -6,15 +6,17 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import Field, TypeAdapter
 from tokenizers import Tokenizer
 
-from kvasir.model.config import TransformerConfig, first_problem
+from kvasir.model.config import TransformerConfig
 from kvasir.model.files import parse_object, read_limited
 from kvasir.model.mistaken import find_mistake
 from kvasir.model.onnx.external_data import external_files
+from kvasir.model.records import EmbeddingDefaults, GenerationDefaults, Record, Verification
+from kvasir.model.suggestions import first_problem
 from kvasir.model.tokenizer import load_tokenizer
 
 FORMAT_VERSION = 1
@@ -23,10 +25,10 @@ CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
 # Optional, with Hugging Face's names and contents. The third holds bos_token, eos_token and others
 # that a chat template may name.
-GENERATION_FILE = "generation_config.json"
+GENERATION_FILE = GenerationDefaults.file
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
-EMBEDDING_FILE = "config_sentence_transformers.json"
+EMBEDDING_FILE = EmbeddingDefaults.file
 EXAMPLES_FILE = "examples.json"  # prompts: a list of texts that were held out
 MANIFEST_FILE = "manifest.json"
 GRAPH_FILE = "model.onnx"
@@ -69,109 +71,7 @@ class BundleError(Exception):
     """A model directory that must not be served; one line with the file and the remedy."""
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class Verification(_Record):
-    """Figures that `export` measured: ONNX Runtime against PyTorch, over the same given tokens.
-
-    max_logit_error: the largest absolute difference, relative to the logits' standard deviation.
-    greedy_agreement: the share of positions where both hold the same token the likeliest. Both are
-    of `positions` tokens. near_ties: how many of the others have their two likeliest tokens within
-    a tenth of a deviation in PyTorch. The perplexities are on `text`, of the tokens after each
-    row's prompt.
-    perplexity_error: the standard error of their relative difference, from those tokens.
-    longest: the tokens of the longest row. error_growth: the logits' errors (their deviation, over
-    the logits' own) in the worst 128 positions, over those of the first 128, or over 2 % if these
-    are less.
-
-    Where a model makes vectors of texts, `positions` are texts, and the numbers of their vectors
-    count as logits. The cosines are of both vectors, for a classifier those before its head.
-    retrieval_torch, retrieval_onnx: the share of the pairs of `text` whose second half is the
-    nearest to the first. retrieval_error: the standard error of their difference.
-
-    exact_match_torch, exact_match_onnx: of an encoder-decoder, the share of the pairs of `text`
-    whose target is the greedy answer; exact_match_error is as retrieval_error.
-    """
-
-    max_logit_error: float
-    greedy_agreement: float
-    near_ties: int | None = None
-    mean_cosine: float | None = None
-    least_cosine: float | None = None
-    retrieval_torch: float | None = None
-    retrieval_onnx: float | None = None
-    retrieval_error: float | None = None
-    exact_match_torch: float | None = None
-    exact_match_onnx: float | None = None
-    exact_match_error: float | None = None
-    perplexity_torch: float | None = None
-    perplexity_onnx: float | None = None
-    perplexity_error: float | None = None
-    text: str | None = None
-    positions: int | None = None
-    longest: int | None = None
-    error_growth: float | None = None
-
-
-# Ranges of sampling parameters, for models' defaults and for requests.
-Temperature = Annotated[float, Field(ge=0.0, le=100.0)]
-TopK = Annotated[int, Field(ge=0, le=2**31 - 1)]
-TopP = Annotated[float, Field(gt=0.0, le=1.0)]
-MinP = Annotated[float, Field(ge=0.0, le=1.0)]
-RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100.0)]
-
-
-class _Defaults(_Record):
-    """A file that the model brings, with what requests do not set."""
-
-    file: ClassVar[str]
-
-    @classmethod
-    def parse(cls, files: Mapping[str, bytes]) -> Self:
-        """Return those among files, contents by name, if any. Raises ValueError."""
-        try:
-            return cls.model_validate_json(files.get(cls.file, b"{}"))
-        except ValueError as error:
-            raise ValueError(f"{cls.file}: {first_problem(error, cls.model_fields)}") from None
-
-
-class GenerationDefaults(_Defaults):
-    """The model's recommended sampling, for requests that do not set their own."""
-
-    file = GENERATION_FILE
-    temperature: Temperature | None = None
-    top_k: TopK | None = None
-    top_p: TopP | None = None
-    min_p: MinP | None = None
-    typical_p: TopP | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-
-    def given(self) -> dict[str, float]:
-        """Return the fields that are set, by name."""
-        return self.model_dump(exclude_none=True)
-
-
-class EmbeddingDefaults(_Defaults):
-    """The texts that an embedding model wants before inputs, by the name of their purpose.
-
-    similarity_fn_name: the measure between vectors that it was trained for.
-    """
-
-    file = EMBEDDING_FILE
-    prompts: dict[str, str] = {}
-    default_prompt_name: str | None = None
-    similarity_fn_name: Literal["cosine", "dot", "euclidean", "manhattan"] = "cosine"
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.default_prompt_name not in (None, *self.prompts):
-            raise ValueError(f"default_prompt_name {self.default_prompt_name!r} has no prompt")
-        return self
-
-
-class Manifest(_Record):
+class Manifest(Record):
     """The contents of manifest.json; files: the SHA-256, in hex, of every other file by name.
 
     fits_16_bits: in the encoder's graph two neighbouring products of uint8 and int8 sum to less
@@ -189,7 +89,7 @@ class Manifest(_Record):
     graph_outputs: list[str]
     versions: dict[str, str]
     files: dict[str, str]
-    source: dict[str, str | int | float] = {}
+    source: dict[str, str | int | float] = Field(default_factory=dict)
     verification: Verification
 
     def save(self, path: Path) -> None:
@@ -306,11 +206,11 @@ def _check_files(directory: Path, hashes: Mapping[str, str]) -> None:
 def _check_external_data(graph: Path, manifest: Manifest) -> None:
     """Raise ValueError for a graph whose weights are in a file without a hash."""
     try:
-        others = external_files(graph.read_bytes()) - manifest.files.keys()
+        unlisted = external_files(graph.read_bytes()) - manifest.files.keys()
     except ValueError as error:
         raise ValueError(f"{graph.name} {error}") from None
-    if others:
-        raise ValueError(f"{graph.name} reads {min(others)!r}, which is not in {MANIFEST_FILE}")
+    if unlisted:
+        raise ValueError(f"{graph.name} reads {min(unlisted)!r}, which is not in {MANIFEST_FILE}")
 
 
 def _read_manifest(path: Path) -> Manifest:

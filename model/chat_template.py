@@ -63,10 +63,10 @@ class ChatTemplate:
         """
         if not messages:
             raise ChatTemplateError("the chat template cannot render this: there are no messages")
-        known = {**self.special_tokens, "documents": None, **variables, "tools": tools}
-        known["messages"] = [_prepare(message) for message in messages]
-        known["add_generation_prompt"] = add_generation_prompt
-        return _run("cannot render this", self.source, known)
+        context = {**self.special_tokens, "documents": None, **variables, "tools": tools}
+        context["messages"] = [_prepare(message) for message in messages]
+        context["add_generation_prompt"] = add_generation_prompt
+        return _run("cannot render this", self.source, context)
 
 
 def _run(problem: str, source: str, variables: dict[str, Any] | None) -> str:

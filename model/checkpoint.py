@@ -33,7 +33,7 @@ from kvasir.model.files import in_words, new_directory, read_object
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.published import is_published, read_published
 from kvasir.model.mistaken import find_mistake
-from kvasir.model.network.skeleton import build_decoder, parameter_shapes
+from kvasir.model.network.skeleton import build_decoder, check_size, parameter_shapes
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.tensor_files import (
     WEIGHTS_FILE,
@@ -158,13 +158,14 @@ def load_checkpoint(source: Path, max_model_len: int | None = None) -> Checkpoin
 
 def _open_published(source: Path) -> Checkpoint:
     try:
-        found = read_published(source)
+        published = read_published(source)
     except (UnsupportedError, OSError) as error:
         raise CheckpointError(in_words(error)) from None
-    files = {name: text.encode() for name, text in found.texts.items()}
+    files = {name: text.encode() for name, text in published.texts.items() if text is not None}
     tokenizer = parse_tokenizer(files.pop(TOKENIZER_FILE), source)
-    weights = LazyWeights({weight.name: weight.make for weight in found.weights})
-    return Checkpoint(source, found.config, weights, tokenizer, {}, files, found.files, found.notes)
+    config, weights = published.config, LazyWeights(published.weights)
+    notes = tuple(published.notes)
+    return Checkpoint(source, config, weights, tokenizer, {}, files, published.files, notes)
 
 
 def _open_directory(directory: Path) -> Checkpoint:
@@ -176,7 +177,7 @@ def _open_directory(directory: Path) -> Checkpoint:
         notes = path / PROGRESS_FILE
         progress = read_object(notes, CheckpointError) if notes.is_file() else {}
         extra_files = read_extra_files(path)
-        config.check_size(sum(torch.Size(tensor.shape).numel() for tensor in stored.values()))
+        check_size(config, sum(torch.Size(tensor.shape).numel() for tensor in stored.values()))
     except (ConfigError, TokenizerError, TensorFileError, SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be loaded: {error}") from None
     shapes = parameter_shapes(config)
@@ -184,10 +185,10 @@ def _open_directory(directory: Path) -> Checkpoint:
         kind = "lacks" if name in shapes else "holds the unknown"
         raise CheckpointError(f"{path / WEIGHTS_FILE} {kind} tensor {name!r} for its {CONFIG_FILE}")
     for name, tensor in stored.items():
-        found, wanted = list(tensor.shape), list(shapes[name])
-        if found != wanted:
+        shape, wanted = list(tensor.shape), list(shapes[name])
+        if shape != wanted:
             raise CheckpointError(
-                f"tensor {name!r} in {tensor.file} has shape {found}, not {wanted}"
+                f"tensor {name!r} in {tensor.file} has shape {shape}, not {wanted}"
             )
     weights = LazyWeights({name: stored[name].read for name in shapes})
     return Checkpoint(path, config, weights, tokenizer, progress, extra_files, files)

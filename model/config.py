@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -13,8 +12,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, ValidationError
 from pydantic.dataclasses import dataclass
 
+from kvasir.model.config_rules import rules
 from kvasir.model.files import read_object
-from kvasir.model.suggestions import nearest
+from kvasir.model.suggestions import first_problem
 
 Position = Literal[
     "rotary", "learned", "sinusoidal", "alibi", "relative", "learned_relative", "none"
@@ -31,36 +31,10 @@ Positive = Annotated[float, Field(strict=True, gt=0.0, allow_inf_nan=False)]
 DropoutRate = Annotated[float, Field(strict=True, ge=0.0, lt=1.0)]
 T = TypeVar("T")
 _TITLE = "the model's configuration"
-_LONGEST_ERROR = 300  # characters: a value may be a list of millions
-_EXPERT_MULTIPLE = 32  # of experts' sizes: ONNX Runtime rounds their weights in blocks of as many
 
 
 class ConfigError(ValueError):
     """A configuration that no decoder can be built from; its message names the field and value."""
-
-
-def first_problem(error: ValueError, known: Collection[str] = ()) -> str:
-    """Return an error as one line: pydantic's first field, what it may be, and its value.
-
-    known: names of fields, the nearest of which is suggested for an unknown one.
-    """
-    if not isinstance(error, ValidationError):
-        return str(error)
-    first = error.errors()[0]
-    *outer, name = map(str, first["loc"] or [error.title])
-    where, path = ".".join(outer) or error.title, ".".join([*outer, name])
-    if first["type"] == "missing":
-        return f"{where} lacks the field {name!r}"
-    if first["type"] in {"unexpected_keyword_argument", "extra_forbidden"}:
-        near = nearest(name, known)
-        hint = "" if near is None else f"; did you mean {near!r}?"
-        return f"unknown field {name!r} in {where}{hint}"
-    if first["type"] == "value_error":
-        return str(first["ctx"]["error"])[:_LONGEST_ERROR]
-    allowed = first["msg"].removeprefix("Input should be ")
-    if allowed == first["msg"]:
-        return f"{path}: {allowed}"
-    return f"{path} must be {allowed}, not {first['input']!r:.{_LONGEST_ERROR}}"
 
 
 def _raising_config_error(kind: type[T]) -> type[T]:
@@ -72,8 +46,8 @@ def _raising_config_error(kind: type[T]) -> type[T]:
         try:
             construct(self, **values)
         except ValidationError as error:
-            known = {*TransformerConfig.__dataclass_fields__, *Pooling.__dataclass_fields__}
-            raise ConfigError(first_problem(error, known)) from None
+            names = {*TransformerConfig.__dataclass_fields__, *Pooling.__dataclass_fields__}
+            raise ConfigError(first_problem(error, names)) from None
 
     kind.__init__ = init  # type: ignore[assignment]
     return kind
@@ -263,128 +237,9 @@ class TransformerConfig:
     eos_token_ids: tuple[StrictInt, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check what depends on more than one field."""
-        require = self._require
-        allowed = f"a multiple of n_kv_head, {self.n_kv_head}"
-        require("n_head", self.n_head % self.n_kv_head == 0, allowed)
-        multiple = 16 if self.position == "rotary" else 8  # GroupQueryAttention takes no other
-        allowed = f"a multiple of {multiple} with {self.position} positions"
-        require("head_dim", self.head_dim % multiple == 0, allowed)
-        allowed = f"at most head_dim, {self.head_dim}"
-        require("rotary_dim", (self.rotary_dim or 0) <= self.head_dim, allowed)
-        if self.position != "rotary":
-            of_rotary = ("rope_scaling", "rotary_dim", "layers_without_rotary")
-            for name in (*of_rotary, "sliding_window_rope_theta"):
-                require(name, not getattr(self, name), f"left out with {self.position} positions")
-        if self.sliding_window is None:
-            for name in ("sliding_window_layers", "sliding_window_rope_theta"):
-                without = getattr(self, name) is None
-                require(name, without, "left out without a sliding_window")
-        if self.rope_scaling is not None and self.rope_scaling.kind == "longrope":
-            n_pairs = (self.rotary_dim or self.head_dim) // 2
-            for name in ("short_factors", "long_factors"):
-                if (given := len(getattr(self.rope_scaling, name))) != n_pairs:
-                    raise ConfigError(
-                        f"rope_scaling.{name} must have a number for each of {n_pairs} rotary "
-                        f"pairs, not {given}"
-                    )
-        if self.rope_scaling is not None and self.rope_scaling.query_growth is not None:
-            require("qk_norm", not self.qk_norm, "left out with a query_growth")
-        across = self.qk_norm or not self.qk_norm_across_heads
-        require("qk_norm_across_heads", across, "left out without qk_norm")
-        of_layers = ("layers_without_rotary", "sliding_window_layers", "dense_layers")
-        for name in (*of_layers, "layers_without_attention_norm"):
-            exist = all(layer in range(self.n_layer) for layer in getattr(self, name) or ())
-            require(name, exist, f"layers from 0 to {self.n_layer - 1}")
-        if self.has_relative_bias:  # the first half of a direction's buckets are single distances
-            single = self.relative_buckets // (2 if self.causal else 4)
-            require("relative_buckets", single > 0, "at least 4 for two directions")
-            allowed = f"more than {single}, which relative_buckets hold singly"
-            require("relative_max_distance", self.relative_max_distance > single, allowed)
-        self._check_experts()
-        headless = self.pooling is None or (self.tied_embeddings and not self.head_bias)
-        require("tied_embeddings", headless, "true with a pooling, which leaves no head")
-        pre = not self.parallel_residual or self.norm_placement == "pre"
-        require("norm_placement", pre, "pre with parallel_residual")
-        allowed = f"in the vocabulary of {self.vocab_size}"
-        bos = self.bos_token_id is None or self.bos_token_id in range(self.vocab_size)
-        require("bos_token_id", bos, allowed)
-        untied = not (self.head_bias and self.tied_embeddings) or self.encoder is not None
-        require("head_bias", untied, "left out with tied_embeddings")
-        for name in ("eos_token_ids", "target_prefix"):
-            known = all(token_id in range(self.vocab_size) for token_id in getattr(self, name))
-            require(name, known, allowed)
-        self._check_encoder()
-
-    def _require(self, name: str, valid: bool, allowed: str) -> None:
-        if not valid:
-            raise ConfigError(f"{name} must be {allowed}, not {getattr(self, name)!r}")
-
-    def _check_encoder(self) -> None:
-        require, encoder = self._require, self.encoder
-        prefixed = bool(self.target_prefix) == (encoder is not None)
-        require("target_prefix", prefixed, "given with an encoder, and only then")
-        if encoder is None:
-            require("shared_embedding", self.shared_embedding, "true without an encoder")
-            return
-        require("causal", self.causal, "true with an encoder")
-        require("pooling", self.pooling is None, "left out with an encoder")
-        allowed = "pre or post with an encoder"
-        require("norm_placement", self.norm_placement in ("pre", "post"), allowed)
-        require("parallel_residual", not self.parallel_residual, "false with an encoder")
-        plain = encoder.encoder is None and encoder.pooling is None and encoder.tied_embeddings
-        if encoder.causal or not plain:
-            raise ConfigError(
-                "encoder must be one that is not causal, without encoder, pooling and head"
-            )
-        if self.shared_embedding:
-            for name in ("vocab_size", "d_model"):
-                if (its := getattr(encoder, name)) != getattr(self, name):
-                    allowed = f"the encoder's, {its}, with shared_embedding"
-                    require(name, False, allowed)
-
-    def _check_experts(self) -> None:
-        require = self._require
-        of_mixtures = ("n_experts_per_token", "d_expert", "normalize_expert_shares", "dense_layers")
-        if self.n_experts is None:
-            for name in of_mixtures:
-                require(name, not getattr(self, name), "left out without n_experts")
-            dense = self.feed_forward != "swiglu_clamped"
-            require("feed_forward", dense, "another one without n_experts")
-        else:
-            chosen = (self.n_experts_per_token or 0) in range(1, self.n_experts + 1)
-            require("n_experts_per_token", chosen, f"from 1 to n_experts, {self.n_experts}")
-            allowed = f"a multiple of {_EXPERT_MULTIPLE} with experts"
-            for name in ("d_expert", "d_model"):
-                size = getattr(self, name)
-                require(name, size is not None and size % _EXPERT_MULTIPLE == 0, allowed)
-            gated = ("swiglu",) if self.dense_layers else ("swiglu", "swiglu_clamped")
-            allowed = f"{' or '.join(gated)} with these experts"
-            require("feed_forward", self.feed_forward in gated, allowed)
-
-    def check_size(self, n_numbers: int) -> None:
-        """Raise ConfigError if `n_numbers` are too few for the weights, before memory is taken."""
-        if (least := self.least_weights) > n_numbers:
-            raise ConfigError(
-                f"a model of this shape has at least {least:,} weights, and there are "
-                f"{n_numbers:,}; copy the files again"
-            )
-
-    @property
-    def least_weights(self) -> int:
-        """A lower bound on the number of weights."""
-        n_mixtures = sum(map(self.has_experts, range(self.n_layer)))
-        widths = self.d_ff * (self.n_layer - n_mixtures)
-        widths += (self.n_experts or 0) * (self.d_expert or 0) * n_mixtures
-        matrices = 2 * (widths + self.n_head * self.head_dim * self.n_layer)
-        rows = self.vocab_size + self.max_model_len * self.has_learned_positions
-        least = (matrices + rows) * self.d_model
-        if self.has_relative_bias:
-            least += self.relative_buckets * self.n_head
-        if self.encoder is None:
-            return least
-        shared = self.vocab_size * self.d_model * self.shared_embedding
-        return least + self.encoder.least_weights - shared
+        for name, valid, allowed in rules(self):
+            if not valid:
+                raise ConfigError(f"{name} must be {allowed}, not {getattr(self, name)!r}")
 
     @property
     def n_groups(self) -> int:

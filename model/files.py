@@ -65,8 +65,8 @@ def writing(path: Path) -> Iterator[None]:
         if getattr(error, "filename", None) is not None:
             raise
         number = getattr(error, "errno", None)
-        if found := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors, written in Rust
-            number = int(found[1])
+        if match := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors, written in Rust
+            number = int(match[1])
         elif re.fullmatch(_NUMPY_DISK_FULL, str(error)):
             number = errno.ENOSPC
         if number is None:

@@ -42,9 +42,9 @@ def find_mistake(source: Path) -> str | None:
 def _advice_on_missing(source: Path) -> str | None:
     kind = source.suffix  # alike in many names, so it says little
     beside = islice(source.parent.iterdir(), _MOST_NAMES) if source.parent.is_dir() else ()
-    known = {path.name.removesuffix(kind): path for path in beside}
-    if near := nearest(source.name.removesuffix(kind), known):
-        return f"{source} does not exist; did you mean {known[near]}?"
+    paths = {path.name.removesuffix(kind): path for path in beside}
+    if near := nearest(source.name.removesuffix(kind), paths):
+        return f"{source} does not exist; did you mean {paths[near]}?"
     if _HUB_ID.fullmatch(str(source)):
         return f"{source} does not exist; a model of Hugging Face's hub is hf://{source}"
     return None
@@ -78,7 +78,7 @@ def _damages(paths: Iterable[Path]) -> Iterator[str]:
             file.seek(8)
             try:
                 tensors = parse_object(file.read(n_header)).values()
-                ends = (one["data_offsets"][1] for one in tensors if "data_offsets" in one)
+                ends = (tensor["data_offsets"][1] for tensor in tensors if "data_offsets" in tensor)
                 whole = 8 + n_header + max(ends, default=0)
             except (ValueError, LookupError, TypeError):
                 continue

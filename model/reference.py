@@ -6,7 +6,6 @@ Every faster path is tested against this oracle, so it shares no code with them.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -14,13 +13,6 @@ from numpy.typing import NDArray
 
 from kvasir.model.network.cross_attention import Source
 from kvasir.model.network.transformer import Transformer
-
-
-class Hypothesis(NamedTuple):
-    """A text that beam search has finished; score: log-probability / length^length_penalty."""
-
-    score: float
-    token_ids: list[int]
 
 
 @torch.inference_mode()
@@ -82,52 +74,3 @@ def draw(
     by_id = np.argsort(kept)
     place = int(np.searchsorted(probabilities[by_id].cumsum(), uniform, side="right"))
     return int(kept[by_id][min(place, len(kept) - 1)])
-
-
-def beam_search(
-    decoder: Transformer,
-    source: Source,
-    *,
-    n_beams: int,
-    max_tokens: int,
-    length_penalty: float = 1.0,
-    early_stopping: Literal[True, False, "never"] = False,
-    ending_ids: Collection[int] = (),
-) -> list[Hypothesis]:
-    """Return the `n_beams` best texts of a source, best first (Sutskever et al. 2014).
-
-    As in transformers 5: each step keeps the best unfinished texts of twice as many candidates,
-    and those of the best `n_beams` candidates that end are finished. A text's length counts the
-    tokens after the one that starts it. early_stopping: True stops at `n_beams` finished texts;
-    False when no unfinished one would be better if it ended now; "never" when none would be better
-    at its longest, where that raises scores.
-    """
-    decoder.eval()
-    prefix = list(decoder.config.target_prefix)
-    running, finished = [Hypothesis(0.0, [])], list[Hypothesis]()
-    for n_tokens in range(1, max_tokens + 1):
-        candidates: list[Hypothesis] = []
-        for one in running:
-            logits = torch.from_numpy(next_logits(decoder, prefix + one.token_ids, source))
-            scores, ids = logits.log_softmax(dim=0).topk(n_beams * max(2, 1 + len(ending_ids)))
-            candidates += (
-                Hypothesis(one.score + score, [*one.token_ids, token_id])
-                for score, token_id in zip(scores.tolist(), ids.tolist(), strict=True)
-            )
-        candidates.sort(key=lambda one: -one.score)
-        ended = [n_tokens == max_tokens or one.token_ids[-1] in ending_ids for one in candidates]
-        length = n_tokens + len(prefix) - 1
-        finished += (
-            Hypothesis(one.score / length**length_penalty, one.token_ids)
-            for one, ends in zip(candidates[:n_beams], ended, strict=False)
-            if ends
-        )
-        finished = sorted(finished, key=lambda one: -one.score)[:n_beams]
-        running = [one for one, ends in zip(candidates, ended, strict=True) if not ends][:n_beams]
-        if len(finished) == n_beams and running:
-            if early_stopping == "never" and length_penalty > 0.0:
-                length = max_tokens + len(prefix) - 1
-            best = running[0].score / length**length_penalty
-            if early_stopping is True or best <= finished[-1].score:
-                break
-    return finished

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from kvasir.model.bundle import sha256
 from kvasir.model.files import parse_object
-from kvasir.model.progress import Progress, followed, unheard
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"  # of a checkpoint in several files
@@ -65,15 +63,8 @@ class StoredTensor:
     dtype: torch.dtype
     read: Callable[[], Tensor]
 
-
-@dataclass(frozen=True, slots=True)
-class PlannedTensor:
-    """A tensor to write; `make` returns its values, contiguous, when its turn comes."""
-
-    name: str
-    shape: Shape
-    dtype: torch.dtype
-    make: Callable[[], Tensor]
+    def __str__(self) -> str:
+        return f"tensor {self.name!r} in {self.file.name}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -105,31 +96,6 @@ def _read(path: Path, name: str) -> Tensor:
     # An open file's tensors count as memory of this process, so it is opened for each tensor.
     with safe_open(path, framework="pt") as file:
         return cast("Tensor", file.get_tensor(name))
-
-
-def write_safetensors(
-    path: Path, tensors: Sequence[PlannedTensor], progress: Progress = unheard
-) -> None:
-    """Write a safetensors file with one tensor in memory at a time; the library needs them all.
-
-    The format is the header's length (8 bytes, little-endian), the header (JSON), and the data.
-    The widest types come first and the header is padded to 8 bytes, so every tensor is aligned.
-    """
-    ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for tensor in ordered:
-        start, end = end, end + tensor.dtype.itemsize * torch.Size(tensor.shape).numel()
-        kind, offsets = dtype_name(tensor.dtype), (start, end)
-        header[tensor.name] = {"dtype": kind, "shape": tensor.shape, "data_offsets": offsets}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in followed(ordered, "writing tensors", progress):
-            made = tensor.make()
-            assert (made.shape, made.dtype) == (tensor.shape, tensor.dtype)
-            file.write(made.flatten().view(torch.uint8).numpy().data)
 
 
 def hash_weights(files: Sequence[Path]) -> str:

@@ -112,7 +112,9 @@ def reads_lines_alone(tokenizer: Tokenizer) -> bool:
     is_ours = own is not None and own.__getstate__() == _pre_tokenizer().__getstate__()
     added = tokenizer.get_added_tokens_decoder().values()
     return (
-        is_ours and tokenizer.normalizer is None and not any("\n" in one.content for one in added)
+        is_ours
+        and tokenizer.normalizer is None
+        and not any("\n" in token.content for token in added)
     )
 
 
@@ -201,9 +203,9 @@ def panics_as_errors() -> Iterator[None]:
 def check_tokenizer(tokenizer: Tokenizer, path: Path, vocab_size: int) -> None:
     """Raise TokenizerError if a tokenizer has more than `vocab_size` ids."""
     around = max([*tokenizer.encode("").ids, *tokenizer.encode("", "").ids], default=-1)
-    if (known := max(vocabulary_size(tokenizer) - 1, around)) >= vocab_size:
+    if (largest := max(vocabulary_size(tokenizer) - 1, around)) >= vocab_size:
         raise TokenizerError(
-            f"{path} has token ids up to {known}, but the model only {vocab_size} tokens"
+            f"{path} has token ids up to {largest}, but the model only {vocab_size} tokens"
         )
 
 
@@ -226,8 +228,8 @@ def longest_token(tokenizer: Tokenizer) -> int | None:
             if kind in ("NFC", "NFKC"):
                 shrinks = 4
             elif kind == "Replace":
-                found = step["pattern"].get("String")
-                if found is None or len(found) > len(step["content"]):
+                text = step["pattern"].get("String")
+                if text is None or len(text) > len(step["content"]):
                     return None
             elif kind not in _KEEPING or step.get("behavior") == "Removed":
                 return None
@@ -235,11 +237,11 @@ def longest_token(tokenizer: Tokenizer) -> int | None:
     if not isinstance(model, models.BPE):
         return None
     if "ByteLevel" in kinds:
-        known = set(pre_tokenizers.ByteLevel.alphabet())
+        bytes_held = set(pre_tokenizers.ByteLevel.alphabet())
     else:
-        known = {f"<0x{byte:02X}>" for byte in range(256)} if model.byte_fallback else {""}
+        bytes_held = {f"<0x{byte:02X}>" for byte in range(256)} if model.byte_fallback else {""}
     added = tokenizer.get_added_tokens_decoder().values()
-    if not known <= vocabulary.keys() or any(token.lstrip or token.rstrip for token in added):
+    if not bytes_held <= vocabulary.keys() or any(token.lstrip or token.rstrip for token in added):
         return None
     return shrinks * max(map(len, vocabulary))
 
@@ -275,7 +277,9 @@ def keep_spaces_in_offsets(tokenizer: Tokenizer) -> None:
         return
     state = json.loads(
         processor.__getstate__(),
-        object_hook=lambda of: of | {"trim_offsets": False} if "trim_offsets" in of else of,
+        object_hook=lambda state_of: (
+            state_of | {"trim_offsets": False} if "trim_offsets" in state_of else state_of
+        ),
     )
     processor.__setstate__(json.dumps(state).encode())
     tokenizer.post_processor = processor

@@ -51,15 +51,15 @@ _PROBE, _PROBE_SECONDS, _PROBE_MEMORY = 2**14, 0.1, 2**27
 
 def steps(part: Any) -> list[dict[str, Any]]:
     """Return the states of a tokenizer's part, or of those that it consists of."""
-    found: list[dict[str, Any]] = []
+    states: list[dict[str, Any]] = []
     rest = [] if part is None else [json.loads(part.__getstate__())]
     while rest:
-        one = rest.pop()
-        if one["type"] == "Sequence":
-            rest += reversed(next(value for name, value in one.items() if name != "type"))
+        state = rest.pop()
+        if state["type"] == "Sequence":
+            rest += reversed(next(value for name, value in state.items() if name != "type"))
         else:
-            found.append(one)
-    return found
+            states.append(state)
+    return states
 
 
 def check_costs(tokenizer: Tokenizer) -> None:
@@ -73,12 +73,15 @@ def check_costs(tokenizer: Tokenizer) -> None:
             raise ValueError(
                 f"it makes texts up to {growth:.3g} times as long; at most {MOST_GROWTH} is safe"
             )
-    for step in (one for one in added if one["type"] == "TemplateProcessing"):
+    for step in (step for step in added if step["type"] == "TemplateProcessing"):
         for form, wanted in (("single", ["A"]), ("pair", ["A", "B"])):
-            texts = sorted(one["Sequence"]["id"] for one in step[form] if "Sequence" in one)
-            marks = [one["SpecialToken"]["id"] for one in step[form] if "SpecialToken" in one]
-            known = step["special_tokens"]  # one that is missing makes tokenizers panic
-            n_added = sum(len(known[one]["ids"]) if one in known else math.inf for one in marks)
+            texts = sorted(part["Sequence"]["id"] for part in step[form] if "Sequence" in part)
+            marks = [part["SpecialToken"]["id"] for part in step[form] if "SpecialToken" in part]
+            known_tokens = step["special_tokens"]  # one that is missing makes tokenizers panic
+            n_added = sum(
+                len(known_tokens[mark]["ids"]) if mark in known_tokens else math.inf
+                for mark in marks
+            )
             if texts != wanted or n_added > _MOST_ADDED:
                 raise ValueError(
                     f"its post_processor makes {texts} of texts {wanted}, and adds {n_added} "
@@ -88,12 +91,12 @@ def check_costs(tokenizer: Tokenizer) -> None:
         raise ValueError(f"its decoder strips more than {_LONGEST_AFFIX} characters")
     _check_model(tokenizer)
     patterns = {step["pattern"].get("Regex") for step in (*before, *after) if "pattern" in step}
-    _check_patterns(sorted(one for one in patterns - {None} if not _is_linear(one)))
+    _check_patterns(sorted(pattern for pattern in patterns - {None} if not _is_linear(pattern)))
 
 
 def _growth(some: list[dict[str, Any]]) -> float:
     """Return the length of a text after steps, for each byte that it has before."""
-    unicode, others = [1.0], [1.0]
+    unicode, other = [1.0], [1.0]
     for step in some:
         kind = step["type"]
         if kind == "Replace":
@@ -101,16 +104,16 @@ def _growth(some: list[dict[str, Any]]) -> float:
             least = len(step["pattern"].get("String", "").encode())  # bytes that it replaces
             if pattern is not None and _is_linear(pattern) and not _EMPTY.search(pattern):
                 least = 2 if pattern == _SPACES else 1
-            others.append(max(1, n / least) if least else 1 + n)
+            other.append(max(1, n / least) if least else 1 + n)
         elif kind == "Prepend":
-            others.append(1 + len(step["prepend"].encode()) // 4)
+            other.append(1 + len(step["prepend"].encode()) // 4)
         elif kind == "Precompiled":
             charsmap = b64decode(step["precompiled_charsmap"])  # size of a trie, the trie, values
             values = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
             unicode.append(max(map(len, values.split(b"\0"))) / 3)
         unicode.append(_UNICODE.get(kind, 1.0))
-        others.append(_GROWTH.get(kind, 1.0))
-    return max(unicode) * math.prod(others)
+        other.append(_GROWTH.get(kind, 1.0))
+    return max(unicode) * math.prod(other)
 
 
 def _check_model(tokenizer: Tokenizer) -> None:
@@ -121,7 +124,11 @@ def _check_model(tokenizer: Tokenizer) -> None:
         ("words", getattr(model, "max_input_chars_per_word", 0), _LONGEST_WORD),
         ("a token", _longest(tokenizer.get_vocab()), _LONGEST_TOKEN),
         ("a piece", _longest(tokenizer.get_vocab(False)) if is_unigram else 0, _LONGEST_PIECE),
-        ("an affix", _longest(getattr(model, one, None) or "" for one in affixes), _LONGEST_AFFIX),
+        (
+            "an affix",
+            _longest(getattr(model, affix, None) or "" for affix in affixes),
+            _LONGEST_AFFIX,
+        ),
     ):
         if n > most:
             raise ValueError(f"it has {what} of {n} characters; at most {most} are safe")
@@ -156,7 +163,9 @@ def _check_patterns(patterns: list[str]) -> None:
 
 def _main() -> None:
     """Answer each pattern whose time is in proportion; another ends the process."""
-    kinds = {unicodedata.category(one): one for one in map(chr, reversed(range(2**16)))}
+    kinds = {
+        unicodedata.category(character): character for character in map(chr, reversed(range(2**16)))
+    }
     kinds.pop("Cs")
     limit_memory(_PROBE_MEMORY)
     for message in messages():

@@ -14,8 +14,9 @@ from fastapi import FastAPI
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from kvasir.model.bundle import EmbeddingDefaults, ModelBundle
+from kvasir.model.bundle import ModelBundle
 from kvasir.model.config import Pooling, Projection
+from kvasir.model.records import EmbeddingDefaults
 from kvasir.server.engine.encoder.engine import EncoderEngine
 from kvasir.server.engine.encoder.sequence import EncoderSequence, Encoding
 from kvasir.server.engine.sampling import Floats

@@ -43,6 +43,7 @@ def write_gguf(
     model: nn.Module,
     kind: Kind = Kind.F32,
     split_max_tensors: int = 0,
+    chat_template: str | None = CHAT_TEMPLATE,
     **values: Any,
 ) -> Path:
     """Write a model, and the tests' tokenizer, with its matrices in a type of ggml.
@@ -56,6 +57,8 @@ def write_gguf(
     )
     _write_config(writer, config)
     write_tokenizer(writer, make_tokenizer(), "llama-bpe")
+    if chat_template is not None:
+        writer.add_chat_template(chat_template)
     for name, value in values.items():
         key = name.replace("__", ".")
         writer.kv_data[0].pop(key, None)
@@ -160,7 +163,6 @@ def write_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, pre: str) -> 
     writer.add_token_merges([" ".join(merge) for merge in merges])
     writer.add_bos_token_id(vocabulary[BOS])
     writer.add_eos_token_id(vocabulary[EOS])
-    writer.add_chat_template(CHAT_TEMPLATE)
 
 
 def _converted(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

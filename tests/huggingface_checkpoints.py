@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, processors
-from torch import nn
+from torch import Tensor, nn
 
 from kvasir.model.tokenizer import train_tokenizer
 
@@ -26,7 +29,7 @@ CHAT_TEMPLATE = (
 )
 LENGTH = 96  # of a row
 WINDOW = 12
-_EMBEDDING = re.compile(r"\b(embed_\w+|wte|wpe)\.weight$")
+_EMBEDDING = r"\b(embed_\w+|wte|wpe)\.weight$"
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,
@@ -237,15 +240,8 @@ def make_model(name: str, **changes: Any) -> nn.Module:
     model: nn.Module = (
         getattr(transformers, kind)._from_config(config, attn_implementation="eager").eval()
     )
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                narrow = 0.02 if architecture == "Gemma3Text" else 0.07
-                parameter.normal_(std=narrow if _EMBEDDING.search(parameter_name) else 0.22)
-            else:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-            if "embeddings_layernorm" in parameter_name:
-                parameter.mul_(0.1)
+    narrow = 0.02 if architecture == "Gemma3Text" else 0.07
+    make_uneven(model, _EMBEDDING, narrow_width=narrow, width=0.22)
     return model
 
 
@@ -272,3 +268,33 @@ def save_checkpoint(folder: Path, model: nn.Module, **options: Any) -> Path:
     model.save_pretrained(folder, **options)  # type: ignore[operator]
     save_tokenizer(folder)
     return folder
+
+
+def set_values(folder: Path, file: str, **values: object) -> None:
+    """Change values of a checkpoint's file, or make it."""
+    path = folder / file
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps(known | values))
+
+
+def set_tensors(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    """Change the tensors of a checkpoint in one file."""
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path, {"format": "pt"})
+
+
+def make_uneven(
+    model: nn.Module, narrow: str = "(?!)", width: float = 0.2, narrow_width: float = 0.07
+) -> None:
+    """Give a model uneven weights, norms and biases, so that mistakes show in the logits.
+
+    narrow: a pattern of names, of embeddings by which a token would predict itself.
+    """
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+            elif parameter.requires_grad:  # sinusoids are computed
+                parameter.normal_(std=narrow_width if re.search(narrow, name) else width)
+            if "embeddings_layernorm" in name:
+                parameter.mul_(0.1)

@@ -16,8 +16,9 @@ from fastapi import FastAPI
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from kvasir.model.bundle import Manifest, ModelBundle, Verification
+from kvasir.model.bundle import Manifest, ModelBundle
 from kvasir.model.config import TransformerConfig
+from kvasir.model.records import Verification
 from kvasir.model.tokenizer import train_tokenizer
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.kv.prefix_cache import PrefixCache

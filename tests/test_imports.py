@@ -24,6 +24,7 @@ WITHOUT_TORCH = (
     "model.bundle",
     "model.chat_template",
     "model.config",
+    "model.config_rules",
     "model.download",
     "model.onnx.external_data",
     "model.files",
@@ -34,6 +35,7 @@ WITHOUT_TORCH = (
     "model.packing",
     "model.presets",
     "model.progress",
+    "model.records",
     "model.suggestions",
     "model.template_environment",
     "model.limited_process",
@@ -49,7 +51,7 @@ RULES = {
     "model.training": ("model",),
     "model.importing": ("model.network", "model.tensor_files", *WITHOUT_TORCH),
     "model.download": (
-        *("model.bundle", "model.config", "model.files", "model.mistaken", "model.progress"),
+        *("model.bundle", "model.files", "model.mistaken", "model.progress", "model.suggestions"),
     ),
     "model": ("model.network",),
     # Verifies a graph as it is served.

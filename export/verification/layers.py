@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kvasir.model.config import TransformerConfig
-from kvasir.model.network.attention import LayerCache, StepInputs
+from kvasir.model.network.attention import LayerCache
+from kvasir.model.network.block import Block
 from kvasir.model.network.cross_attention import Source
+from kvasir.model.network.run_inputs import StepInputs
 from kvasir.model.network.skeleton import make_block, make_target_skeleton
-from kvasir.model.network.transformer import Block
 from kvasir.model.progress import Progress, followed, unheard
 
 _TOKENS = 256  # computed together: of short rows, or of a chunk of a long one

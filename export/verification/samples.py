@@ -14,7 +14,7 @@ from kvasir.export.verification.plan import FEWEST_TOKENS, SampleText
 from kvasir.export.verification.verify import MAX_PERPLEXITY_LOSS, VerificationError
 from kvasir.model.checkpoint import Checkpoint
 from kvasir.model.tokenizer import leading_ids
-from kvasir.model.training.data import DATA_FOLDER, encode, open_tokens
+from kvasir.model.training.data import DATA_FILE, DATA_FOLDER, TokenData, encode, open_arrays
 from kvasir.model.training.translations import HELD_OUT_FILE, SUFFIXES, read_translations
 
 _PYDOC = f"Python {sys.version_info[0]}.{sys.version_info[1]}'s pydoc topics"
@@ -40,9 +40,9 @@ def sample_text(checkpoint: Checkpoint, file: Path | None, precision: str) -> Sa
     text, token_ids = "", np.empty(0, dtype=np.int64)
     if file is not None:
         name, text = file.name, _read(file)
-    elif checkpoint.progress and (run / DATA_FOLDER).is_dir():
+    elif checkpoint.progress and (run / DATA_FOLDER / DATA_FILE).is_file():
         name = f"held-out text of {run.name}"
-        token_ids = open_tokens(run / DATA_FOLDER).held_out.astype(np.int64)
+        token_ids = TokenData(**open_arrays(run / DATA_FOLDER)).held_out.astype(np.int64)
     elif precision in MAX_PERPLEXITY_LOSS:
         name, text = _PYDOC, _prose(precision)
     else:

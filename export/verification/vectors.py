@@ -20,12 +20,12 @@ from torch import Tensor
 
 from kvasir.export.verification.plan import affordable_tokens
 from kvasir.export.verification.verify import MAX_LOGIT_ERROR, VerificationError
-from kvasir.model.bundle import Verification
 from kvasir.model.config import TransformerConfig
 from kvasir.model.network.skeleton import build_decoder, count_parameters
 from kvasir.model.onnx.runtime import open_cpu_session
 from kvasir.model.packing import HIDDEN_OUTPUT, TYPES_INPUT, VECTORS_OUTPUT, pack
 from kvasir.model.progress import Progress, unheard
+from kvasir.model.records import Verification
 
 # Least cosines of both vectors: of every text for fp32, else the mean.
 _LEAST_COSINE = {"fp32": 0.99999, "int8": 0.995}

@@ -21,10 +21,11 @@ from kvasir.export.verification.layers import LayeredDecoder, Observer
 from kvasir.export.verification.pair_plan import PairPlan, SamplePairs
 from kvasir.export.verification.plan import Plan, SampleText
 from kvasir.export.verification.segments import Case, Floats
-from kvasir.model.bundle import Device, Verification
+from kvasir.model.bundle import Device
 from kvasir.model.config import TransformerConfig
 from kvasir.model.network.attention import LayerCache
 from kvasir.model.progress import Progress, unheard
+from kvasir.model.records import Verification
 
 MAX_LOGIT_ERROR = 1e-3  # fp32, relative to the standard deviation of the logits
 _MOST_DOUBT = 0.05  # of a perplexity loss that was measured on few tokens

@@ -1,4 +1,4 @@
-"""The files that import or serving needs, among all that a store has of a model."""
+"""The files that Kvasir needs, among all that a store has of a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TEXTS = re.compile(
     r"|tokenizer_config|special_tokens_map|\d+_\w+/config)\.json"
     r"|chat_template\.jinja|additional_chat_templates/[^/]+\.jinja|\d+_\w+/model\.safetensors"
 )
-# What import makes a tokenizer.json of.
+# What a tokenizer.json is made of.
 _TOKENIZERS = ({"source.spm", "vocab.json"}, {"spiece.model"}, {"sentencepiece.bpe.model"})
 MAX_FILES = 100_000  # of a model, with those that are not chosen
 _PART = re.compile(r"(.+)-\d{5}-of-\d{5}\.gguf")
@@ -72,8 +72,8 @@ def _checkpoint(
         raise DownloadError(f"{reference} {of_adapter(base)}")
     if not weights:
         other = next(filter(_NOT_SAFETENSORS.fullmatch, sorted(names)), None)
-        found = f"its weights are in {other}; save them" if other else "publish its weights"
-        raise DownloadError(f"{reference} has no model.safetensors: {found} as safetensors")
+        advice = f"its weights are in {other}; save them" if other else "publish its weights"
+        raise DownloadError(f"{reference} has no model.safetensors: {advice} as safetensors")
     own = {TOKENIZER_FILE}
     tokenizer = next((files for files in (own, *_TOKENIZERS) if {*names} >= files), own)
     for name in (CONFIG_FILE, *tokenizer):
@@ -89,16 +89,16 @@ def _gguf(reference: Reference, ggufs: list[str]) -> list[str]:
     """Return the GGUF file that is named, or the only one, with the other parts of a split one."""
     groups: dict[str, list[str]] = {}
     for name in ggufs:
-        found = _PART.fullmatch(name)
-        groups.setdefault(found[1] if found else name, []).append(name)
+        match = _PART.fullmatch(name)
+        groups.setdefault(match[1] if match else name, []).append(name)
     for files in groups.values():
         if reference.file in files or (reference.file is None and len(groups) == 1):
             return files
-    known = ", ".join(files[0] for files in groups.values()) or "none"
+    offered = ", ".join(files[0] for files in groups.values()) or "none"
     example = f"{reference.scheme}://{reference.place.partition('.gguf')[0]}"
     if reference.file is None:
         raise DownloadError(
             f"{reference} has several GGUF files: name one, as {example}/{ggufs[0]}; "
-            f"there are {known}"
+            f"there are {offered}"
         )
-    raise DownloadError(f"{reference} does not exist; the GGUF files there are {known}")
+    raise DownloadError(f"{reference} does not exist; the GGUF files there are {offered}")

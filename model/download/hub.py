@@ -100,13 +100,13 @@ def find_hub_model(reference: Reference) -> HubModel:
     revision = reference.revision
     if constants.HF_HUB_OFFLINE:
         name = reference.file or "config.json"
-        found = hub.try_to_load_from_cache(reference.name, name, revision=revision)
-        if not isinstance(found, str):
+        cached = hub.try_to_load_from_cache(reference.name, name, revision=revision)
+        if not isinstance(cached, str):
             raise DownloadError(
                 f"{reference}: {name} is not in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE "
                 f"is set; run once without it: kvasir pull {reference}"
             )
-        folder = Path(found.removesuffix(name))
+        folder = Path(cached.removesuffix(name))
         return HubModel(reference, folder.name, {}, {}, folder)
     hooks = hub.get_session().event_hooks["response"]
     if _read_small not in hooks:

@@ -14,9 +14,9 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from kvasir.model.config import first_problem
 from kvasir.model.download.reference import DownloadError, Reference
 from kvasir.model.download.transfer import CHUNK, RemoteFile, digest, from_offset, read_whole
+from kvasir.model.suggestions import first_problem
 
 _NAMES = ("org.opencontainers.image.title", "org.cncf.model.filepath")  # annotations
 _MANIFESTS = (

@@ -49,12 +49,12 @@ def find(reference: Reference, cache: Path) -> Found:
     Raises DownloadError, and ModuleNotFoundError for an extra that is not installed.
     """
     try:
-        found = interruptible(lambda _: _LISTS[reference.scheme](reference), _LIST_SECONDS)
+        listed = interruptible(lambda _: _LISTS[reference.scheme](reference), _LIST_SECONDS)
     except TimeoutError as error:
         raise DownloadError(f"{reference} cannot be listed: {error}; try again later") from None
-    if isinstance(found, HubModel):
-        return Found(reference, found.revision, found.pull)
-    revision, files = found
+    if isinstance(listed, HubModel):
+        return Found(reference, listed.revision, listed.pull)
+    revision, files = listed
     folder = cache / reference.scheme / reference.place.replace(":", "_") / revision
 
     def read(name: str) -> bytes:

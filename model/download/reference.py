@@ -37,9 +37,9 @@ class Reference:
     @classmethod
     def parse(cls, text: str | Path) -> Self | None:
         """Return the reference in a text, or None for a path. Raises DownloadError."""
-        if (found := _FORM.fullmatch(str(text))) is None:
+        if (match := _FORM.fullmatch(str(text))) is None:
             return None
-        scheme, place = found.groups()
+        scheme, place = match.groups()
         form, shown = _PLACES[scheme]
         if (parts := re.fullmatch(form, place)) is None:
             raise DownloadError(f"{scheme}://{place} is not of the form {scheme}://{shown}")

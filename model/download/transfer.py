@@ -34,11 +34,11 @@ class RemoteFile:
 
 def digest(path: Path, algorithm: str, prefix: bytes = b"") -> str:
     """Return the hash of a prefix and a file's content, in hex."""
-    found = hashlib.new(algorithm, prefix, usedforsecurity=False)
+    hashed = hashlib.new(algorithm, prefix, usedforsecurity=False)
     with path.open("rb") as file:
         while chunk := file.read(2**20):
-            found.update(chunk)
-    return found.hexdigest()
+            hashed.update(chunk)
+    return hashed.hexdigest()
 
 
 def read_whole(source: str, chunks: Iterable[bytes], most: int = _SMALL_BYTES) -> bytes:

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from torch import Tensor
 
-from kvasir.model.bundle import GENERATION_FILE, GenerationDefaults
+from kvasir.model.bundle import GENERATION_FILE
 from kvasir.model.config import TransformerConfig
-from kvasir.model.importing.families.family import Family
-from kvasir.model.tensor_files import StoredTensor
+from kvasir.model.records import GenerationDefaults
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """A model as it was published; texts: a checkpoint directory's other files by name."""
+    """A published model as a checkpoint, with parameters that are yet to be made."""
 
-    family: Family
     config: TransformerConfig
-    texts: dict[str, str | None]
-    tensors: list[StoredTensor]
-    files: list[Path]  # of the tensors
+    weights: dict[str, Callable[[], Tensor]]
+    texts: dict[str, str | None]  # other files by name
+    files: list[Path]  # of the weights
+    notes: list[str]  # what was left out, and what will be rounded again
 
 
 def to_json(values: Mapping[str, object]) -> str | None:

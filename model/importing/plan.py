@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import reduce
 
@@ -14,8 +14,8 @@ from kvasir.model.config import TransformerConfig
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.families.family import Family
 from kvasir.model.importing.tensors import reorder_rotary_pairs
-from kvasir.model.network.skeleton import parameter_shapes
-from kvasir.model.tensor_files import PlannedTensor, Shape, StoredTensor
+from kvasir.model.network.skeleton import check_size, parameter_shapes
+from kvasir.model.tensor_files import Shape, StoredTensor
 
 _LAYER = re.compile(r"(?<=\bblocks\.)\d+")
 _ENCODER = "encoder."
@@ -24,7 +24,7 @@ _LOGIT_BIAS = "final_logits_bias.bias"
 
 def plan_parameters(
     family: Family, config: TransformerConfig, stored: Iterable[StoredTensor]
-) -> tuple[TransformerConfig, list[PlannedTensor]]:
+) -> tuple[TransformerConfig, dict[str, Callable[[], Tensor]]]:
     """Return the configuration, untied where the head differs, and every parameter to be made.
 
     Raises UnsupportedError naming a tensor that is missing, unknown or of the wrong shape.
@@ -36,10 +36,12 @@ def plan_parameters(
             raise UnsupportedError(f"tensors {names} are the same parameter")
         held[name] = tensor
     config = _merge_embeddings(held, family, config)
-    config.check_size(sum(torch.Size(tensor.shape).numel() for tensor in held.values()))
+    check_size(config, sum(torch.Size(tensor.shape).numel() for tensor in held.values()))
     shapes = parameter_shapes(config)
     taken: set[str] = set()
-    weights = [_take(name, shape, family, config, held, taken) for name, shape in shapes.items()]
+    weights = {
+        name: _take(name, shape, family, config, held, taken) for name, shape in shapes.items()
+    }
     for name in held.keys() - taken:
         tensor, (module, _, kind) = held[name], name.rpartition(".")
         if name.startswith(family.unused):
@@ -63,10 +65,10 @@ def _merge_embeddings(
     for module in family.same_embeddings:
         if (other := held.pop(f"{module}.weight", None)) is None:
             continue
-        if not _same(one := held.setdefault(embedding, other), other):
+        if not _same(first := held.setdefault(embedding, other), other):
             raise UnsupportedError(
-                f"tensors {one.name!r} and {other.name!r} differ, and Kvasir computes "
-                f"{family.title} with one embedding for both"
+                f"tensors {first.name!r} and {other.name!r} differ, and Kvasir computes "
+                f"{family.architectures[0]} with one embedding for both"
             )
     if (bias := held.get(_LOGIT_BIAS)) is not None:
         if bias.read().any():
@@ -83,8 +85,8 @@ def _merge_embeddings(
     return config
 
 
-def _same(one: StoredTensor, other: StoredTensor) -> bool:
-    return one is other or torch.equal(one.read(), other.read())
+def _same(first: StoredTensor, other: StoredTensor) -> bool:
+    return first is other or torch.equal(first.read(), other.read())
 
 
 def _take(
@@ -94,8 +96,8 @@ def _take(
     config: TransformerConfig,
     held: dict[str, StoredTensor],
     taken: set[str],
-) -> PlannedTensor:
-    """Return the plan of a parameter; the names of its tensors are added to `taken`."""
+) -> Callable[[], Tensor]:
+    """Return what makes a parameter; the names of its tensors are added to `taken`."""
     layer = (_LAYER.search(name) or ("",))[0]
     module, _, kind = _LAYER.sub("*", name).rpartition(".")
     if name.startswith(_ENCODER) and config.encoder is not None:
@@ -112,10 +114,7 @@ def _take(
         taken.add(wanted)
         tensor = held[wanted]
         if tensor.shape != expected:
-            raise UnsupportedError(
-                f"tensor {tensor.name!r} in {tensor.file.name} has shape {list(tensor.shape)}, "
-                f"not {list(expected)}"
-            )
+            raise UnsupportedError(f"{tensor} has shape {list(tensor.shape)}, not {list(expected)}")
         tensors.append(tensor)
     types = [tensor.dtype for tensor in tensors] or [torch.float32]
     stored = reduce(torch.promote_types, types)
@@ -132,4 +131,4 @@ def _take(
             made = reorder_rotary_pairs(made, config)
         return made.to(dtype).expand(shape).contiguous()
 
-    return PlannedTensor(name, shape, dtype, make)
+    return make

@@ -38,7 +38,29 @@ class Source:
         if not any("#" in module for module in self.modules):
             return list(self.modules)
         experts = range(config.n_experts or 0)
-        return [one.replace("#", str(expert)) for expert in experts for one in self.modules]
+        return [module.replace("#", str(expert)) for expert in experts for module in self.modules]
+
+
+_PARENTS = {  # our modules of a layer that are within another one
+    **dict.fromkeys(("qkv", "output", "query_norm", "key_norm"), "attention."),
+    **dict.fromkeys(("up", "down", "router", "expert_up", "expert_down"), "feed_forward."),
+    **dict.fromkeys(("query", "key_value"), "cross_attention."),
+}
+
+
+def in_layers(prefix: str, **places: str | Source) -> dict[str, str | Source]:
+    """Return the places of our modules of a layer, which are named by their last part.
+
+    prefix: of the file's modules of that layer, which it holds under `*`.
+    """
+    placed: dict[str, str | Source] = {}
+    for name, place in places.items():
+        source = Source((place,)) if isinstance(place, str) else place
+        modules = tuple(
+            "|".join(prefix + choice for choice in module.split("|")) for module in source.modules
+        )
+        placed[f"blocks.*.{_PARENTS.get(name, '')}{name}"] = replace(source, modules=modules)
+    return placed
 
 
 def transposed(module: str) -> Source:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kvasir.model.config import TransformerConfig
-from kvasir.model.network.transformer import Block, Transformer
+from kvasir.model.config import ConfigError, TransformerConfig
+from kvasir.model.network.block import Block
+from kvasir.model.network.transformer import Transformer
 
 
 class _Uninitialised(TorchFunctionMode):
@@ -52,6 +53,30 @@ def make_target_skeleton(config: TransformerConfig) -> Transformer:
         if block.cross_attention is not None:
             del block.cross_attention.key_value
     return decoder
+
+
+def check_size(config: TransformerConfig, n_numbers: int) -> None:
+    """Raise ConfigError if `n_numbers` are too few for the weights, before memory is taken."""
+    if (least := _least_weights(config)) > n_numbers:
+        raise ConfigError(
+            f"a model of this shape has at least {least:,} weights, and there are {n_numbers:,}; "
+            "copy the files again"
+        )
+
+
+def _least_weights(config: TransformerConfig) -> int:
+    n_mixtures = sum(map(config.has_experts, range(config.n_layer)))
+    widths = config.d_ff * (config.n_layer - n_mixtures)
+    widths += (config.n_experts or 0) * (config.d_expert or 0) * n_mixtures
+    matrices = 2 * (widths + config.n_head * config.head_dim * config.n_layer)
+    rows = config.vocab_size + config.max_model_len * config.has_learned_positions
+    least = (matrices + rows) * config.d_model
+    if config.has_relative_bias:
+        least += config.relative_buckets * config.n_head
+    if config.encoder is None:
+        return least
+    shared = config.vocab_size * config.d_model * config.shared_embedding
+    return least + _least_weights(config.encoder) - shared
 
 
 def count_parameters(config: TransformerConfig) -> int:

@@ -20,7 +20,7 @@ _SIZES = {1: 8, 5: 4}  # bytes, by wire type: https://protobuf.dev/programming-g
 
 def external_files(model: bytes) -> set[str]:
     """Return the locations of external data in a serialized model. Raises ValueError."""
-    found: set[str] = set()
+    files: set[str] = set()
     messages = [("Model", 0, len(model))]
     while messages:
         kind, at, end = messages.pop()
@@ -39,8 +39,8 @@ def external_files(model: bytes) -> set[str]:
                 messages.append((_MESSAGES[kind][number], at, at + size))
             at += size
         if texts.get(1) == b"location":
-            found.add(texts.get(2, b"").decode(errors="replace"))
-    return found
+            files.add(texts.get(2, b"").decode(errors="replace"))
+    return files
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

@@ -25,7 +25,8 @@ from kvasir.model.chat_template import REASONING, ChatTemplate, ChatTemplateErro
 from kvasir.model.progress import Progress, unheard
 from kvasir.model.suggestions import did_you_mean
 from kvasir.model.tokenizer import special_ids
-from kvasir.model.training.data import CorpusError, encode, read_lines
+from kvasir.model.training.corpus import CorpusError, read_lines
+from kvasir.model.training.data import TokenData, encode, token_type, write_arrays
 
 _WEIGHT = "weight"  # OpenAI's fine-tuning format: 1 if an assistant's message is learned, else 0
 # Fields that a template may leave out, or that are not for the template.
@@ -57,6 +58,16 @@ class PackedChats:
     n_cut: int
     n_without_answer: int  # conversations that are left out
     ending_ids: set[int]  # special tokens that end answers
+
+    def write(self, folder: Path, tokenizer: Tokenizer) -> TokenData:
+        """Write the rows to a new folder, for training."""
+        arrays = write_arrays(
+            folder,
+            tokens=self.ids.astype(token_type(tokenizer)),
+            n_train=self.n_train * self.ids.shape[1],
+            learned=np.packbits(self.learned, axis=1),
+        )
+        return TokenData(**arrays)
 
     @property
     def summary(self) -> str:
@@ -100,8 +111,8 @@ def _parse(chat: Any, template: ChatTemplate) -> tuple[list[_Object], list[_Obje
             raise ValueError(f"message {i} has weight 1, but only the assistant's are learned")
         for name in sorted(message.keys() - _OPTIONAL):
             names = REASONING if name in REASONING else (name,)
-            known = any(one in template.source for one in names)
-            if message[name] not in (None, "", []) and not known:
+            is_read = any(is_read in template.source for is_read in names)
+            if message[name] not in (None, "", []) and not is_read:
                 unread = f"{name!r}, which the chat template does not read"
                 advice = did_you_mean(name, _OPTIONAL, "leave it out")
                 raise ValueError(f"message {i} has {unread}; {advice}")

@@ -1,19 +1,22 @@
-"""The way from text files through token shards on disk to batches."""
+"""Texts as tokens on disk, and batches of them.
+
+The folder of a run keeps what it trains on in one safetensors file, whose arrays are the fields of
+the class that reads it: `TokenData`, `PairData` or `TranslationData`. They are mapped, not loaded.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatch
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import save_file
 from tokenizers import Encoding, Tokenizer
 
 from kvasir.model.progress import Progress, interruptible, unheard
@@ -25,119 +28,36 @@ from kvasir.model.tokenizer import (
     reads_lines_alone,
     vocabulary_size,
 )
+from kvasir.model.training.corpus import Corpus, CorpusError
 from kvasir.model.training.masking import IGNORED, Masking
 
-DATA_FOLDER = "data"  # token shards in the folder of a run
-SHARD_TOKENS = 2**26
+DATA_FOLDER = "data"  # in the folder of a run
+DATA_FILE = "data.safetensors"
+_DTYPES = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "I64": np.int64}
 _ENCODE_BATCH = 64  # texts tokenised at once
-T = TypeVar("T")
 
 
-class CorpusError(ValueError):
-    """A corpus that cannot be trained on; the message names the file or folder and the fix."""
+def write_arrays(folder: Path, **arrays: NDArray[Any] | int) -> dict[str, Any]:
+    """Write arrays and numbers to an empty or new folder, and return them as `open_arrays` does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: np.asarray(array) for name, array in arrays.items()}, folder / DATA_FILE)
+    return open_arrays(folder)
 
 
-@dataclass(frozen=True, slots=True)
-class Corpus:
-    """Documents in the order of training."""
-
-    texts: list[str]
-    n_skipped: int  # files left out because they are not text
-
-    @property
-    def summary(self) -> str:
-        """The size of the corpus in words."""
-        megabytes = sum(len(text.encode()) for text in self.texts) / 1e6
-        text = f"{len(self.texts):,} documents, {megabytes:.1f} MB of text"
-        skipped = f" ({self.n_skipped} files are not text and were left out)"
-        return text + skipped if self.n_skipped else text
-
-
-def read_corpus(
-    paths: Sequence[Path], include: Sequence[str], exclude: Sequence[str], seed: int
-) -> Corpus:
-    """Read files, and folders recursively, as UTF-8 text, shuffled by `seed`.
-
-    include and exclude are shell patterns on paths relative to a folder; a file among `paths` is
-    always read, and no file twice. A binary file inside a folder is left out and counted. Raises
-    CorpusError for a binary, missing or unreadable path, and for a corpus without text.
-    """
-    texts: list[str] = []
-    seen: set[Path] = set()  # a document read twice would be trained on and held out
-    n_skipped = 0
-    for path in paths:
-        if not path.exists():
-            raise CorpusError(f"{path} does not exist")
-        for file in [path] if path.is_file() else sorted(_walk(path, include, exclude)):
-            if file.resolve() in seen:
-                continue
-            seen.add(file.resolve())
-            text = _read_text(file)
-            if text is None and file is path:
-                raise CorpusError(f"{file} is not UTF-8 text; convert it, or leave it out")
-            if text is None:
-                n_skipped += 1
-            elif text.strip():
-                texts.append(text)
-    if not texts:
-        skipped = f"; left out because they are not UTF-8 text: {n_skipped}" if n_skipped else ""
-        raise CorpusError(f"no text in {', '.join(map(str, paths))}{skipped}")
-    order = np.random.default_rng(seed).permutation(len(texts))
-    return Corpus([texts[i] for i in order], n_skipped)
-
-
-def _walk(folder: Path, include: Sequence[str], exclude: Sequence[str]) -> Iterator[Path]:
-    """Yield the wanted files below a folder, without hidden files and folders."""
-    for parent, folders, files in os.walk(folder, onerror=_refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for file in (Path(parent, name) for name in files if not name.startswith(".")):
-            name = file.relative_to(folder).as_posix()
-            included = any(fnmatch(name, pattern) for pattern in include)
-            excluded = any(fnmatch(name, pattern) for pattern in exclude)
-            if included and not excluded and file.is_file():
-                yield file
-
-
-def _refuse(error: OSError) -> NoReturn:
-    raise CorpusError(f"{error.filename} cannot be read: {error.strerror}") from None
-
-
-def _read_text(path: Path) -> str | None:
-    """Return the file's text, or None when it is not UTF-8 text. Raises CorpusError."""
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except OSError as error:
-        _refuse(error)
-    except UnicodeDecodeError:
-        return None
-    return None if "\0" in text else text
-
-
-def read_lines(
-    paths: Sequence[Path],
-    parse: Callable[[Any], T],
-    split: Callable[[str], Any] = json.loads,
-) -> list[T]:
-    """Parse every line of JSONL files, or of what `split` reads, without the blank ones.
-
-    Raises CorpusError naming a line for which either raises ValueError.
-    """
-    parsed = []
-    for path in paths:
-        try:
-            lines = path.read_text(encoding="utf-8").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CorpusError(f"{path} cannot be read: {error}") from None
-        for number, line in enumerate(lines, start=1):
-            try:
-                parsed += [parse(split(line))] if line.strip() else []
-            except json.JSONDecodeError as error:
-                raise CorpusError(f"{path}:{number}: not JSON: {error}") from None
-            except ValueError as error:
-                raise CorpusError(f"{path}:{number}: {error}") from None
-    if not parsed:
-        raise CorpusError(f"no lines in {', '.join(map(str, paths))}")
-    return parsed
+def open_arrays(folder: Path) -> dict[str, Any]:
+    """Map what `write_arrays` wrote. Raises CorpusError when it is missing."""
+    path = folder / DATA_FILE
+    if not path.is_file():
+        message = f"{folder} holds no {DATA_FILE}; start the training again without --resume"
+        raise CorpusError(message)
+    content = np.memmap(path, mode="r")
+    start = 8 + int.from_bytes(content[:8].tobytes(), "little")
+    opened: dict[str, Any] = {}
+    for name, entry in json.loads(content[8:start].tobytes()).items():
+        begin, end = (start + offset for offset in entry["data_offsets"])
+        array = content[begin:end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        opened[name] = array if array.ndim else int(array)
+    return opened
 
 
 class Batch(NamedTuple):
@@ -164,60 +84,60 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenData:
-    """Token ids on disk: shards to train on, and the end of the corpus, which is held out.
+    """Token ids on disk, of which those from `n_train` on are held out.
 
-    Text may be cut anywhere. Chats come in rows of `row` tokens, which is the run's context + 1
-    (None: text), and with a bit for each token that says whether it is learned: `masks`, uint8
-    [rows, ⌈row / 8⌉] for each shard and, last, for what is held out. With `masking`, batches are an
-    encoder's.
+    tokens: [n] of text, which may be cut anywhere; or of chats [rows, context + 1], with a bit for
+    each token that says whether it is learned: `learned`, uint8 [rows, ⌈(context + 1) / 8⌉]. With
+    `masking`, batches are an encoder's.
     """
 
-    shards: list[NDArray[np.unsignedinteger]]
-    held_out: NDArray[np.unsignedinteger]
-    row: int | None = None
-    masks: list[NDArray[np.uint8]] = field(default_factory=list)
+    tokens: NDArray[np.unsignedinteger]
+    n_train: int
+    learned: NDArray[np.uint8] | None = None
     masking: Masking | None = None
 
     @property
-    def n_train(self) -> int:
-        """Number of tokens to train on."""
-        return sum(len(shard) for shard in self.shards)
+    def held_out(self) -> NDArray[np.unsignedinteger]:
+        """The tokens that are held out, [n_held_out]."""
+        return self.tokens.reshape(-1)[self.n_train :]
 
     @property
     def n_held_out(self) -> int:
         """Number of tokens that are held out."""
-        return len(self.held_out)
+        return self.tokens.size - self.n_train
 
     @property
     def prompt_length(self) -> int | None:
         """Number of held-out tokens before the first that is learned; None for text."""
-        return int(np.unpackbits(self.masks[-1][0]).argmax()) if self.masks else None
+        if self.learned is None:
+            return None
+        return int(np.unpackbits(self.learned[self.n_train // self.tokens.shape[1]]).argmax())
 
     def batch(
         self, seed: int, step: int, batch_size: int, context: int, rows: range | None = None
     ) -> Batch:
         """Draw `batch_size` rows, as a function of (seed, step) alone: resuming needs no state.
 
-        Every place in the shards is equally likely. Only `rows` of the batch are read (None: all).
+        Every place is equally likely. Only `rows` of the batch are read (None: all).
         """
         key = np.array([seed, step], dtype=np.uint64)
-        stride = self.row or 1
-        lengths = np.array([len(shard) for shard in self.shards])
-        ends = np.cumsum(np.maximum(0, (lengths - context - 1) // stride + 1))
-        drawn = np.random.Generator(np.random.Philox(key=key)).integers(ends[-1], size=batch_size)
+        stride = self._stride(1)
+        n_places = (self.n_train - context - 1) // stride + 1
+        drawn = np.random.Generator(np.random.Philox(key=key)).integers(n_places, size=batch_size)
         wanted = drawn if rows is None else drawn[rows.start : rows.stop]
-        shards = np.searchsorted(ends, wanted, side="right")
-        starts = (wanted - np.append(0, ends)[shards]) * stride
-        batch = self._read([*zip(shards, starts, strict=True)], context)
         first = 0 if rows is None else rows.start
-        return self._mask(batch, [(seed, step, first + i) for i in range(len(wanted))])
+        seeds = [(seed, step, first + i) for i in range(len(wanted))]
+        return self._mask(self._read(wanted * stride, context), seeds)
 
     def held_out_rows(self, context: int, n_rows: int) -> Batch:
         """Return the first `n_rows` held-out rows; those of text overlap by one token."""
-        stride = self.row or context
-        n_rows = min(n_rows, (len(self.held_out) - context - 1) // stride + 1)
-        batch = self._read([(len(self.shards), i * stride) for i in range(n_rows)], context)
-        return self._mask(batch, [(i,) for i in range(n_rows)])
+        stride = self._stride(context)
+        n_rows = min(n_rows, (self.n_held_out - context - 1) // stride + 1)
+        starts = self.n_train + stride * np.arange(n_rows)
+        return self._mask(self._read(starts, context), [(i,) for i in range(n_rows)])
+
+    def _stride(self, of_text: int) -> int:
+        return of_text if self.learned is None else self.tokens.shape[1]
 
     def _mask(self, batch: Batch, seeds: Sequence[Sequence[int]]) -> Batch:
         """Mask each row by a seed of its own, so that it depends on no other row."""
@@ -228,15 +148,15 @@ class TokenData:
         inputs, targets = (np.concatenate(part) for part in zip(*made, strict=True))
         return Batch(inputs, targets)
 
-    def _read(self, places: Sequence[tuple[int, int]], context: int) -> Batch:
-        """Read the rows that begin at these places: the part's number, and a token in it."""
-        parts = [*self.shards, self.held_out]
-        rows = np.stack([parts[part][at : at + context + 1] for part, at in places])
+    def _read(self, starts: NDArray[np.int64], context: int) -> Batch:
+        """Read the rows that begin at these tokens."""
+        tokens = self.tokens.reshape(-1)
+        rows = np.stack([tokens[start : start + context + 1] for start in starts])
         inputs, targets = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
-        if self.row is not None:
-            bits = np.stack([self.masks[part][at // self.row] for part, at in places])
-            learned = np.unpackbits(bits, axis=1, count=self.row)[:, 1:].astype(bool)
-            targets = np.where(learned, targets, IGNORED)
+        if self.learned is not None:
+            size = self.tokens.shape[1]
+            learned = np.unpackbits(self.learned[starts // size], axis=1, count=size)
+            targets = np.where(learned[:, 1:], targets, IGNORED)
         return Batch(inputs, targets)
 
 
@@ -249,7 +169,7 @@ def write_tokens(
     end_id: int | None = None,
     progress: Progress = unheard,
 ) -> TokenData:
-    """Tokenise the corpus and write it to a new `folder`, as `write_shards` does.
+    """Tokenise the corpus and write it to a new `folder`.
 
     The last `held_out` share of the tokens is held out. Every document begins with the special
     tokens that the tokenizer puts before text, as prompts do, and is followed by the end-of-text
@@ -264,7 +184,7 @@ def write_tokens(
     encodings = encode(list(chain.from_iterable(pieces)), tokenizer, progress=progress)
     rows = []
     for document in pieces:
-        ids = chain.from_iterable(one.ids for one in islice(encodings, len(document)))
+        ids = chain.from_iterable(encoding.ids for encoding in islice(encodings, len(document)))
         rows.append(np.array([*beginning, *ids, *ending], dtype=np.uint32))
     tokens = np.concatenate(rows)
     n_train = len(tokens) - max(int(len(tokens) * held_out), context + 1)
@@ -272,55 +192,13 @@ def write_tokens(
         longest, few = len(tokens) // 2 - 1, f"too few for a context of {context}"
         mend = f"add text, or use a context of at most {longest}" if longest >= 1 else "add text"
         raise CorpusError(f"the corpus has {len(tokens)} tokens, {few}; {mend}")
-    return write_shards(folder, tokens, n_train, vocabulary_size(tokenizer))
+    tokens = tokens.astype(token_type(tokenizer))
+    return TokenData(**write_arrays(folder, tokens=tokens, n_train=n_train))
 
 
-def write_shards(
-    folder: Path,
-    ids: NDArray[np.uint32],
-    n_train: int,
-    vocab_size: int,
-    learned: NDArray[np.bool_] | None = None,
-) -> TokenData:
-    """Write an empty or new folder: shard-00000.bin …, held_out.bin and data.json.
-
-    ids: token ids [n] of text, of which those from `n_train` on are held out; or rows [n, row] of
-    chats, with `learned` of the same shape, which goes into shard-00000.mask …, held_out.mask.
-    """
-    dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
-    description: dict[str, Any] = {"dtype": dtype.name}
-    arrays: dict[str, NDArray[Any]] = {"bin": ids.astype(dtype)}
-    if learned is not None:
-        description["row"] = ids.shape[1]
-        arrays["mask"] = np.packbits(learned, axis=1)
-    per_shard = max(1, SHARD_TOKENS // ids[0].size)
-    ends = [*range(per_shard, n_train, per_shard), n_train]
-    names = [*(f"shard-{i:05d}" for i in range(len(ends))), "held_out"]
-    folder.mkdir(parents=True, exist_ok=True)
-    for suffix, array in arrays.items():
-        for name, items in zip(names, np.split(array, ends), strict=True):
-            # tofile loses the last bytes on a full disk without an error.
-            (folder / f"{name}.{suffix}").write_bytes(np.ascontiguousarray(items).data)
-    (folder / "data.json").write_text(json.dumps(description) + "\n", encoding="utf-8")
-    return open_tokens(folder)
-
-
-def open_tokens(folder: Path) -> TokenData:
-    """Map what `write_shards` wrote. Raises CorpusError when it is missing."""
-    path = folder / "data.json"
-    if not path.is_file():
-        message = f"{folder} holds no token shards; start the training again without --resume"
-        raise CorpusError(message)
-    description = json.loads(path.read_text(encoding="utf-8"))
-    dtype, row = np.dtype(description["dtype"]), description.get("row")
-    shards = [np.memmap(file, dtype, mode="r") for file in sorted(folder.glob("shard-*.bin"))]
-    held_out = np.memmap(folder / "held_out.bin", dtype, mode="r")
-    masks: list[NDArray[np.uint8]] = []
-    if row is not None:
-        files = [*sorted(folder.glob("shard-*.mask")), folder / "held_out.mask"]
-        flat = [np.memmap(file, np.uint8, mode="r") for file in files]
-        masks = [mask.reshape(-1, (row + 7) // 8) for mask in flat]
-    return TokenData([*shards], held_out, row, masks)
+def token_type(tokenizer: Tokenizer) -> type[np.unsignedinteger]:
+    """Return the type that holds all ids of a tokenizer."""
+    return np.uint16 if vocabulary_size(tokenizer) <= 2**16 else np.uint32
 
 
 def encode(

@@ -35,8 +35,8 @@ class Masking:
         """Return a tokenizer's. Raises TokenizerError if it has no token for a mask."""
         masks = [i for mask in MASKS if (i := tokenizer.token_to_id(mask)) is not None]
         if not masks:
-            known = " or ".join(MASKS)
-            raise TokenizerError(f"an encoder's tokenizer needs the token {known}; add one")
+            names = " or ".join(MASKS)
+            raise TokenizerError(f"an encoder's tokenizer needs the token {names}; add one")
         special = special_ids(tokenizer) | {masks[0]}
         ordinary = sorted(set(tokenizer.get_vocab().values()) - special)
         frame = leading_ids(tokenizer), trailing_ids(tokenizer)
@@ -54,7 +54,7 @@ class Masking:
         n_ordinary = np.isfinite(scores).sum(axis=1, keepdims=True)
         n_predicted = np.minimum(n_ordinary, np.maximum(1, np.rint(_PREDICTED * n_ordinary)))
         predicted = scores.argsort(axis=1).argsort(axis=1) < n_predicted
-        fate, others = generator.random(rows.shape), generator.choice(self.ordinary, rows.shape)
+        fate, drawn = generator.random(rows.shape), generator.choice(self.ordinary, rows.shape)
         inputs = np.where(predicted & (fate < _MASKED), self.mask_id, rows)
         replaced = predicted & (fate >= _MASKED) & (fate < _MASKED + _REPLACED)
-        return np.where(replaced, others, inputs), np.where(predicted, rows, IGNORED)
+        return np.where(replaced, drawn, inputs), np.where(predicted, rows, IGNORED)

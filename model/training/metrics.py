@@ -43,8 +43,8 @@ class Evaluation(NamedTuple):
 
     def __str__(self) -> str:
         shares = (("accuracy", self.accuracy), ("exact match", self.exact_match))
-        known = (f", {name} {share:.1%}" for name, share in shares if share is not None)
-        return f"held-out loss {self.loss or 0.0:.4f}{''.join(known)}"
+        measured = (f", {name} {share:.1%}" for name, share in shares if share is not None)
+        return f"held-out loss {self.loss or 0.0:.4f}{''.join(measured)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

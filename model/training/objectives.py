@@ -149,7 +149,7 @@ class Ranking(Objective):
     def vectors(self, batch: PairBatch) -> Tensor:
         """Return the vectors of this process's pairs, [pairs, columns, d_out]."""
         inputs = (batch.ids, batch.lengths)
-        ids, lengths = (torch.from_numpy(one).to(self.processes.device) for one in inputs)
+        ids, lengths = (torch.from_numpy(array).to(self.processes.device) for array in inputs)
         with self.precision():
             vectors: Tensor = self.module(ids, lengths, pooled=True)
         rows: Tensor = vectors.float().unflatten(0, (-1, batch.texts.shape[1]))

@@ -25,7 +25,7 @@ def example_prompts(tokens: Data, tokenizer: Tokenizer) -> dict[str, bytes]:
     if isinstance(tokens, TranslationData):
         first = len(tokens.ends) - tokens.n_held_out_pairs
         openings = [_source(tokens, i, tokenizer) for i in range(first, len(tokens.ends))]
-    elif isinstance(tokens, TokenData) and not tokens.masks and tokens.masking is None:
+    elif isinstance(tokens, TokenData) and tokens.learned is None and tokens.masking is None:
         openings = _openings(tokens, tokenizer)
     chosen = [text for text in dict.fromkeys(openings) if text.strip()][:_N_OPENINGS]
     return {EXAMPLES_FILE: json.dumps(chosen, indent=2).encode() + b"\n"} if chosen else {}

@@ -14,21 +14,25 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.numpy import load_file, save_file
+from pydantic import AliasChoices, BaseModel, Field
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
 from kvasir.model.progress import Progress, unheard
-from kvasir.model.suggestions import did_you_mean
-from kvasir.model.training.data import CorpusError, encode, read_lines
+from kvasir.model.training.corpus import CorpusError, LineText, parse_texts, read_lines
+from kvasir.model.training.data import encode, write_arrays
 
-PAIRS_FILE = "pairs.safetensors"
 _SCALE = 20.0  # of cosines: a temperature of 0.05, sentence-transformers' default
-_NAMES = ({"query", "anchor"}, {"document", "positive"}, {"negative"})
-_KNOWN = set().union(*_NAMES)
+_NAMES = ("query", "anchor", "document", "positive", "negative")
 
 Pair = tuple[str, ...]  # a query, its document, and perhaps a negative
+
+
+class _Line(BaseModel, extra="forbid", title="a pair"):
+    query: LineText = Field(validation_alias=AliasChoices("query", "anchor"))
+    document: LineText = Field(validation_alias=AliasChoices("document", "positive"))
+    negative: LineText | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ class Pairs:
 
 def is_pair(line: Any) -> bool:
     """Tell whether a line of JSON is meant as a pair, be it right or wrong."""
-    return isinstance(line, dict) and not _KNOWN.isdisjoint(line) and "messages" not in line
+    return isinstance(line, dict) and not line.keys().isdisjoint(_NAMES) and "messages" not in line
 
 
 def read_pairs(paths: Sequence[Path], seed: int) -> Pairs:
@@ -63,17 +67,7 @@ def _parse(line: Any) -> Pair:
     """Return a line's texts. Raises ValueError saying what is wrong."""
     if not is_pair(line):
         raise ValueError(f'not a pair, {{"query": …, "document": …}}, but {line!r}')
-    if unknown := sorted(line.keys() - _KNOWN):
-        advice = did_you_mean(unknown[0], _KNOWN, "leave it out")
-        raise ValueError(f"a pair has no field {unknown[0]!r}; {advice}")
-    for names in _NAMES[:2]:
-        if len(names & line.keys()) != 1:
-            raise ValueError(f"a pair has one of {' and '.join(sorted(names))}, unlike {line!r}")
-    texts = {name: line[name] for names in _NAMES for name in names if name in line}
-    for name, text in texts.items():
-        if not isinstance(text, str) or not text.strip():
-            raise ValueError(f"{name!r} must be text, not {text!r}")
-    return tuple(texts.values())
+    return parse_texts(_Line, line, _NAMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,20 +174,14 @@ def write_pairs(
     for text, encoding in zip(texts, encodings, strict=True):
         if not encoding.ids:
             raise CorpusError(f"the tokenizer has no token for the text {text!r}; leave it out")
-    arrays = {
-        "tokens": np.concatenate([np.array(one.ids, dtype=np.uint32) for one in encodings]),
-        "ends": np.cumsum([len(one.ids) for one in encodings]),
-        "pairs": np.array([[texts[text] for text in pair] for pair in pairs]),
-        "n_held_out": np.array([n_held_out]),
-    }
-    save_file(arrays, folder / PAIRS_FILE)
-    return open_pairs(folder), sum(bool(one.overflowing) for one in encodings)
-
-
-def open_pairs(folder: Path) -> PairData:
-    """Read what `write_pairs` wrote."""
-    arrays = load_file(folder / PAIRS_FILE)
-    return PairData(arrays["tokens"], arrays["ends"], arrays["pairs"], int(arrays["n_held_out"][0]))
+    arrays = write_arrays(
+        folder,
+        tokens=np.concatenate([np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]),
+        ends=np.cumsum([len(encoding.ids) for encoding in encodings]),
+        pairs=np.array([[texts[text] for text in pair] for pair in pairs]),
+        n_held_out_pairs=n_held_out,
+    )
+    return PairData(**arrays), sum(bool(encoding.overflowing) for encoding in encodings)
 
 
 def rank_documents(vectors: Tensor, texts: NDArray[np.int64]) -> tuple[Tensor, Tensor]:

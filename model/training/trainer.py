@@ -194,7 +194,7 @@ class Trainer:
     def save(self, folder: Path) -> None:
         """Write a checkpoint that any number of processes can continue, sharded or not."""
         is_first = self.processes.is_first
-        tensors = ((name, gather(one)) for name, one in self.decoder.state_dict().items())
+        tensors = ((name, gather(tensor)) for name, tensor in self.decoder.state_dict().items())
         weights = {name: tensor.cpu() for name, tensor in tensors if is_first}
         state = checkpoint.optimizer_state(self.decoder, self.optimizer)
         shards = folder / f"step-{self.step:08d}.{checkpoint.STATE_FOLDER}.part"

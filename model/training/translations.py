@@ -10,28 +10,33 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import load_file, save_file
+from pydantic import AfterValidator, BaseModel, Field
 from tokenizers import Tokenizer
 
 from kvasir.model.config import TransformerConfig
 from kvasir.model.progress import Progress, unheard
-from kvasir.model.suggestions import did_you_mean
-from kvasir.model.training.data import CorpusError, encode, read_lines
+from kvasir.model.training.corpus import CorpusError, check_text, parse_texts, read_lines
+from kvasir.model.training.data import encode, write_arrays
 from kvasir.model.training.masking import IGNORED
 
 SUFFIXES = (".jsonl", ".tsv")
 HELD_OUT_FILE = "held_out.jsonl"  # in the checkpoint directory, for whoever measures the model
-_FILE = "translations.safetensors"
 _KEYS = ("source", "target")
-_LONGEST = 2**20  # characters, which no context holds
 _LISTED = 1000  # translations in HELD_OUT_FILE, at most
 _SHARED_STEPS = 64  # whose batches are drawn together
 
-_Translation = tuple[str, str]
+_Translation = tuple[str, ...]  # a source and its target
+# More characters than any context holds.
+_Side = Annotated[str, Field(max_length=2**20), AfterValidator(check_text)]
+
+
+class _Line(BaseModel, extra="forbid", title="a translation"):
+    source: _Side
+    target: _Side
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,7 @@ def read_translations(paths: Sequence[Path], seed: int) -> Translations:
             raise CorpusError(f"{path} holds no sources and targets, which are read from {wanted}")
     pairs = read_lines(lines[".jsonl"], _parse) if lines[".jsonl"] else []
     if lines[".tsv"]:
-        pairs += read_lines(lines[".tsv"], _check, _split)
+        pairs += read_lines(lines[".tsv"], _parse, _split)
     sources = list(dict.fromkeys(source for source, _ in pairs))
     order = np.random.default_rng(seed).permutation(len(sources))
     rank = dict(zip(sources, order, strict=True))
@@ -71,32 +76,16 @@ def _parse(line: Any) -> _Translation:
     """Return a line's texts. Raises ValueError saying what is wrong."""
     if not is_translation(line):
         raise ValueError(f'not a translation, {{"source": …, "target": …}}, but {line!r:.200}')
-    if unknown := sorted(line.keys() - {*_KEYS}):
-        advice = did_you_mean(unknown[0], _KEYS, "leave it out")
-        raise ValueError(f"a translation has no field {unknown[0]!r}; {advice}")
-    return _check([line.get(key) for key in _KEYS])
+    return parse_texts(_Line, line, _KEYS)
 
 
-def _split(line: str) -> list[str]:
+def _split(line: str) -> dict[str, str]:
     columns = line.split("\t")
     if len(columns) != len(_KEYS):
         raise ValueError(
             f"a line is a source, a tab and its target, but there are {len(columns)} columns"
         )
-    return columns
-
-
-def _check(texts: Sequence[Any]) -> _Translation:
-    """Return a source and a target. Raises ValueError saying what is wrong."""
-    for key, text in zip(_KEYS, texts, strict=True):
-        if not isinstance(text, str) or not text.strip():
-            raise ValueError(f"the {key} must be text, not {text!r:.200}")
-        if len(text) > _LONGEST:
-            raise ValueError(f"the {key} has {len(text):,} characters; split it into sentences")
-        if "\0" in text:
-            raise ValueError(f"the {key} is not text, but has a NUL character: {text!r:.200}")
-        text.encode()  # raises ValueError for half a surrogate pair
-    return texts[0], texts[1]
+    return dict(zip(_KEYS, columns, strict=True))
 
 
 class TranslationBatch(NamedTuple):
@@ -128,7 +117,7 @@ class TranslationData:
     tokens: NDArray[np.unsignedinteger]
     ends: NDArray[np.int64]
     n_held_out_pairs: int
-    prefix: Sequence[int]
+    prefix: NDArray[np.int64]
 
     @property
     def n_train(self) -> int:
@@ -226,7 +215,7 @@ def write_translations(
         strict=True,
     )
     for pair, *encodings in both:
-        source, target = (one.ids for one in encodings)
+        source, target = (encoding.ids for encoding in encodings)
         if not source or not target:
             raise CorpusError(f"the tokenizer has no token for a text in {pair!r:.200}")
         if len(source) <= context and len(config.target_prefix) + len(target) <= context:
@@ -239,21 +228,20 @@ def write_translations(
         mend = "use a smaller --batch-size or a larger --context, or add some"
         wrong = f"there are {max(0, n_train)} translations of up to {context} tokens to train on"
         raise CorpusError(f"{wrong}, fewer than a batch of {batch_size}; {mend}")
-    arrays = {
-        "tokens": np.concatenate(rows),
-        "ends": np.cumsum([len(row) for row in rows]).reshape(-1, 2),
-        "n_held_out": np.array([len(kept) - n_train]),
-        "prefix": np.array(config.target_prefix),
-    }
-    save_file(arrays, folder / _FILE)
+    arrays = write_arrays(
+        folder,
+        tokens=np.concatenate(rows),
+        ends=np.cumsum([len(row) for row in rows]).reshape(-1, 2),
+        n_held_out_pairs=len(kept) - n_train,
+        prefix=np.array(config.target_prefix, np.int64),
+    )
     listed = (dict(zip(_KEYS, pair, strict=True)) for pair in kept[n_train:][:_LISTED])
     lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in listed]
     (folder / HELD_OUT_FILE).write_text("".join(lines), encoding="utf-8")
-    return open_translations(folder)
+    return TranslationData(**arrays)
 
 
-def open_translations(folder: Path) -> TranslationData:
-    """Read what `write_translations` wrote."""
-    arrays = load_file(folder / _FILE)
-    n_held_out, prefix = int(arrays["n_held_out"][0]), arrays["prefix"].tolist()
-    return TranslationData(arrays["tokens"], arrays["ends"], n_held_out, prefix)
+def held_out_file(folder: Path) -> dict[str, bytes]:
+    """Return the translations that are held out, if it is these, as a file of a checkpoint."""
+    path = folder / HELD_OUT_FILE
+    return {path.name: path.read_bytes()} if path.is_file() else {}

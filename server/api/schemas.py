@@ -26,7 +26,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from kvasir.model.bundle import MinP, RepetitionPenalty, Temperature, TopP
+from kvasir.model.records import MinP, RepetitionPenalty, Temperature, TopP
 from kvasir.server.api.other_servers import IGNORED, NO_OPS, is_no_op, no_op_schema
 from kvasir.server.engine.sampling import SamplingParams
 from kvasir.server.requests.builder import RequestOptions

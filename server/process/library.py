@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from kvasir.model.bundle import GenerationDefaults, ModelBundle
+from kvasir.model.bundle import ModelBundle
+from kvasir.model.records import GenerationDefaults
 from kvasir.server.engine.encoder.engine import EncoderEngine
 from kvasir.server.engine.encoder.sequence import EncoderSequence
 from kvasir.server.engine.engine import Engine

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from kvasir.model.bundle import GenerationDefaults
+from kvasir.model.records import GenerationDefaults
 from kvasir.server.api.other_servers import IGNORED, NO_OPS
 from kvasir.server.text.detokenizer import token_name
 from kvasir.server.text.fill_in_middle import FORMS, FillInMiddle

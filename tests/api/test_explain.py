@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 from kvasir.__main__ import app
 from kvasir.export.attention_graph import write_attention_graph
 from kvasir.export.directory import make_manifest
-from kvasir.model.bundle import ModelBundle, Verification, load_bundle
+from kvasir.model.bundle import ModelBundle, load_bundle
 from kvasir.model.config import RopeScaling, TransformerConfig
 from kvasir.model.network.attention import Attention, attention_weights, split_heads, visible_keys
 from kvasir.model.network.positions import Positions, rotate
 from kvasir.model.network.transformer import Transformer
+from kvasir.model.records import Verification
 from kvasir.model.tokenizer import train_tokenizer
 from kvasir.server.errors import InvalidRequestError, NotFoundError
 from kvasir.server.explain.explainer import Explainer

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from kvasir.export.attention_graph import write_attention_graph
 from kvasir.model.bundle import ATTENTION_GRAPH_FILE, HEAD_MASK_INPUT, ModelBundle
 from kvasir.model.network.attention import Attention, split_heads
+from kvasir.model.network.block import Block
 from kvasir.model.network.positions import Positions, rotate
-from kvasir.model.network.transformer import Block, Transformer
+from kvasir.model.network.transformer import Transformer
 from kvasir.server.errors import InvalidRequestError
 from kvasir.server.explain.behaviour import measure_behaviours
 from kvasir.server.explain.explainer import Explainer

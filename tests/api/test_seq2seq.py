@@ -17,11 +17,12 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from kvasir.model.bundle import ModelBundle
-from kvasir.model.reference import beam_search, generate
+from kvasir.model.reference import generate
 from kvasir.server.engine.engine import Engine
 from kvasir.server.process.app import create_app
 from kvasir.server.requests.service import Service
 from kvasir.server.settings import Settings, load_settings
+from tests.beam_search import beam_search
 from tests.fake_seq2seq import EOS, FakeSeq2SeqRunner, read, small_config, small_model
 from tests.serving import (
     MODEL,

@@ -26,7 +26,7 @@ from kvasir.server.settings import Settings
 ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples/stdlib")
 COMMANDS = (
-    *("train", "pull", "import", "export", "verify"),
+    *("train", "pull", "export", "verify"),
     *("serve", "chat", "generate", "explain", "doctor", "bench serve"),
 )
 BENCHES = ("bench model", "bench engine", "bench serve")

@@ -1,4 +1,4 @@
-"""Exports and imports as a script runs them: lines for stages, and signals that leave nothing."""
+"""Exports as a script runs them: lines for stages, and signals that leave nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("command", "source", "stage"),
     [
-        ("import", "llama", "writing tensors"),
         ("export", "run", "tracing PyTorch"),
         ("export", "llama", "tracing PyTorch"),
         ("export", "run", "computing in ONNX Runtime"),

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from kvasir.model.network.transformer import Transformer
-from kvasir.model.reference import beam_search
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.sampling import BeamParams, SamplingParams
 from kvasir.server.engine.seq2seq.runner import Seq2SeqRunner
 from kvasir.server.engine.sequence import Sequence
+from tests.beam_search import beam_search
 from tests.encoder_decoders import export_both
 from tests.engine.test_seq2seq import expected
 from tests.engine_driver import Result, assert_same, run_at_random, run_to_end

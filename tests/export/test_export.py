@@ -20,11 +20,13 @@ from kvasir.export.directory import export_checkpoint, verify_directory
 from kvasir.export.graph import STEP_INPUTS, export_graph
 from kvasir.export.verification import verify as export_verify
 from kvasir.export.verification.verify import VerificationError
-from kvasir.model.bundle import GenerationDefaults, cache_names, load_bundle
+from kvasir.model.bundle import cache_names, load_bundle
 from kvasir.model.checkpoint import CheckpointError, save_checkpoint
 from kvasir.model.config import TransformerConfig
+from kvasir.model.records import GenerationDefaults
 from kvasir.model.tokenizer import train_tokenizer
-from kvasir.model.training.data import Corpus, write_tokens
+from kvasir.model.training.corpus import Corpus
+from kvasir.model.training.data import write_tokens
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.model_runner import warm_up
 from kvasir.server.engine.runner import OnnxRunner

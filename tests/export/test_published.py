@@ -1,4 +1,4 @@
-"""`kvasir export` of what others published: the same model as by way of a checkpoint directory."""
+"""`kvasir export` of what others published: the same model as from a checkpoint directory of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from kvasir.__main__ import app
 from kvasir.export.directory import export_checkpoint, verify_directory
 from kvasir.export.verification import verify
 from kvasir.model.checkpoint import CheckpointError, load_checkpoint
-from kvasir.model.importing.published import import_checkpoint, is_published
+from kvasir.model.checkpoint import save_checkpoint as save_run
+from kvasir.model.importing.published import is_published
 from tests.gguf_files import write_gguf
 from tests.huggingface_checkpoints import make_model, save_checkpoint
 from tests.model.test_quantized import write as write_rounded
@@ -44,7 +45,7 @@ def split_gguf(folder: Path) -> Path:
     ("make", "precision", "n_notes"),
     [(shards, "int8", 0), (gptq, "int4", 1), (gguf, "int8", 1), (split_gguf, "fp32", 0)],
 )
-def test_one_command_makes_what_two_make(
+def test_it_is_the_model_that_a_checkpoint_directory_gives(
     make: Any, precision: str, n_notes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every file but the manifest's source; rows are shorter, which cuts learned positions."""
@@ -54,16 +55,19 @@ def test_one_command_makes_what_two_make(
     options: dict[str, Any] = {"precision": precision, "max_model_len": 64}
     one, notes = export_checkpoint(source, tmp_path / "out/one", **options)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["one"]
-    imported = import_checkpoint(source, tmp_path / "imported")
-    two, none = export_checkpoint(tmp_path / "imported", tmp_path / "out/two", **options)
+    opened = load_checkpoint(source)
+    weights, files = dict(opened.weights), opened.extra_files
+    args = (tmp_path / "run", 0, opened.decoder, opened.tokenizer)
+    save_run(*args, {}, {}, weights=weights, extra_files=files)
+    two, none = export_checkpoint(tmp_path / "run", tmp_path / "out/two", **options)
     assert one.files == two.files
     assert one.model_copy(update={"source": two.source}) == two
     assert len(notes) == n_notes
-    assert (notes, none) == (imported.notes, ())
+    assert (notes, none) == (opened.notes, ())
 
     assert verify_directory(tmp_path / "out/one", source)[1] == one.verification
     with pytest.raises(CheckpointError, match=r"one was not exported from .*: the hashes differ"):
-        verify_directory(tmp_path / "out/one", tmp_path / "imported")
+        verify_directory(tmp_path / "out/one", tmp_path / "run")
 
 
 def kvasir(*arguments: object) -> Result:

@@ -14,8 +14,9 @@ from kvasir.loadtest.gpu_check import FigureLog, Sequences, check, check_parity
 from kvasir.loadtest.gpu_peer import Peer
 from kvasir.loadtest.gpu_promises import SkippedError, check_figures, check_promises
 from kvasir.loadtest.random_model import make_random_model
-from kvasir.model.bundle import PRECISIONS, Verification
+from kvasir.model.bundle import PRECISIONS
 from kvasir.model.presets import PRESETS, preset
+from kvasir.model.records import Verification
 from kvasir.server.engine.gpu.runner import PagedRunner
 from kvasir.server.engine.gpu.session import BACKENDS
 from tests.engine.test_paged_runner import exported, make_engine

@@ -12,14 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvasir.model.config import TransformerConfig
-from kvasir.model.network.attention import (
-    Attention,
-    LayerCache,
-    StepInputs,
-    merge_heads,
-    split_heads,
-)
+from kvasir.model.network.attention import Attention, LayerCache, merge_heads, split_heads
 from kvasir.model.network.positions import Positions, rotary_table, rotate
+from kvasir.model.network.run_inputs import StepInputs
 from tests.random_models import make_config
 
 Floats = NDArray[np.float64]
@@ -133,63 +128,6 @@ def test_training_attention_is_the_formula(n_kv_head: int, changes: dict[str, An
     close(attention(x, positions_of(config)), expected)
 
 
-@HEAD_SHARING
-@KIND
-@pytest.mark.parametrize("seed", range(3))
-def test_any_cut_into_chunks_gives_the_uncached_result(
-    n_kv_head: int, changes: dict[str, Any], seed: int
-) -> None:
-    """From a first prompt as a whole to the last position that the row has."""
-    length = 14
-    config = make_config(n_kv_head=n_kv_head, max_model_len=length, **changes)
-    qkv = random_qkv(config, batch=1, sequence=length, seed=seed)
-    cuts = np.random.default_rng(seed).choice(np.arange(1, length), size=2 * seed, replace=False)
-    ends = [*sorted(cuts.tolist()), length]
-    cache, pieces = garbage_cache(config, 1), []
-    for start, end in zip([0, *ends[:-1]], ends, strict=True):
-        inputs = step_inputs([end], end - start)
-        piece, cache = cached(qkv[:, start:end], inputs, cache, config)
-        pieces.append(piece)
-    close(torch.cat(pieces, dim=1), reference(qkv, config))
-
-
-@HEAD_SHARING
-@KIND
-def test_ragged_rows_after_a_prompt_padded_on_the_right(
-    n_kv_head: int, changes: dict[str, Any]
-) -> None:
-    """Prompts of 3, 9, 1 and 8 tokens share a first run of 9; then every row grows by one token.
-
-    The keys that padding wrote behind a row's end must be overwritten before they are read.
-    """
-    config = make_config(n_kv_head=n_kv_head, **changes)
-    prompts, grown = [3, 9, 1, 8], 4
-    qkv = random_qkv(config, batch=len(prompts), sequence=max(prompts) + grown)
-    padding = random_qkv(config, batch=len(prompts), sequence=max(prompts), seed=1) * 100
-    first = padding.clone()
-    for row, length in enumerate(prompts):
-        first[row, :length] = qkv[row, :length]
-    expected = reference(qkv, config)
-
-    inputs = step_inputs(prompts, max(prompts))
-    inputs = StepInputs(
-        inputs.seqlens_k,
-        inputs.total_sequence_length,
-        torch.arange(max(prompts)).repeat(len(prompts), 1),
-    )
-    attended, cache = cached(first, inputs, garbage_cache(config, len(prompts)), config)
-    for row, length in enumerate(prompts):
-        close(attended[row, :length], expected[row, :length])
-    for step in range(grown):
-        places = [length + step for length in prompts]
-        tokens = torch.stack([qkv[row, place] for row, place in enumerate(places)])[:, None]
-        inputs = step_inputs([place + 1 for place in places], 1)
-        attended, cache = cached(tokens, inputs, cache, config)
-        close(
-            attended[:, 0], torch.stack([expected[row, place] for row, place in enumerate(places)])
-        )
-
-
 def test_a_run_changes_only_the_positions_it_appends() -> None:
     config = make_config()
     before = garbage_cache(config, 2)
@@ -220,26 +158,6 @@ def test_rotary_turns_every_pair_by_its_angle(head_dim: int, theta: float) -> No
     for batch, head, t in np.ndindex(2, 3, 3):
         expected = naive_rotate(x[batch, head, t].numpy(), int(position_ids[batch, t]), theta)
         np.testing.assert_allclose(rotated[batch, head, t].numpy(), expected, atol=1e-6)
-
-
-def test_rotary_scores_depend_on_the_distance_alone() -> None:
-    """⟨f(q, i), f(k, j)⟩ is a function of i - j (Su et al. 2021, section 3.1)."""
-    config = make_config(max_model_len=512)
-    table = rotary_table(config)
-    torch.manual_seed(0)
-    query, key = (
-        torch.randn(1, 1, 1, 16, dtype=torch.float64),
-        torch.randn(1, 1, 1, 16, dtype=torch.float64),
-    )
-
-    def score(i: int, j: int) -> float:
-        turned = rotate(query, table, torch.tensor([[i]])), rotate(key, table, torch.tensor([[j]]))
-        return float((turned[0] * turned[1]).sum())
-
-    for distance in (-7, 0, 1, 30):
-        scores = [score(j + distance, j) for j in (7, 8, 100, 450)]
-        np.testing.assert_allclose(scores, scores[0], atol=1e-5)
-    assert abs(score(7, 0) - score(8, 0)) > 1e-3
 
 
 def test_attention_dropout_acts_in_training_only() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ from torch.nn import functional
 from kvasir.model.chat_template import ChatTemplate
 from kvasir.model.tokenizer import train_tokenizer
 from kvasir.model.training import conversations
-from kvasir.model.training import data as training_data
 from kvasir.model.training.conversations import Rendering, pack, read_conversations
-from kvasir.model.training.data import CorpusError, TokenData, open_tokens, write_shards
+from kvasir.model.training.corpus import CorpusError
+from kvasir.model.training.data import TokenData, open_arrays
 from kvasir.model.training.masking import IGNORED
 from kvasir.model.training.settings import TrainSettings
 from kvasir.model.training.trainer import Trainer
@@ -93,7 +93,14 @@ def make_data(
     path = write_jsonl(folder / "chats.jsonl", chats)
     read = read_conversations([path], ChatTemplate(template), seed=0)
     packed = pack(read, tokenizer, held_out=held_out, context=CONTEXT)
-    return write_shards(folder / "data", packed.ids, packed.n_train, 330, packed.learned)
+    return packed.write(folder / "data", tokenizer)
+
+
+def rows_of(data: TokenData) -> Iterator[tuple[Any, Any]]:
+    """Yield the tokens of each row, and whether they are learned."""
+    assert data.learned is not None
+    bits = np.unpackbits(data.learned, axis=1, count=CONTEXT + 1)
+    return zip(data.tokens, bits, strict=True)
 
 
 def learned_by_hand(messages: list[dict[str, str]], template: str) -> list[tuple[int, bool]]:
@@ -131,16 +138,12 @@ def test_what_the_assistant_says_is_learned_with_its_end_and_nothing_else(
     data = make_data(tmp_path, chats, template)
     wanted = [learned_by_hand(messages, template)[: CONTEXT + 1] for messages in chats]
     seen = []
-    for tokens, masks in ((data.shards[0], data.masks[0]), (data.held_out, data.masks[-1])):
-        for row, bits in zip(tokens.reshape(-1, CONTEXT + 1), masks, strict=True):
-            left = [
-                (int(t), bool(b))
-                for t, b in zip(row, np.unpackbits(bits, count=CONTEXT + 1), strict=True)
-            ]
-            while found := [one for one in wanted if one == left[: len(one)]]:
-                seen.append(found[0])
-                left = left[len(found[0]) :]
-            assert not any(own for _, own in left)  # filled up
+    for row, bits in rows_of(data):
+        left = [(int(t), bool(b)) for t, b in zip(row, bits, strict=True)]
+        while found := [one for one in wanted if one == left[: len(one)]]:
+            seen.append(found[0])
+            left = left[len(found[0]) :]
+        assert not any(own for _, own in left)  # filled up
     assert sorted(seen) == sorted(one for one in wanted if any(own for _, own in one))
     said = [token for one in wanted for token, own in one if own]
     assert tokenizer.token_to_id(ENDINGS[template]) in said or template == PLAIN
@@ -167,23 +170,17 @@ def test_the_loss_is_that_of_learned_tokens_one_by_one(tmp_path: Path) -> None:
     assert loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
 
-def test_shards_of_whole_rows_open_as_they_were_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(training_data, "SHARD_TOKENS", 2 * (CONTEXT + 1) + 5)
+def test_whole_rows_open_as_they_were_written(tmp_path: Path) -> None:
     data = make_data(tmp_path, make_chats(60))
-    assert len(data.shards) > 2
-    assert {len(shard) for shard in data.shards[:-1]} == {2 * (CONTEXT + 1)}
-    opened = open_tokens(tmp_path / "data")
-    assert [mask.tolist() for mask in opened.masks] == [mask.tolist() for mask in data.masks]
-    starts = {
-        tuple(row)
-        for shard in data.shards
-        for row in shard.reshape(-1, CONTEXT + 1)[:, :-1].tolist()
-    }
+    opened = TokenData(**open_arrays(tmp_path / "data"))
+    assert opened.learned is not None
+    assert data.learned is not None
+    assert np.array_equal(opened.learned, data.learned)
+    n_train = opened.n_train // (CONTEXT + 1)
+    inputs = {tuple(row) for row in data.tokens[:n_train, :-1].tolist()}
     for step in range(30):
         batch = opened.batch(seed=0, step=step, batch_size=4, context=CONTEXT)
-        assert {tuple(row) for row in batch.inputs.tolist()} <= starts
+        assert {tuple(row) for row in batch.inputs.tolist()} <= inputs
         assert ((batch.targets == IGNORED) | (batch.targets >= 0)).all()
         assert (batch.targets != IGNORED).any(axis=1).all()
     held_out = opened.held_out_rows(CONTEXT, 1000)
@@ -316,16 +313,13 @@ def test_an_answer_that_the_tokenizer_joins_with_what_asks_for_it_is_refused(
 def learned_texts(data: TokenData) -> list[tuple[str, str]]:
     """Every stretch of learned tokens: the text of its row before it, and its own."""
     stretches = []
-    for tokens, masks in zip([*data.shards, data.held_out], data.masks, strict=True):
-        for row, bits in zip(tokens.reshape(-1, CONTEXT + 1), masks, strict=True):
-            edges = np.flatnonzero(
-                np.diff(np.unpackbits(bits, count=CONTEXT + 1), prepend=0, append=0)
+    for row, bits in rows_of(data):
+        edges = np.flatnonzero(np.diff(bits, prepend=0, append=0))
+        for start, end in edges.reshape(-1, 2):
+            before, own = (
+                tokenizer.decode(ids.tolist(), False) for ids in (row[:start], row[start:end])
             )
-            for start, end in edges.reshape(-1, 2):
-                before, own = (
-                    tokenizer.decode(ids.tolist(), False) for ids in (row[:start], row[start:end])
-                )
-                stretches.append((before, own))
+            stretches.append((before, own))
     return sorted(stretches)
 
 
@@ -389,7 +383,7 @@ def test_no_answer_of_a_conversation_that_is_held_out_is_trained_on(tmp_path: Pa
             for token in tokenizer.decode(part.tolist()).replace("\n", " ").split()
             if token[0] in "ab"
         }
-        for part in (np.concatenate(data.shards), data.held_out)
+        for part in (data.tokens.reshape(-1)[: data.n_train], data.held_out)
     ]
     held_out = {name[1:] for name in names[1] if name[1:].isdigit()}
     trained = {name[1:] for name in names[0] if name[1:].isdigit()}

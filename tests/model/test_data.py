@@ -17,15 +17,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from kvasir.model.tokenizer import TokenizerError, train_tokenizer
 from kvasir.model.training import data
-from kvasir.model.training.data import (
-    Batch,
-    Corpus,
-    CorpusError,
-    TokenData,
-    open_tokens,
-    read_corpus,
-    write_tokens,
-)
+from kvasir.model.training.corpus import Corpus, CorpusError, read_corpus
+from kvasir.model.training.data import Batch, TokenData, open_arrays, write_tokens
 from kvasir.model.training.masking import IGNORED
 
 TEXTS = [f"document {i}: " + "abc " * i for i in range(1, 30)]
@@ -58,7 +51,8 @@ def rows_of(batch: Batch) -> NDArray[np.int64]:
 
 
 def tokens_in(data: TokenData) -> list[int]:
-    return [int(token) for part in [*data.shards, data.held_out] for token in part]
+    tokens: list[int] = data.tokens.tolist()
+    return tokens
 
 
 # Reading
@@ -169,12 +163,10 @@ def test_an_unreadable_file_or_folder_is_named(
 # Writing
 
 
-@pytest.mark.parametrize("shard_tokens", [7, 64, 10_000])
 @pytest.mark.parametrize("held_out", [0.0, 0.5])
-def test_shards_and_held_out_are_the_encoded_corpus_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_tokens: int, held_out: float
+def test_what_is_written_is_the_encoded_corpus_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_out: float
 ) -> None:
-    monkeypatch.setattr(data, "SHARD_TOKENS", shard_tokens)
     monkeypatch.setattr(data, "_ENCODE_BATCH", 4)
     corpus = Corpus(TEXTS, 0)
     expected = encoded(corpus)
@@ -182,9 +174,9 @@ def test_shards_and_held_out_are_the_encoded_corpus_in_order(
     assert tokens_in(written) == expected
     assert len(written.held_out) == max(int(len(expected) * held_out), 6)
     assert written.n_train == len(expected) - len(written.held_out)  # so that no token is in both
-    assert all(len(shard) == shard_tokens for shard in written.shards[:-1])
-    assert 0 < len(written.shards[-1]) <= shard_tokens
-    assert tokens_in(open_tokens(tmp_path / "data")) == expected
+    opened = TokenData(**open_arrays(tmp_path / "data"))
+    assert isinstance(opened.tokens.base, np.memmap)  # a corpus may be larger than memory
+    assert (tokens_in(opened), opened.n_train) == (expected, written.n_train)
 
 
 def test_a_tokenizer_without_an_end_of_text_token_adds_nothing(tmp_path: Path) -> None:
@@ -266,26 +258,21 @@ def test_the_context_that_the_error_advises_is_one_that_works(
         assert written.held_out_rows(context, 3).targets.shape[1] == context
 
 
-def test_opening_a_folder_without_shards_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(CorpusError, match="holds no token shards"):
-        open_tokens(tmp_path)
+def test_opening_a_folder_without_tokens_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match=r"holds no data\.safetensors; start the training again"):
+        open_arrays(tmp_path)
 
 
 # Batches
 
 
-def counting(*lengths: int, held_out: int = 20) -> TokenData:
-    """Shards of these lengths whose tokens are their own places in the corpus."""
-    ends = np.cumsum(lengths)
-    shards = [
-        np.arange(end - length, end, dtype=np.uint16)
-        for end, length in zip(ends, lengths, strict=True)
-    ]
-    return TokenData(list(shards), np.arange(ends[-1], ends[-1] + held_out, dtype=np.uint16))
+def counting(n_train: int, held_out: int = 20) -> TokenData:
+    """Tokens that are their own places in the corpus."""
+    return TokenData(np.arange(n_train + held_out, dtype=np.uint16), n_train)
 
 
 def test_a_batch_is_a_function_of_seed_and_step() -> None:
-    one, other = counting(500, 300), counting(500, 300)
+    one, other = counting(800), counting(800)
 
     def batch(data: TokenData, seed: int, step: int) -> list[list[int]]:
         rows: list[list[int]] = rows_of(
@@ -307,42 +294,22 @@ def test_a_batch_is_a_function_of_seed_and_step() -> None:
     assert batch(one, 5, 1) != wanted
 
 
-def test_rows_are_contiguous_stretches_of_one_shard() -> None:
-    data = counting(40, 11, 25)
-    for step in range(50):
-        rows = rows_of(data.batch(seed=0, step=step, batch_size=4, context=10))
-        assert rows.shape == (4, 11)
-        assert rows.dtype == np.int64
-        assert (np.diff(rows) == 1).all()
-        for row in rows:
-            assert any(row[0] in shard and row[-1] in shard for shard in data.shards)
-
-
 def test_every_place_is_reached_and_equally_often() -> None:
-    """Weights by a shard's length would favour short shards."""
-    context = 4
-    data = counting(9, 5, 4, 3, 12)  # the third and fourth are shorter than a row
-    starts = np.concatenate(
-        [
-            data.batch(seed=0, step=step, batch_size=50, context=context).inputs[:, 0]
-            for step in range(200)
-        ]
-    )
-    places = {*range(5), 9, *range(21, 29)}
-    counts = {place: int((starts == place).sum()) for place in places}
-    assert sum(counts.values()) == len(starts)
-    expected = len(starts) / len(places)
-    statistic = sum((count - expected) ** 2 / expected for count in counts.values())
-    assert (
-        statistic < 34.5
-    )  # chi-squared with 13 degrees of freedom exceeds this once in a thousand
+    """A row is a contiguous stretch of what is trained on."""
+    data, n_places = counting(18), 14
+    batches = [data.batch(seed=0, step=step, batch_size=50, context=4) for step in range(200)]
+    rows = np.concatenate([rows_of(batch) for batch in batches])
+    assert (np.diff(rows) == 1).all()
+    counts = np.bincount(rows[:, 0], minlength=n_places)
+    assert len(counts) == n_places
+    expected = len(rows) / n_places
+    # Chi-squared with 13 degrees of freedom exceeds this once in a thousand.
+    assert ((counts - expected) ** 2 / expected).sum() < 34.5
 
 
-def test_a_shard_of_exactly_one_row_can_be_drawn() -> None:
-    assert (
-        rows_of(counting(11).batch(seed=0, step=0, batch_size=2, context=10)).tolist()
-        == [list(range(11))] * 2
-    )
+def test_a_corpus_of_exactly_one_row_can_be_drawn() -> None:
+    rows = rows_of(counting(11).batch(seed=0, step=0, batch_size=2, context=10))
+    assert rows.tolist() == [list(range(11))] * 2
 
 
 @pytest.mark.parametrize(
@@ -362,7 +329,7 @@ def test_held_out_rows_overlap_by_the_token_that_is_predicted(
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
 def test_processes_read_the_parts_of_one_batch(size: int) -> None:
     """Batches drawn apart would train on other text than one process does."""
-    data = counting(500, 300)
+    data = counting(800)
 
     def read(rows: range | None) -> NDArray[np.int64]:
         return rows_of(data.batch(seed=3, step=7, batch_size=6, context=10, rows=rows))

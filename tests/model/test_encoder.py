@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from kvasir.model.config import Pooling, Projection, TransformerConfig
-from kvasir.model.network.transformer import Transformer
+from kvasir.model.config import TransformerConfig
 from tests import encoders
 from tests.random_models import make_config, make_decoder
 
@@ -66,55 +64,3 @@ def test_a_token_sees_both_sides_as_far_as_the_window(changes: dict[str, Any]) -
         perturbed[0, place] = (rows[1, place] + 1) % encoder.config.vocab_size
         moved = (encoder.hidden(perturbed) != hidden).any(dim=-1)[0]
         assert torch.equal(moved, (torch.arange(rows.shape[1]) - place).abs() < reach)
-
-
-@torch.inference_mode()
-def test_a_bert_is_the_norm_of_its_embeddings_and_of_its_sums() -> None:
-    encoder: Any = make_decoder(make_config(**BERT, n_layer=1))
-    rows, types = random_rows(encoder.config)
-    (block,) = encoder.blocks
-    x = encoder.embedding.weight[rows] + encoder.token_type_embedding.weight[types]
-    x = encoder.embedding_norm(x + encoder.position_embedding.weight[: rows.shape[1]])
-    heads = (x @ block.attention.qkv.weight.T + block.attention.qkv.bias).unflatten(-1, (3, 4, 16))
-    query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [batch, head, sequence, head_dim]
-    attended = (query @ key.mT / 4).softmax(-1) @ value
-    between = x + block.attention.output(attended.transpose(1, 2).flatten(2))
-    between = block.attention_norm(between)
-    expected = block.feed_forward_norm(between + block.feed_forward(between))
-    torch.testing.assert_close(encoder.hidden(rows, None, types), expected, rtol=1e-4, atol=2e-5)
-    untold = encoder.hidden(rows, None, torch.zeros_like(types))
-    assert torch.equal(encoder.hidden(rows), untold)
-
-
-@pytest.mark.parametrize("kind", ["cls", "mean", "last"])
-@pytest.mark.parametrize("causal", [False, True])
-@torch.inference_mode()
-def test_poolings_by_definition(kind: Any, causal: bool) -> None:
-    """A decoder pools as an encoder does."""
-    projections = (
-        Projection(d_out=24, activation="tanh", bias=False),
-        Projection(d_out=7, activation="gelu", norm=True),
-    )
-    pooling = Pooling(kind=kind, projections=projections, normalize=True)
-    model: Any = make_decoder(make_config(**BERT | {"causal": causal}, pooling=pooling))
-    rows, _ = random_rows(model.config)
-    found = model.encode(rows, torch.tensor(LENGTHS))
-    first, second = model.pooler.projections
-    for row, length in enumerate(LENGTHS):
-        tokens = model.hidden(rows[row : row + 1, :length])[0]
-        pooled = {"cls": tokens[0], "mean": tokens.mean(dim=0), "last": tokens[-1]}[kind]
-        raised = torch.tanh(pooled @ first.linear.weight.T)
-        raised = functional.gelu(raised @ second.linear.weight.T + second.linear.bias)
-        expected = second.norm(raised)
-        expected = expected / expected.square().sum().sqrt()
-        torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=2e-5)
-
-
-def test_a_pooling_is_kept_with_its_configuration(tmp_path: Any) -> None:
-    pooling = Pooling(
-        kind="cls", projections=(Projection(d_out=2),), labels=("no", "yes"), normalize=False
-    )
-    config = make_config(**BERT, pooling=pooling)
-    config.save(tmp_path / "config.json")
-    assert TransformerConfig.load(tmp_path / "config.json") == config
-    assert isinstance(Transformer(config).config.pooling, Pooling)

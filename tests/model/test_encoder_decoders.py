@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvasir.model.checkpoint import Checkpoint, load_checkpoint
-from kvasir.model.importing.published import import_checkpoint
+from kvasir.model.checkpoint import load_checkpoint
 from kvasir.model.network.cross_attention import Source
 from kvasir.model.network.transformer import Transformer
-from kvasir.model.reference import beam_search, generate
-from tests.huggingface_checkpoints import save_tokenizer
+from kvasir.model.reference import generate
+from tests.beam_search import beam_search
+from tests.huggingface_checkpoints import make_uneven, save_tokenizer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -54,16 +54,9 @@ def make_model(name: str, **changes: Any) -> Any:
     config = kind.config_class(vocab_size=VOCABULARY, **{**tokens, **values, **changes})
     torch.manual_seed(0)
     model = kind._from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if "embed_positions" in parameter_name and not parameter.requires_grad:
-                continue
-            if parameter.dim() > 1:  # with wide embeddings a token would predict itself
-                parameter.normal_(std=0.07 if "shared" in parameter_name else 0.2)
-            else:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-        if hasattr(model, "final_logits_bias"):
-            model.final_logits_bias.normal_()
+    make_uneven(model, narrow="shared")
+    if hasattr(model, "final_logits_bias"):
+        model.final_logits_bias.normal_()
     return model
 
 
@@ -73,16 +66,11 @@ def save(folder: Path, model: Any) -> Path:
     return folder
 
 
-def imported(folder: Path, model: Any) -> Checkpoint:
-    import_checkpoint(save(folder / "theirs", model), folder / "ours")
-    return load_checkpoint(folder / "ours")
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.inference_mode()
 def test_logits(name: str, tmp_path: Path) -> None:
     model = make_model(name)
-    checkpoint = imported(tmp_path, model)
+    decoder = load_checkpoint(save(tmp_path, model)).decoder
     sources, targets = (
         torch.randint(4, VOCABULARY, (3, 30)),
         torch.randint(4, VOCABULARY, (3, 25)),
@@ -90,7 +78,6 @@ def test_logits(name: str, tmp_path: Path) -> None:
     lengths = torch.tensor([30, 11, 1])
     within = (torch.arange(30) < lengths[:, None]).long()
     theirs = model(sources.where(within == 1, 1), within, decoder_input_ids=targets).logits
-    decoder = checkpoint.decoder
     ours = decoder(targets, source=decoder.read(sources, lengths))
     assert (ours - theirs).abs().max() < 1e-4 * theirs.std()
 
@@ -112,7 +99,7 @@ def options(decoder: Transformer) -> dict[str, Any]:
 @torch.inference_mode()
 def test_the_likeliest_text(name: str, tmp_path: Path) -> None:
     model = make_model(name)
-    decoder = imported(tmp_path, model).decoder
+    decoder = load_checkpoint(save(tmp_path, model)).decoder
     prefix, ends = list(decoder.config.target_prefix), decoder.config.eos_token_ids
     for n_source in (9, 1):
         ids, source = make_source(decoder, n_source, n_source)
@@ -128,7 +115,7 @@ def test_beams(penalty: float, early: Any, tmp_path: Path) -> None:
     """With a forced token, and an ending one that is likely at times."""
     model = make_model("bart")
     model.final_logits_bias[0, _END] = 4.0
-    decoder = imported(tmp_path, model).decoder
+    decoder = load_checkpoint(save(tmp_path, model)).decoder
     prefix, ends = list(decoder.config.target_prefix), decoder.config.eos_token_ids
     asked = {"length_penalty": penalty, "early_stopping": early}
     for seed in range(3):

@@ -9,15 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from kvasir.model.bundle import EmbeddingDefaults
 from kvasir.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from kvasir.model.config import Pooling, Projection
 from kvasir.model.importing.families.encoders import ENCODERS
-from kvasir.model.importing.published import import_checkpoint
-from tests.huggingface_checkpoints import EOS, save_tokenizer
+from kvasir.model.records import EmbeddingDefaults
+from tests.huggingface_checkpoints import (
+    EOS,
+    make_uneven,
+    save_tokenizer,
+    set_tensors,
+    set_values,
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -71,12 +76,7 @@ def make_model(name: str, kind: str = "Model", **changes: Any) -> Any:
     torch.manual_seed(0)
     model = getattr(transformers, f"{architecture}{kind}")
     model = model._from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.2)
-            else:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
+    make_uneven(model)
     return model
 
 
@@ -112,8 +112,7 @@ def pooled(checkpoint: Checkpoint, rows: dict[str, Tensor]) -> Tensor:
 @torch.inference_mode()
 def test_vectors_of_tokens(name: str, tmp_path: Path) -> None:
     model = make_model(name)
-    import_checkpoint(save(tmp_path / "theirs", model), tmp_path / "ours")
-    checkpoint = load_checkpoint(tmp_path / "ours")
+    checkpoint = load_checkpoint(save(tmp_path, model))
     rows = random_rows(checkpoint.config.n_token_types)
     theirs, within = model(**rows).last_hidden_state, rows["attention_mask"] == 1
     lengths, types = torch.tensor(LENGTHS), rows.get("token_type_ids")
@@ -206,14 +205,16 @@ def test_the_head_of_a_masked_language_model_is_left_out(tmp_path: Path) -> None
 
 def test_norms_may_have_their_names_of_tensorflow(tmp_path: Path) -> None:
     model = make_model("bert")
-    file = save(tmp_path, model) / "model.safetensors"
+    save(tmp_path, model)
     expected = load_checkpoint(tmp_path).decoder.state_dict()
-    tensors = load_file(file)
     ends = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-    for theirs, former in ends.items():
-        tensors = {name.replace(theirs, former): tensor for name, tensor in tensors.items()}
-    tensors["embeddings.position_ids"] = torch.arange(64)[None]
-    save_file(tensors, file, {"format": "pt"})
+
+    def rename(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        for theirs, former in ends.items():
+            tensors = {name.replace(theirs, former): tensor for name, tensor in tensors.items()}
+        return tensors | {"embeddings.position_ids": torch.arange(64)[None]}
+
+    set_tensors(tmp_path, rename)
     found = load_checkpoint(tmp_path).decoder.state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
@@ -255,12 +256,6 @@ def bert(tmp_path: Path) -> Path:
     return save(tmp_path / "bert", make_model("bert"))
 
 
-def set_values(folder: Path, file: str, **values: Any) -> None:
-    path = folder / file
-    known = json.loads(path.read_text()) if path.is_file() else {}
-    path.write_text(json.dumps(known | values))
-
-
 @torch.inference_mode()
 def test_a_decoder_that_embeds(tmp_path: Path) -> None:
     model = make_model("qwen3")
@@ -273,23 +268,7 @@ def test_a_decoder_that_embeds(tmp_path: Path) -> None:
     close(pooled(checkpoint, rows), torch.nn.functional.normalize(theirs))
 
 
-@torch.inference_mode()
-def test_layers_after_the_pooling(bert: Path) -> None:
-    plain = load_checkpoint(bert)
-    layers = {
-        "Dense": dense(64, 80, "Tanh", bias=True),
-        "Dense2": dense(80, 16, "Identity", bias=False),
-    }
-    save_modules(bert, Pooling=MEAN, **layers, Normalize={})
-    found = load_checkpoint(bert)
-    rows = random_rows(2)
-    first, second = (load_file(bert / f"{i}_Dense" / "model.safetensors") for i in (2, 3))
-    raised = torch.tanh(pooled(plain, rows) @ first["linear.weight"].T + first["linear.bias"])
-    expected = torch.nn.functional.normalize(raised @ second["linear.weight"].T)
-    close(pooled(found, rows), expected)
-
-
-def test_the_longest_text_and_the_prompts(bert: Path, tmp_path: Path) -> None:
+def test_the_longest_text_and_the_prompts(bert: Path) -> None:
     save_modules(bert, Pooling=MEAN)
     whole = load_checkpoint(bert)
     set_values(bert, "sentence_bert_config.json", max_seq_length=48, do_lower_case=True)
@@ -302,16 +281,14 @@ def test_the_longest_text_and_the_prompts(bert: Path, tmp_path: Path) -> None:
         default_prompt_name="query",
         similarity_fn_name="dot",
     )
-    import_checkpoint(bert, tmp_path / "ours")
-    for folder in (bert, tmp_path / "ours"):
-        found = load_checkpoint(folder)
-        assert found.config.max_model_len == 48
-        name = "position_embedding.weight"
-        assert torch.equal(found.weights[name], whole.weights[name][:48])
-        assert EmbeddingDefaults.parse(found.extra_files) == EmbeddingDefaults(
-            prompts=prompts, default_prompt_name="query", similarity_fn_name="dot"
-        )
-        assert found.tokenizer.encode("A LINE").ids == whole.tokenizer.encode("a line").ids
+    found = load_checkpoint(bert)
+    assert found.config.max_model_len == 48
+    name = "position_embedding.weight"
+    assert torch.equal(found.weights[name], whole.weights[name][:48])
+    assert EmbeddingDefaults.parse(found.extra_files) == EmbeddingDefaults(
+        prompts=prompts, default_prompt_name="query", similarity_fn_name="dot"
+    )
+    assert found.tokenizer.encode("A LINE").ids == whole.tokenizer.encode("a line").ids
 
 
 @pytest.mark.parametrize(

@@ -73,24 +73,9 @@ def test_a_translation_costs_three_times_what_pytorch_counts_forwards(shared: bo
     assert flops_per_translation(decoder, 24, 10) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA A100-SXM4-40GB", 312e12),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA L4", 121e12),
-        ("NVIDIA A10", 125e12),
-        ("NVIDIA A10G", 70e12),
-    ],
-)
-def test_a_known_gpu_has_the_peak_of_its_data_sheet(
-    name: str, peak: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-    assert peak_flops(torch.device("cuda", 0), torch.bfloat16) == peak
+def test_a_known_gpu_has_the_peak_of_its_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    assert peak_flops(torch.device("cuda", 0), torch.bfloat16) == 989e12
 
 
 @pytest.mark.parametrize(

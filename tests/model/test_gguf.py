@@ -15,20 +15,17 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
-from safetensors.torch import load_file
 from transformers.integrations.gguf.dequant import dequantize
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from kvasir.export.quantize import quantize_blocks
+from kvasir.model.checkpoint import CheckpointError, load_checkpoint
 from kvasir.model.config import RopeScaling
-from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.gguf.file import read_gguf
-from kvasir.model.importing.published import import_checkpoint
 from kvasir.model.tensor_files import StoredTensor
 from tests.gguf_files import ARCHITECTURES, write_gguf
 from tests.huggingface_checkpoints import BOS, CHAT_TEMPLATE, EOS, make_model, rope, save_checkpoint
 
-WEIGHTS = "model.safetensors"
 Array = NDArray[Any]
 LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 # Name: a model of FAMILIES, and changes that GGUF can say.
@@ -70,21 +67,20 @@ def test_a_file_is_its_folder(name: str, tmp_path: Path) -> None:
     """Compare the configuration and every weight; other tests compare those with transformers."""
     family, changes = MODELS[name]
     model: Any = make_model(family, **changes)
-    expected = import_checkpoint(save_checkpoint(tmp_path / "folder", model), tmp_path / "a")
-    imported = import_checkpoint(write_gguf(tmp_path / "x.gguf", model), tmp_path / "b")
-    ours, theirs = (load_file(tmp_path / out / WEIGHTS) for out in ("b", "a"))
-    assert ours.keys() == theirs.keys()
-    for key, tensor in theirs.items():
-        torch.testing.assert_close(ours[key], tensor, rtol=1e-6, atol=1e-7)
+    expected = load_checkpoint(save_checkpoint(tmp_path / "folder", model))
+    found = load_checkpoint(write_gguf(tmp_path / "x.gguf", model))
+    assert found.weights.keys() == expected.weights.keys()
+    for key, tensor in expected.weights.items():
+        torch.testing.assert_close(found.weights[key], tensor, rtol=1e-6, atol=1e-7)
     # The models have no special tokens. <|endoftext|> is 0, and ends an answer too.
     tokens: dict[str, Any] = {"bos_token_id": 300, "eos_token_ids": (301, 0)}
     if name in ("longrope", "olmo3"):  # the factor of attention is a float32
-        scaling, ours_of = expected.config.rope_scaling, imported.config.rope_scaling
+        scaling, ours_of = expected.config.rope_scaling, found.config.rope_scaling
         assert scaling is not None
         assert ours_of is not None
         assert ours_of.attention_factor == pytest.approx(scaling.attention_factor)
         tokens["rope_scaling"] = replace(scaling, attention_factor=ours_of.attention_factor)
-    assert imported.config == replace(expected.config, **tokens)
+    assert found.config == replace(expected.config, **tokens)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "phi3", "gemma2", "gemma3"])
@@ -170,14 +166,14 @@ def test_five_bits_are_restored(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0])
 def test_matrices_of_a_type_are_what_the_values_were_rounded_to(kind: Kind, tmp_path: Path) -> None:
     model: Any = make_model("qwen2", use_sliding_window=False, num_hidden_layers=1)
-    imported = import_checkpoint(write_gguf(tmp_path / "x.gguf", model, kind), tmp_path / "ours")
-    ours = load_file(tmp_path / "ours" / WEIGHTS)["blocks.0.feed_forward.down.weight"]
+    checkpoint = load_checkpoint(write_gguf(tmp_path / "x.gguf", model, kind))
+    ours = checkpoint.weights["blocks.0.feed_forward.down.weight"]
     matrix = model.state_dict()["model.layers.0.mlp.down_proj.weight"]
     error = {Kind.F16: 2**-11, Kind.BF16: 2**-8, Kind.Q8_0: 2**-7, Kind.Q4_0: 2**-3}[kind]
     types = {Kind.BF16: torch.bfloat16, Kind.Q4_0: torch.float32}
     assert ours.dtype == types.get(kind, torch.float16)
     assert (ours.float() - matrix).abs().max() <= error * matrix.abs().max()
-    rounded = [note for note in imported.notes if "were rounded before" in note]
+    rounded = [note for note in checkpoint.notes if "were rounded before" in note]
     assert len(rounded) == (kind in (Kind.Q8_0, Kind.Q4_0))
 
 
@@ -200,18 +196,18 @@ def test_an_int4_export_repeats_the_integers_and_scales_of_q4_0(least: int, tmp_
 
 def test_a_split_file_is_one_model(tmp_path: Path) -> None:
     model: Any = make_model("llama", num_hidden_layers=1)
-    whole = import_checkpoint(write_gguf(tmp_path / "x.gguf", model), tmp_path / "a")
+    whole = load_checkpoint(write_gguf(tmp_path / "x.gguf", model))
     write_gguf(tmp_path / "y.gguf", model, split_max_tensors=4)
     parts = sorted(tmp_path.glob("y-*-of-*.gguf"))
     assert len(parts) == 3
-    split = import_checkpoint(parts[0], tmp_path / "b")
-    assert split == whole
-    assert (tmp_path / "a" / WEIGHTS).read_bytes() == (tmp_path / "b" / WEIGHTS).read_bytes()
+    split = load_checkpoint(parts[0])
+    assert (split.config, split.extra_files) == (whole.config, whole.extra_files)
+    assert all(torch.equal(split.weights[key], whole.weights[key]) for key in whole.weights)
     parts[2].rename(tmp_path / "y.gguf")
-    with pytest.raises(UnsupportedError, match=r"3 parts, and y-00003-of-00003\.gguf is not"):
-        import_checkpoint(parts[0], tmp_path / "c")
-    with pytest.raises(UnsupportedError, match="it is one of 3 parts, named NAME-00001-of-0000N"):
-        import_checkpoint(parts[0].rename(tmp_path / "z.gguf"), tmp_path / "c")
+    with pytest.raises(CheckpointError, match=r"3 parts, and y-00003-of-00003\.gguf is not"):
+        load_checkpoint(parts[0])
+    with pytest.raises(CheckpointError, match="it is one of 3 parts, named NAME-00001-of-0000N"):
+        load_checkpoint(parts[0].rename(tmp_path / "z.gguf"))
 
 
 def test_what_travels_with_the_weights(tmp_path: Path) -> None:
@@ -219,13 +215,11 @@ def test_what_travels_with_the_weights(tmp_path: Path) -> None:
     path = write_gguf(
         tmp_path / "x.gguf", model, general__sampling__temp=0.5, general__sampling__top_k=20
     )
-    imported = import_checkpoint(path, tmp_path / "ours")
-    folder = tmp_path / "ours"
-    assert imported.has_chat_template
-    assert (folder / "chat_template.jinja").read_text() == CHAT_TEMPLATE
-    special = json.loads((folder / "special_tokens_map.json").read_text())
+    files = load_checkpoint(path).extra_files
+    assert files["chat_template.jinja"].decode() == CHAT_TEMPLATE
+    special = json.loads(files["special_tokens_map.json"])
     assert special == {"bos_token": BOS, "eos_token": EOS}
-    defaults = json.loads((folder / "generation_config.json").read_text())
+    defaults = json.loads(files["generation_config.json"])
     assert defaults == {"temperature": 0.5, "top_k": 20}
 
 
@@ -283,10 +277,9 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_is_not_supported_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
     values, message = REFUSALS[name]
     path = write_gguf(tmp_path / "x.gguf", make_model("llama", num_hidden_layers=1), **values)
-    with pytest.raises(UnsupportedError, match=message) as caught:
-        import_checkpoint(path, tmp_path / "ours")
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_checkpoint(path)
     assert "\n" not in str(caught.value)
-    assert not (tmp_path / "ours").exists()
 
 
 @pytest.mark.parametrize(
@@ -305,23 +298,23 @@ def test_windows_in_other_layers_are_refused(
     architecture = ARCHITECTURES[model.config.model_type].name.lower()
     values = {f"{architecture}__attention__sliding_window_pattern": pattern}
     path = write_gguf(tmp_path / "x.gguf", model, **values)
-    with pytest.raises(UnsupportedError, match=message):
-        import_checkpoint(path, tmp_path / "ours")
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(path)
 
 
 @pytest.mark.parametrize("key", ["rope__scale_linear", "rope__scaling__factor"])
 def test_a_factor_without_a_kind_of_scaling_is_linear(key: str, tmp_path: Path) -> None:
     values: dict[str, Any] = {f"llama__{key}": 4.0}
     path = write_gguf(tmp_path / "x.gguf", make_model("llama", num_hidden_layers=1), **values)
-    imported = import_checkpoint(path, tmp_path / "ours").config
-    assert imported.rope_scaling == RopeScaling(kind="linear", factor=4.0)
+    config = load_checkpoint(path).config
+    assert config.rope_scaling == RopeScaling(kind="linear", factor=4.0)
 
 
 def test_other_rotary_factors_are_refused(tmp_path: Path) -> None:
     other = rope("llama3", **LLAMA3, original_max_position_embeddings=4096)
     path = write_gguf(tmp_path / "x.gguf", make_model("llama3", num_hidden_layers=1, **other))
-    with pytest.raises(UnsupportedError, match=r"'rope_freqs\.weight' .* as Llama 3\.1 does"):
-        import_checkpoint(path, tmp_path / "ours")
+    with pytest.raises(CheckpointError, match=r"'rope_freqs\.weight' .* as Llama 3\.1 does"):
+        load_checkpoint(path)
 
 
 def header(*parts: bytes | int | str, counts: tuple[int, int] = (0, 1)) -> bytes:
@@ -377,8 +370,8 @@ BROKEN: dict[str, tuple[bytes, str]] = {
 def test_a_broken_file_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
     content, message = BROKEN[name]
     (tmp_path / "x.gguf").write_bytes(content)
-    with pytest.raises(UnsupportedError, match=message) as caught:
-        import_checkpoint(tmp_path / "x.gguf", tmp_path / "ours")
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_checkpoint(tmp_path / "x.gguf")
     assert "\n" not in str(caught.value)
 
 
@@ -396,9 +389,17 @@ def test_whatever_a_file_holds_ends_in_a_checkpoint_or_in_one_line(tmp_path: Pat
         path = tmp_path / f"{i}.gguf"
         path.write_bytes(broken[: generator.choice((len(broken), generator.randrange(end)))])
         try:
-            import_checkpoint(path, tmp_path / f"{i}")
-            outcomes.add("imported")
-        except UnsupportedError as error:
+            load_checkpoint(path)
+            outcomes.add("opened")
+        except CheckpointError as error:
             outcomes.add(f"refused in {len(str(error).splitlines())} line")
         path.unlink()
-    assert outcomes == {"imported", "refused in 1 line"}
+    assert outcomes == {"opened", "refused in 1 line"}
+
+
+def test_a_chat_template_may_lie_beside_the_file(tmp_path: Path) -> None:
+    model: Any = make_model("llama", num_hidden_layers=1)
+    path = write_gguf(tmp_path / "x.gguf", model, chat_template=None)
+    assert "chat_template.jinja" not in load_checkpoint(path).extra_files
+    (tmp_path / "chat_template.jinja").write_text("beside")
+    assert load_checkpoint(path).extra_files["chat_template.jinja"] == b"beside"

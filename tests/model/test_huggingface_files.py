@@ -1,23 +1,19 @@
-"""`kvasir import`: the forms that checkpoint folders come in, and what travels with the weights."""
+"""The forms that checkpoint folders come in, and what travels with the weights."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import (
     AddedToken,
     Tokenizer,
@@ -33,13 +29,7 @@ from kvasir.export.directory import export_checkpoint
 from kvasir.model import tensor_files
 from kvasir.model.bundle import load_bundle
 from kvasir.model.chat_template import ChatTemplate
-from kvasir.model.checkpoint import load_checkpoint
-from kvasir.model.config import TransformerConfig
-from kvasir.model.importing.errors import UnsupportedError
-from kvasir.model.importing.huggingface.folder import read_folder
-from kvasir.model.importing.plan import plan_parameters
-from kvasir.model.importing.published import Imported, import_checkpoint
-from kvasir.model.tensor_files import StoredTensor
+from kvasir.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from tests.huggingface_checkpoints import (
     BOS,
     CHAT_TEMPLATE,
@@ -48,10 +38,11 @@ from tests.huggingface_checkpoints import (
     make_model,
     make_tokenizer,
     save_checkpoint,
+    set_tensors,
+    set_values,
 )
 from tests.huggingface_checkpoints import FAMILIES as CHECKPOINTS
 
-ROOT = Path(__file__).parents[2]
 Folders = Callable[[str], Path]
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
@@ -71,24 +62,22 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return folder
 
 
-def weights_of(folder: Path, out: Path) -> bytes:
-    import_checkpoint(folder, out)
-    return (out / "model.safetensors").read_bytes()
+def same_weights(one: Path, other: Path) -> bool:
+    ours, theirs = (load_checkpoint(folder).weights for folder in (one, other))
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
 def with_tensors(folder: Path, copy: Path, change: Change) -> Path:
     """A copy of a checkpoint with other tensors."""
     shutil.copytree(folder, copy)
-    save_file(change(load_file(folder / "model.safetensors")), copy / "model.safetensors")
+    set_tensors(copy, change)
     return copy
 
 
 def with_values(folder: Path, copy: Path, file: str, **values: object) -> Path:
     """A copy of a checkpoint with other values in one of its files."""
     shutil.copytree(folder, copy)
-    path = copy / file
-    known = json.loads(path.read_text()) if path.is_file() else {}
-    path.write_text(json.dumps(known | values))
+    set_values(copy, file, **values)
     return copy
 
 
@@ -132,16 +121,14 @@ def test_the_same_weights_in_another_form_are_the_same(
 ) -> None:
     name, change = SAME[variant]
     other = with_tensors(folders(name), tmp_path / "theirs", change)
-    assert weights_of(other, tmp_path / "a") == weights_of(folders(name), tmp_path / "b")
+    assert same_weights(other, folders(name))
 
 
 def test_shards_are_one_checkpoint(folders: Folders, tmp_path: Path) -> None:
     model: Any = make_model("llama", num_hidden_layers=1)
     save_checkpoint(tmp_path / "theirs", model, max_shard_size="60KB")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
-    assert weights_of(tmp_path / "theirs", tmp_path / "a") == weights_of(
-        folders("llama"), tmp_path / "b"
-    )
+    assert same_weights(tmp_path / "theirs", folders("llama"))
 
 
 def test_a_head_that_differs_from_the_embedding_is_its_own(
@@ -152,17 +139,17 @@ def test_a_head_that_differs_from_the_embedding_is_its_own(
     folder = with_tensors(
         folders("llama3"), tmp_path / "theirs", lambda tensors: tensors | {"lm_head.weight": head}
     )
-    assert not import_checkpoint(folder, tmp_path / "ours").config.tied_embeddings
-    assert torch.equal(load_file(tmp_path / "ours" / "model.safetensors")["head.weight"], head)
+    checkpoint = load_checkpoint(folder)
+    assert not checkpoint.config.tied_embeddings
+    assert torch.equal(checkpoint.weights["head.weight"], head)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_weights_of_16_bits_stay_so(dtype: torch.dtype, tmp_path: Path) -> None:
     """Only Gemma's norms, 1 + w, become float32."""
     model: Any = make_model("gemma2", num_hidden_layers=2).to(dtype)
-    imported = import_checkpoint(save_checkpoint(tmp_path / "theirs", model), tmp_path / "ours")
-    assert imported.dtype == str(dtype).removeprefix("torch.")
-    weights = load_file(tmp_path / "ours" / "model.safetensors")
+    checkpoint = load_checkpoint(save_checkpoint(tmp_path / "theirs", model))
+    weights = checkpoint.weights
     assert {tensor.dtype for name, tensor in weights.items() if "norm" not in name} == {dtype}
     assert {tensor.dtype for name, tensor in weights.items() if "norm" in name} == {torch.float32}
     kind: Any = transformers.Gemma2ForCausalLM
@@ -171,125 +158,33 @@ def test_weights_of_16_bits_stay_so(dtype: torch.dtype, tmp_path: Path) -> None:
     )
     input_ids = torch.randint(320, (2, 40))
     with torch.inference_mode():
-        theirs, ours = wide(input_ids).logits, load_checkpoint(tmp_path / "ours").decoder(input_ids)
+        theirs, ours = wide(input_ids).logits, checkpoint.decoder(input_ids)
     assert (ours - theirs).abs().max() < 1e-4 * theirs.std()
 
 
-def test_the_file_is_as_safetensors_writes_it(folders: Folders, tmp_path: Path) -> None:
-    """Tensors are aligned to their types, the header to 8 bytes."""
-    change = lambda tensors: {n: t if "norm" in n else t.bfloat16() for n, t in tensors.items()}  # noqa: E731
-    import_checkpoint(
-        with_tensors(folders("llama"), tmp_path / "theirs", change), tmp_path / "ours"
-    )
-    path = tmp_path / "ours" / "model.safetensors"
-    content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    assert length % 8 == 0
-    assert header.pop("__metadata__") == {"format": "pt"}
-    offsets = sorted((tensor["data_offsets"], tensor["dtype"]) for tensor in header.values())
-    assert {dtype for _, dtype in offsets} == {"F32", "BF16"}
-    assert all(begin % {"F32": 4, "BF16": 2}[dtype] == 0 for (begin, _), dtype in offsets)
-    assert [begin for (begin, _), _ in offsets] == [0, *(end for (_, end), _ in offsets[:-1])]
-    assert offsets[-1][0][1] == len(content) - 8 - length
-    with safe_open(path, framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}
-        assert sorted(file.keys()) == sorted(header)
-
-
-def test_a_failure_in_the_middle_leaves_nothing(
-    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, reads = folders("llama"), 0
+def test_one_expert_at_a_time_is_read(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[Tensor]] = []
     read = tensor_files._read
 
-    def run_out(path: Path, name: str) -> Tensor:
-        nonlocal reads
-        reads += 1
-        if reads > 5:
-            raise OSError("No space left on device")
-        return read(path, name)
-
-    monkeypatch.setattr(tensor_files, "_read", run_out)
-    with pytest.raises(OSError, match="No space left"):
-        import_checkpoint(folder, tmp_path / "not" / "yet" / "there")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_in_use_is_refused_and_an_empty_one_taken(
-    folders: Folders, tmp_path: Path
-) -> None:
-    (tmp_path / "ours").mkdir()
-    import_checkpoint(folders("llama"), tmp_path / "ours")
-    assert load_checkpoint(tmp_path / "ours").path == tmp_path / "ours"
-    with pytest.raises(FileExistsError, match="choose another --out"):
-        import_checkpoint(folders("llama"), tmp_path / "ours")
-
-
-MEASURE = """
-import re, sys
-from pathlib import Path
-from kvasir.model.importing.published import import_checkpoint
-status = lambda: Path("/proc/self/status").read_text()
-peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", status())[1]) * 1024
-before = peak()
-import_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]))
-print(peak() - before)
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads the peak from /proc")
-def test_memory_holds_a_parameter_at_a_time(folders: Folders, tmp_path: Path) -> None:
-    """Import 200 MB of weights, of which the largest parameter is a tenth."""
-    values = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 10000}
-    values |= {"num_hidden_layers": 12}
-    folder = with_values(
-        folders("llama3"), tmp_path / "theirs", "config.json", **values, num_attention_heads=16
-    )
-    config = transformers.LlamaConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        shapes = {
-            name: tensor.shape
-            for name, tensor in transformers.LlamaForCausalLM(config).state_dict().items()
-        }
-    shapes.pop("lm_head.weight")
-    save_file(
-        {name: torch.ones(shape) for name, shape in shapes.items()}, folder / "model.safetensors"
-    )
-    arguments = [sys.executable, "-c", MEASURE, str(folder), str(tmp_path / "ours")]
-    grown = int(
-        subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    )
-    size = (folder / "model.safetensors").stat().st_size
-    assert size > 190e6
-    assert grown < 0.7 * size
-
-
-def test_one_expert_at_a_time_is_read(folders: Folders) -> None:
-    folder = folders("qwen3_moe with shares of all experts")
-    alive: list[weakref.ref[Tensor]] = []
-
-    def watched(tensor: StoredTensor) -> Tensor:
+    def watched(path: Path, name: str) -> Tensor:
         assert all(one() is None for one in alive)
-        read = tensor.read()
-        alive.append(weakref.ref(read))
-        return read
+        tensor = read(path, name)
+        alive.append(weakref.ref(tensor))
+        return tensor
 
-    contents = read_folder(folder, [])
-    stored = [replace(one, read=partial(watched, one)) for one in contents.tensors]
-    _, weights = plan_parameters(contents.family, contents.config, stored)
-    for weight in weights:
-        if "expert_" in weight.name:
+    monkeypatch.setattr(tensor_files, "_read", watched)
+    weights = load_checkpoint(folders("qwen3_moe with shares of all experts")).weights
+    for name in weights:
+        if "expert_" in name:
             alive.clear()
-            weight.make()
-            assert len(alive) == (10 if "expert_up" in weight.name else 5)
+            assert weights[name].is_contiguous()
+            assert len(alive) == (10 if "expert_up" in name else 5)
 
 
-def test_prompts_are_the_same_tokens(folders: Folders, tmp_path: Path) -> None:
+def test_prompts_are_the_same_tokens(folders: Folders) -> None:
     """With BOS before them, which tokenizer.json itself puts there."""
-    import_checkpoint(folders("llama"), tmp_path / "ours")
     theirs: Any = transformers.PreTrainedTokenizerFast.from_pretrained(folders("llama"))
-    ours = load_checkpoint(tmp_path / "ours").tokenizer
+    ours = load_checkpoint(folders("llama")).tokenizer
     for text in (TEXT[:100], "", f"one{EOS}two", "Ünïcode 你好 \n\n  x"):
         ids = ours.encode(text).ids
         assert ids == theirs(text).input_ids
@@ -300,11 +195,8 @@ def test_prompts_are_the_same_tokens(folders: Folders, tmp_path: Path) -> None:
     )
 
 
-def imported_with(
-    folder: Path, tmp_path: Path, file: str, **values: object
-) -> tuple[Imported, Path]:
-    copy = with_values(folder, tmp_path / "theirs", file, **values)
-    return import_checkpoint(copy, tmp_path / "ours"), tmp_path / "ours"
+def opened_with(folder: Path, tmp_path: Path, file: str, **values: object) -> Checkpoint:
+    return load_checkpoint(with_values(folder, tmp_path / "theirs", file, **values))
 
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -347,20 +239,19 @@ def test_the_chat_template_is_the_one_that_transformers_renders(
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
-    imported = import_checkpoint(folder, tmp_path / "ours")
-    assert imported.notes == (() if left_out is None else (f"chat templates left out: {left_out}",))
-    theirs: Any = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    ours = ChatTemplate.parse(
-        {path.name: path.read_bytes() for path in (tmp_path / "ours").iterdir()}
+    checkpoint = load_checkpoint(folder)
+    assert checkpoint.notes == (
+        () if left_out is None else (f"chat templates left out: {left_out}",)
     )
-    assert imported.has_chat_template == (ours is not None)
+    theirs: Any = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    ours = ChatTemplate.parse(checkpoint.extra_files)
     if ours is None:
         with pytest.raises(ValueError, match=r"no default specified|chat_template is not set"):
             theirs.apply_chat_template(MESSAGES, tokenize=False)
     else:
         for tools in (None, [{"type": "function", "function": {"name": "f"}}]):
-            expected = theirs.apply_chat_template(MESSAGES, tools=tools, tokenize=False)
-            assert ours.render(MESSAGES, tools=tools) == expected
+            rendered = theirs.apply_chat_template(MESSAGES, tools=tools, tokenize=False)
+            assert ours.render(MESSAGES, tools=tools) == rendered
 
 
 def added(content: str) -> dict[str, object]:
@@ -410,16 +301,13 @@ def test_special_tokens_are_those_that_transformers_gives_a_template(
     path.write_text(
         json.dumps({name: value for name, value in values.items() if value is not None})
     )
-    import_checkpoint(folder, tmp_path / "ours")
+    written = load_checkpoint(folder).extra_files["special_tokens_map.json"]
     theirs: Any = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    assert (
-        json.loads((tmp_path / "ours" / "special_tokens_map.json").read_text())
-        == theirs.special_tokens_map
-    )
+    assert json.loads(written) == theirs.special_tokens_map
 
 
 @pytest.mark.parametrize(
-    ("generation", "config", "bos", "eos"),
+    ("generation", "in_config", "bos", "eos"),
     [
         ({}, {"bos_token_id": 3, "eos_token_id": 4}, 3, (4,)),
         ({"eos_token_id": [5, 6]}, {"bos_token_id": 3, "eos_token_id": 4}, 3, (5, 6)),
@@ -430,17 +318,16 @@ def test_special_tokens_are_those_that_transformers_gives_a_template(
 )
 def test_ends_of_text_come_from_generation_config_first(
     generation: dict[str, object],
-    config: dict[str, object],
+    in_config: dict[str, object],
     bos: int | None,
     eos: tuple[int, ...],
     folders: Folders,
     tmp_path: Path,
 ) -> None:
-    folder = with_values(folders("llama"), tmp_path / "theirs", "config.json", **config)
+    folder = with_values(folders("llama"), tmp_path / "theirs", "config.json", **in_config)
     (folder / "generation_config.json").write_text(json.dumps(generation))
-    imported = import_checkpoint(folder, tmp_path / "ours").config
-    assert (imported.bos_token_id, imported.eos_token_ids) == (bos, eos)
-    assert TransformerConfig.load(tmp_path / "ours" / "config.json") == imported
+    config = load_checkpoint(folder).config
+    assert (config.bos_token_id, config.eos_token_ids) == (bos, eos)
 
 
 @pytest.mark.parametrize(
@@ -459,9 +346,8 @@ def test_ends_of_text_come_from_generation_config_first(
 def test_sampling_defaults_are_taken_where_they_have_a_meaning(
     given: dict[str, object], expected: dict[str, float], folders: Folders, tmp_path: Path
 ) -> None:
-    _, ours = imported_with(folders("llama"), tmp_path, "generation_config.json", **given)
-    written = ours / "generation_config.json"
-    assert (json.loads(written.read_text()) if written.is_file() else {}) == expected
+    checkpoint = opened_with(folders("llama"), tmp_path, "generation_config.json", **given)
+    assert json.loads(checkpoint.extra_files.get("generation_config.json", "{}")) == expected
 
 
 def test_sampling_defaults_that_the_api_does_not_take_are_left_out_and_named(
@@ -469,16 +355,16 @@ def test_sampling_defaults_that_the_api_does_not_take_are_left_out_and_named(
 ) -> None:
     left_out = {"top_k": -1, "top_p": 0, "min_p": "x", "repetition_penalty": [1]}
     given = {"do_sample": True, "temperature": 0.6, **left_out}
-    imported, ours = imported_with(folders("llama"), tmp_path, "generation_config.json", **given)
-    assert json.loads((ours / "generation_config.json").read_text()) == {"temperature": 0.6}
-    for note, (name, value) in zip(imported.notes, left_out.items(), strict=True):
+    checkpoint = opened_with(folders("llama"), tmp_path, "generation_config.json", **given)
+    assert json.loads(checkpoint.extra_files["generation_config.json"]) == {"temperature": 0.6}
+    for note, (name, value) in zip(checkpoint.notes, left_out.items(), strict=True):
         assert note.startswith(f"generation_config.json's {name} is left out: {value!r}: ")
 
 
 def test_everything_travels_into_the_model_directory(folders: Folders, tmp_path: Path) -> None:
     given = {"eos_token_id": [5, 6], "do_sample": True, "temperature": 0.7}
-    _, ours = imported_with(folders("llama"), tmp_path, "generation_config.json", **given)
-    export_checkpoint(ours, tmp_path / "model", precision="fp32")
+    theirs = with_values(folders("llama"), tmp_path / "theirs", "generation_config.json", **given)
+    export_checkpoint(theirs, tmp_path / "model", precision="fp32")
     bundle = load_bundle(tmp_path / "model")
     assert bundle.chat_template == CHAT_TEMPLATE
     assert bundle.special_tokens == {"bos_token": BOS, "eos_token": EOS}
@@ -514,12 +400,12 @@ def test_the_decoder_of_a_model_that_sees_images_is_imported_alone(
     folder = save_checkpoint(tmp_path / "theirs", model.eval())
     tensors = load_file(folder / "model.safetensors")
     assert any("vision_tower" in name for name in tensors)
-    imported = import_checkpoint(folder, tmp_path / "ours")
-    assert imported.notes == ("only the part for text is imported: the model sees no images",)
+    checkpoint = load_checkpoint(folder)
+    assert checkpoint.notes == ("only the part for text is imported: the model sees no images",)
     input_ids = torch.randint(320, (2, 40))
     with torch.inference_mode():
         theirs = model(input_ids).logits
-        ours = load_checkpoint(tmp_path / "ours").decoder(input_ids)
+        ours = checkpoint.decoder(input_ids)
     assert (ours - theirs).abs().max() < 1e-4 * theirs.std()
     for number, (old, new) in enumerate(
         [
@@ -528,14 +414,12 @@ def test_the_decoder_of_a_model_that_sees_images_is_imported_alone(
         ]
     ):
         other = with_tensors(folder, tmp_path / f"theirs {number}", renamed(old, new))
-        assert weights_of(other, tmp_path / f"ours {number}") == (
-            (tmp_path / "ours" / "model.safetensors").read_bytes()
-        )
+        assert same_weights(other, folder)
     quantised = with_values(
         folder, tmp_path / "quantised", "config.json", quantization_config={"bits": 4}
     )
-    with pytest.raises(UnsupportedError, match="quantization_config lacks"):
-        import_checkpoint(quantised, tmp_path / "never")
+    with pytest.raises(CheckpointError, match="quantization_config lacks"):
+        load_checkpoint(quantised)
 
 
 def test_tokens_that_prompts_do_not_need_may_be_beyond_the_vocabulary(
@@ -551,21 +435,20 @@ def test_tokens_that_prompts_do_not_need_may_be_beyond_the_vocabulary(
     decoder = {"320": {"content": "[PAD]", "special": True}}
     values = {"pad_token": "[PAD]", "added_tokens_decoder": decoder}
     folder = with_values(folder, tmp_path / "padded", "tokenizer_config.json", **values)
-    imported = import_checkpoint(folder, tmp_path / "ours")
-    (note,) = imported.notes
+    checkpoint = load_checkpoint(folder)
+    (note,) = checkpoint.notes
     assert note.endswith("beyond its vocabulary of 320, are left out: '[PAD]', '<image>'")
-    ours = load_checkpoint(tmp_path / "ours").tokenizer
-    assert ours.get_vocab() == known
+    assert checkpoint.tokenizer.get_vocab() == known
 
 
 def test_an_end_of_text_beyond_the_vocabulary_is_left_out_and_named(
     folders: Folders, tmp_path: Path
 ) -> None:
-    imported, _ = imported_with(
+    checkpoint = opened_with(
         folders("llama"), tmp_path, "generation_config.json", eos_token_id=[5, 320]
     )
-    assert imported.config.eos_token_ids == (5,)
-    assert imported.notes[0].startswith("end-of-text token 320 is left out: it is beyond")
+    assert checkpoint.config.eos_token_ids == (5,)
+    assert checkpoint.notes[0].startswith("end-of-text token 320 is left out: it is beyond")
 
 
 @cache
@@ -621,11 +504,9 @@ def test_a_llamas_chats_are_the_tokens_of_transformers(
     sentence_pieces().save(str(folder / "tokenizer.json"))
     values = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, **values}
     folder = with_values(folder, tmp_path / "theirs", "tokenizer_config.json", **values)
-    import_checkpoint(folder, tmp_path / "ours")
     theirs: Any = transformers.AutoTokenizer.from_pretrained(folder)
-    ours = load_checkpoint(tmp_path / "ours").tokenizer
-    files = {path.name: path.read_bytes() for path in (tmp_path / "ours").iterdir()}
-    template = ChatTemplate.parse(files)
+    checkpoint = load_checkpoint(folder)
+    ours, template = checkpoint.tokenizer, ChatTemplate.parse(checkpoint.extra_files)
     assert template is not None
     messages = [
         {"role": role, "content": content}

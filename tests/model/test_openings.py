@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
-
 from kvasir.model.bundle import EXAMPLES_FILE
 from kvasir.model.tokenizer import train_tokenizer
-from kvasir.model.training.data import Corpus, open_tokens, write_tokens
+from kvasir.model.training.corpus import Corpus
+from kvasir.model.training.data import write_tokens
 from kvasir.model.training.openings import example_prompts
 
 TEXTS = [f"number{i} begins here, and {'goes on ' * 20}until it ends" for i in range(40)]
@@ -19,7 +18,7 @@ def test_openings_begin_documents_that_were_held_out(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(TEXTS, 300)
     tokens = write_tokens(Corpus(TEXTS, 0), tokenizer, tmp_path / "data", 0.2, 8)
     prompts = json.loads(example_prompts(tokens, tokenizer)[EXAMPLES_FILE])
-    learned = tokenizer.decode(np.concatenate(tokens.shards).tolist())
+    learned = tokenizer.decode(tokens.tokens[: tokens.n_train].tolist())
     assert len(set(prompts)) == len(prompts) == 3
     for prompt in prompts:
         assert any(text.startswith(f"{prompt} ") for text in TEXTS)
@@ -29,8 +28,7 @@ def test_openings_begin_documents_that_were_held_out(tmp_path: Path) -> None:
 def test_a_text_without_an_end_has_openings_too(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(TEXTS, 300)
     whole = Corpus([" ".join(TEXTS)], 0)
-    write_tokens(whole, tokenizer, tmp_path / "data", 0.2, 8)
-    tokens = open_tokens(tmp_path / "data")
+    tokens = write_tokens(whole, tokenizer, tmp_path / "data", 0.2, 8)
     prompts = json.loads(example_prompts(tokens, tokenizer)[EXAMPLES_FILE])
     assert prompts
     assert all(prompt in tokenizer.decode(tokens.held_out.tolist()) for prompt in prompts)

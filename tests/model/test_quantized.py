@@ -1,4 +1,4 @@
-"""`kvasir import` of checkpoints whose weights were rounded: packed here by plain loops."""
+"""Checkpoints whose weights were rounded: packed here by plain loops."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from kvasir.export.quantize import BLOCK, quantize_blocks
+from kvasir.model.checkpoint import CheckpointError, load_checkpoint
 from kvasir.model.importing.errors import UnsupportedError
-from kvasir.model.importing.published import Imported, import_checkpoint
 from kvasir.model.importing.quantized import restore
 from kvasir.model.tensor_files import StoredTensor
 from tests.huggingface_checkpoints import make_model, save_checkpoint
@@ -196,16 +196,12 @@ def write(llama: Path, folder: Path, name: str) -> Path:
     return folder / "rounded"
 
 
-def run(folder: Path, out: Path) -> tuple[Imported, Tensors]:
-    return import_checkpoint(folder, out), load_file(out / WEIGHTS)
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_rounded_weights_are_restored(name: str, llama: Path, tmp_path: Path) -> None:
     folder = write(llama, tmp_path, name)
-    imported, ours = run(folder, tmp_path / "ours")
-    _, expected = run(tmp_path / "floats", tmp_path / "expected")
-    assert "7 weights were rounded before" in imported.notes[0]
+    checkpoint = load_checkpoint(folder)
+    ours, expected = checkpoint.weights, load_checkpoint(tmp_path / "floats").weights
+    assert "7 weights were rounded before" in checkpoint.notes[0]
     assert {key: tensor.dtype for key, tensor in ours.items()} == {
         key: tensor.dtype for key, tensor in expected.items()
     }
@@ -228,7 +224,7 @@ def test_an_int4_export_repeats_the_integers_and_scales(
     name: str, llama: Path, tmp_path: Path
 ) -> None:
     folder = write(llama, tmp_path, name)
-    _, ours = run(folder, tmp_path / "ours")
+    ours = load_checkpoint(folder).weights
     stored = load_file(folder / WEIGHTS)
     module = "model.layers.0.mlp.down_proj"
     if name == "packed":
@@ -265,10 +261,10 @@ def test_mxfp4_is_what_transformers_makes_of_it() -> None:
 def test_tensors_that_change_nothing_are_left_out(llama: Path, tmp_path: Path) -> None:
     """Scales of activations, and AutoGPTQ's biases of zeros."""
     folder = write(llama, tmp_path, "gptq")
-    _, expected = run(folder, tmp_path / "expected")
+    expected = dict(load_checkpoint(folder).weights)
     with_parts(bias=torch.zeros(64).half(), activation_scale=torch.ones(()))(folder)
     changed(transform_config={}, dynamic=None)(folder)
-    _, ours = run(folder, tmp_path / "ours")
+    ours = load_checkpoint(folder).weights
     assert ours.keys() == expected.keys()
 
 
@@ -277,8 +273,8 @@ def test_the_older_name_of_the_key_is_read(llama: Path, tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["compression_config"] = config.pop("quantization_config")
     (folder / "config.json").write_text(json.dumps(config))
-    imported, _ = run(folder, tmp_path / "ours")
-    assert "7 weights were rounded before (compressed-tensors)" in imported.notes[0]
+    notes = load_checkpoint(folder).notes
+    assert "7 weights were rounded before (compressed-tensors)" in notes[0]
 
 
 def changed(**values: Any) -> Callable[[Path], None]:
@@ -384,7 +380,6 @@ def test_what_does_not_fit_is_refused_in_one_line(case: str, llama: Path, tmp_pa
     name, break_it, message = REFUSALS[case]
     folder = write(llama, tmp_path, name)
     break_it(folder)
-    with pytest.raises(UnsupportedError, match=message) as caught:
-        import_checkpoint(folder, tmp_path / "ours")
+    with pytest.raises((CheckpointError, UnsupportedError), match=message) as caught:
+        assert load_checkpoint(folder).decoder
     assert "\n" not in str(caught.value)
-    assert not (tmp_path / "ours").exists()

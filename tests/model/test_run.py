@@ -13,18 +13,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 from kvasir.__main__ import app
 from kvasir.model.checkpoint import load_checkpoint
+from kvasir.model.network.transformer import Transformer
 from kvasir.model.tokenizer import train_tokenizer
 from kvasir.model.training import run
-from kvasir.model.training.data import open_tokens
+from kvasir.model.training.data import open_arrays
 from kvasir.model.training.distributed import Processes
 from kvasir.model.training.metrics import StepMetrics
 from kvasir.model.training.report import expected_time
 from kvasir.model.training.trainer import Report, Trainer
+from tests.encoders import BERT
 from tests.model.test_trainer import metrics
+from tests.random_models import make_config
 
 SHAPE = ("n_layer=1", "d_model=32", "d_ff=48", "n_head=2", "n_kv_head=1", "head_dim=16")
 QUICK = [*(f"--set={change}" for change in SHAPE), "--context=8", "--batch-size=2", "--warmup=1"]
@@ -82,32 +86,66 @@ def test_a_corpus_that_cannot_be_trained_on(content: bytes | None, message: str)
     assert refused("bad", "--out", "run", *SMALL) == message
 
 
+PROJECTED = '--set pooling={"kind":"cls","projections":[{"d_out":3}]}'
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--preset huge", "no preset 'huge'"),
-        ("--set dropout", "--set takes name=value, not 'dropout'"),
-        ("--set depth=3", "unknown field 'depth'"),
-        ("--set dropout=none", "'none'"),
-        ("--set n_head=true", "True"),
-        ("--set n_kv_head=5", "n_head must be a multiple of n_kv_head, 5"),
-        ("--set norm=batchnorm", "'batchnorm'"),
-        ("--set causal=false --context 2", "--context must be more than 2, not 2"),
-        ("--set vocab_size=99", "not 99"),
-        ("--set bos_token_id=1", "bos_token_id follows from the tokenizer"),
-        ("--tokenizer t.json --set vocab_size=300", "vocab_size follows from the tokenizer"),
-        ("--tokenizer nowhere.json", "nowhere.json does not exist"),
-        ("--tokenizer texts/one.txt", "texts/one.txt is not a tokenizer"),
-        ("--include *.rs", "no text in texts"),
-        ("--init nowhere", "nowhere holds no checkpoint"),
+        ("texts --preset huge", "no preset 'huge'"),
+        ("texts --set dropout", "--set takes name=value, not 'dropout'"),
+        ("texts --set depth=3", "unknown field 'depth'"),
+        ("texts --set dropout=none", "'none'"),
+        ("texts --set n_head=true", "True"),
+        ("texts --set n_kv_head=5", "n_head must be a multiple of n_kv_head, 5"),
+        ("texts --set norm=batchnorm", "'batchnorm'"),
+        ("texts --set causal=false --context 2", "--context must be more than 2, not 2"),
+        ("texts --set vocab_size=99", "not 99"),
+        ("texts --set bos_token_id=1", "bos_token_id follows from the tokenizer"),
+        ("texts --tokenizer t.json --set vocab_size=300", "vocab_size follows from the tokenizer"),
+        ("texts --tokenizer nowhere.json", "nowhere.json does not exist"),
+        ("texts --tokenizer texts/one.txt", "texts/one.txt is not a tokenizer"),
+        ("texts --include *.rs", "no text in texts"),
+        ("texts --init nowhere", "nowhere holds no checkpoint"),
+        ("texts --init hf://name", "hf://name is not of the form hf://org/name"),
         (
-            "--init x --preset tiny --tokenizer t --set dropout=0.1 --set n_layer=2",
+            "texts --init x --preset tiny --tokenizer t --set dropout=0.1 --set n_layer=2",
             "leave out --preset, --tokenizer, --set n_layer",
         ),
+        ("pairs.jsonl --preset tiny", "pairs are for a model that makes vectors"),
+        ("chats.jsonl --preset tiny-encoder", "chats.jsonl:1: not a pair"),
+        ('texts --set pooling={"kind":"last"}', "is trained on pairs, not on text"),
+        ("pairs.jsonl --preset tiny-encoder --batch-size 5", "a batch of 5 is more than 4 pairs"),
+        ("texts --preset tiny-encoder --tokenizer bare.json", "needs the token [MASK] or <mask>"),
+        ("one.jsonl --preset tiny-encoder", "there are 1 different pairs; give at least 4"),
+        ("mixed.jsonl --preset tiny-encoder", "1 of 2 pairs lack a negative"),
+        (f"pairs.jsonl --init base {PROJECTED}", "pooling.projections must be those of"),
+        ("sources.jsonl --preset tiny", "use --preset tiny-seq2seq"),
+        ("sources.jsonl --preset tiny --label-smoothing 0.1", "is for an encoder-decoder"),
+        ("texts/one.txt --preset tiny-seq2seq", "texts/one.txt holds no sources and targets"),
+        ("pairs.tsv --preset tiny-seq2seq --context 1", "there are 0 translations of up to 1"),
+        ("pairs.tsv --preset tiny-seq2seq --batch-size 9", "fewer than a batch of 9"),
+        ("pairs.tsv --preset tiny-seq2seq --set encoder=3", "encoder must be an object"),
+        ("pairs.tsv --preset tiny-seq2seq --tokenizer bare.json", "needs the token <|endoftext|>"),
     ],
 )
-def test_settings_that_cannot_be_used(arguments: str, message: str) -> None:
-    assert message in refused("texts", "--out", "run", *arguments.split())
+def test_settings_and_corpora_that_do_not_fit(arguments: str, message: str) -> None:
+    write_corpora()
+    pair = '{"query": "a", "document": "b"}\n'
+    Path("one.jsonl").write_text(pair * 9)
+    Path("mixed.jsonl").write_text(pair + pair.replace("}", ', "negative": "c"}'))
+    Path("sources.jsonl").write_text('{"source": "a", "target": "b"}')
+    bare = json.loads(train_tokenizer([], 257).to_str())
+    bare["added_tokens"] = []
+    bare["model"]["vocab"]["other"] = bare["model"]["vocab"].pop("<|endoftext|>")
+    Path("bare.json").write_text(json.dumps(bare))
+    Path("base").mkdir()
+    encoder = Transformer(make_config(vocab_size=290, **BERT))
+    encoder.config.save(Path("base/config.json"))
+    train_tokenizer([], 270, "encoder").save("base/tokenizer.json")
+    save_file(encoder.state_dict(), "base/model.safetensors")
+    corpus, *options = arguments.split()
+    assert message in refused(corpus, "--out", "run", "--context", "16", *options)
 
 
 def test_a_corpus_and_a_new_folder_are_needed() -> None:
@@ -139,7 +177,7 @@ def test_a_fresh_run_writes_what_resuming_and_exporting_need() -> None:
     assert config.vocab_size == checkpoint.tokenizer.get_vocab_size() <= 270
     assert (config.bos_token_id, config.eos_token_ids) == (0, (0,))
     assert checkpoint.progress["settings"]["seed"] == 4
-    assert open_tokens(Path("runs/a/data")).n_train == checkpoint.progress["train_tokens"]
+    assert open_arrays(Path("runs/a/data"))["n_train"] == checkpoint.progress["train_tokens"]
     assert [row["step"] for row in metrics("runs/a")] == ["1", "2", "3"]
     assert "2 documents" in output
     assert "held-out loss" in output
@@ -197,23 +235,47 @@ def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "train", train_and_press)
 
 
-def test_ctrl_c_saves_and_resume_completes_to_the_same_metrics(
-    monkeypatch: pytest.MonkeyPatch,
+def write_corpora() -> None:
+    write_chats()
+    names = [f"{colour} {kind}" for colour in ("red", "old", "wet") for kind in ("fish", "tree")]
+    pairs = [(f"where is the {name}?", f"the {name} is here") for name in names]
+    lines = [json.dumps({"query": query, "document": text}) for query, text in pairs]
+    Path("pairs.jsonl").write_text("\n".join(lines))
+    Path("pairs.tsv").write_text("\n".join(f"{query}\t{text}" for query, text in pairs))
+
+
+@pytest.mark.parametrize(
+    "corpus",
+    [
+        ("texts",),
+        ("texts", "--preset=tiny-encoder"),
+        ("chats.jsonl", "--chat-template=template.jinja", "--context=40"),
+        ("pairs.jsonl", "--preset=tiny-encoder"),
+        ("pairs.tsv", "--preset=tiny-seq2seq", "--context=40", "--schedule=inverse-sqrt"),
+    ],
+    ids=["text", "masked text", "chats", "pairs", "translations"],
+)
+def test_ctrl_c_saves_and_resume_completes_to_the_same_bits(
+    corpus: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = [*SMALL, "--set", "dropout=0.2", "--steps", "6", "--evaluate-every", "2"]
-    trained("texts", "--out", "whole", *arguments)
+    write_corpora()
+    source, *options = corpus
+    arguments = [source, *SMALL, *options, "--set=dropout=0.2", "--steps=6", "--evaluate-every=2"]
+    trained(*arguments, "--out", "whole")
     with monkeypatch.context() as patch:
         interrupt_at(3, patch)
-        stopped = kvasir_train("texts", "--out", "stopped", *arguments)
+        stopped = kvasir_train(*arguments, "--out", "stopped")
     assert stopped.exit_code == 130
     assert (
         "stopped and saved at step 3; continue with: kvasir train --resume --out stopped\n"
         in stopped.stdout
     )
     assert Path("stopped/loss.png").is_file()
-    output = trained("--resume", "--out", "stopped")
-    assert "resuming stopped at step 3 of 6" in output
+    assert "resuming stopped at step 3 of 6" in trained("--resume", "--out", "stopped")
     assert metrics("stopped") == metrics("whole")
+    one, other = (load_checkpoint(Path(name)) for name in ("stopped", "whole"))
+    assert one.extra_files == other.extra_files
+    assert all(torch.equal(one.weights[key], other.weights[key]) for key in other.weights)
 
 
 def test_a_run_that_died_before_its_first_step_can_be_resumed(
@@ -262,9 +324,9 @@ def test_resume_refuses_what_it_would_not_heed() -> None:
 def test_resume_names_what_a_run_has_lost() -> None:
     assert "texts holds no checkpoint" in refused("--resume", "--out", "texts")
     trained("texts", "--out", "run", *SMALL, "--steps", "1")
-    Path("run/data/data.json").rename("data.json")
-    assert "run/data holds no token shards" in refused("--resume", "--out", "run")
-    Path("data.json").rename("run/data/data.json")
+    Path("run/data/data.safetensors").rename("kept")
+    assert "run/data holds no data.safetensors" in refused("--resume", "--out", "run")
+    Path("kept").rename("run/data/data.safetensors")
     Path("run/step-00000001/training.safetensors").write_bytes(b"\0")
     assert "training.safetensors cannot be loaded" in refused("--resume", "--out", "run")
     Path("run/step-00000001/training.json").write_text('{"step": 1}')
@@ -326,13 +388,10 @@ def test_a_run_from_a_checkpoint_resumes_without_it() -> None:
     trained("--resume", "--out", "tuned")
 
 
-def test_chats_are_learned_from_a_template_that_travels_along(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_chats_are_learned_from_a_template_that_travels_along() -> None:
     write_chats()
-    shape = [*SMALL, "--context=40", "--set", "dropout=0.2", "--evaluate-every=2"]
-    arguments = ["chats.jsonl", "--chat-template", "template.jinja", *shape, "--steps=4"]
-    output = trained(*arguments, "--out", "whole")
+    options = ["--chat-template", "template.jinja", *SMALL, "--context=40", "--steps=1"]
+    output = trained("chats.jsonl", *options, "--out", "whole")
     assert "8 conversations" in output
     assert "0 conversations longer than 40 tokens were cut, 0 without an answer" in output
     checkpoint = load_checkpoint(Path("whole"))
@@ -340,12 +399,6 @@ def test_chats_are_learned_from_a_template_that_travels_along(
     tokens = json.loads(checkpoint.extra_files["special_tokens_map.json"])
     assert tokens == dict.fromkeys(("bos_token", "eos_token"), "<|endoftext|>")
     assert checkpoint.decoder.config.eos_token_ids == (0,)
-
-    with monkeypatch.context() as patch:
-        interrupt_at(2, patch)
-        assert kvasir_train(*arguments, "--out", "stopped").exit_code == 130
-    trained("--resume", "--out", "stopped")
-    assert metrics("stopped") == metrics("whole")
 
     tuning = ["chats.jsonl", "--init", "whole", "--context=40", "--batch-size=2", "--steps=1"]
     trained(*tuning, "--out", "tuned")  # with the template that it brings

@@ -10,7 +10,7 @@ import pytest
 from kvasir.model.config import ConfigError
 from kvasir.model.presets import preset
 from kvasir.model.suggestions import nearest
-from kvasir.model.training.data import CorpusError
+from kvasir.model.training.corpus import CorpusError
 from kvasir.model.training.pairs import read_pairs
 from kvasir.model.training.translations import read_translations
 

@@ -20,7 +20,8 @@ from kvasir.model.checkpoint import load_checkpoint
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.tokenizer import train_tokenizer
 from kvasir.model.training import trainer as training
-from kvasir.model.training.data import Batch, Corpus, TokenData, write_tokens
+from kvasir.model.training.corpus import Corpus
+from kvasir.model.training.data import Batch, TokenData, write_tokens
 from kvasir.model.training.metrics import StepMetrics, plot_losses
 from kvasir.model.training.settings import TrainSettings
 from kvasir.model.training.trainer import Trainer

@@ -19,7 +19,7 @@ from kvasir.model.network.transformer import Transformer
 from kvasir.model.presets import preset
 from kvasir.model.reference import generate
 from kvasir.model.tokenizer import train_tokenizer
-from kvasir.model.training.data import CorpusError
+from kvasir.model.training.corpus import CorpusError
 from kvasir.model.training.masking import IGNORED
 from kvasir.model.training.settings import TrainSettings
 from kvasir.model.training.trainer import Trainer
@@ -30,9 +30,8 @@ from kvasir.model.training.translations import (
     read_translations,
     write_translations,
 )
-from tests.model.test_encoder_decoders import imported, make_model
-from tests.model.test_run import interrupt_at, kvasir_train, trained
-from tests.model.test_trainer import metrics
+from tests.model.test_encoder_decoders import make_model, save
+from tests.model.test_run import trained
 
 LETTERS = "abcdefgh"
 DRAWN = random.Random(0)
@@ -80,17 +79,21 @@ def texts_of(batch: TranslationBatch) -> list[tuple[str, str]]:
     [
         ("a.jsonl", "{", "not JSON"),
         ("a.jsonl", "[]", "not a translation"),
-        ("a.jsonl", '{"source": "a"}', "the target must be text, not None"),
-        ("a.jsonl", '{"source": " ", "target": "b"}', "the source must be text, not ' '"),
-        ("a.jsonl", '{"source": "a", "target": ["b"]}', "the target must be text"),
-        ("a.jsonl", '{"source": "a", "target": "b", "id": 1}', "no field 'id'"),
-        ("a.jsonl", r'{"source": "a\u0000", "target": "b"}', "the source is not text"),
-        ("a.jsonl", r'{"source": "a", "target": "\ud800"}', "surrogates not allowed"),
+        ("a.jsonl", '{"source": "a"}', "a translation lacks the field 'target'"),
+        ("a.jsonl", '{"source": " ", "target": "b"}', "source must be text, not ' '"),
+        ("a.jsonl", '{"source": "a", "target": ["b"]}', "target must be a valid string"),
+        ("a.jsonl", '{"source": "a", "target": "b", "id": 1}', "unknown field 'id'"),
+        ("a.jsonl", r'{"source": "a\u0000", "target": "b"}', "source must be text, not "),
+        (
+            "a.jsonl",
+            r'{"source": "a", "target": "\ud800"}',
+            "unable to parse raw data",
+        ),
         ("a.tsv", "a", "there are 1 columns"),
         ("a.tsv", "a\tb\tc", "there are 3 columns"),
-        ("a.tsv", "a\t", "the target must be text, not ''"),
-        ("a.tsv", "a\t\0", "the target is not text"),
-        ("a.tsv", "a\t" + "b" * 2**20 + "c", "the target has 1,048,577 characters"),
+        ("a.tsv", "a\t", "target must be text, not ''"),
+        ("a.tsv", "a\t\0", "target must be text, not "),
+        ("a.tsv", "a\t" + "b" * 2**20 + "c", "target: .* at most 1048576 characters"),
     ],
 )
 def test_a_bad_line_is_named(name: str, line: str, message: str, tmp_path: Path) -> None:
@@ -165,7 +168,7 @@ def test_no_source_is_both_learned_and_held_out(tmp_path: Path) -> None:
 def test_the_loss_is_that_of_transformers(name: str, tmp_path: Path) -> None:
     """BART's target begins with a second token that no source decides."""
     theirs = make_model(name)
-    checkpoint = imported(tmp_path, theirs)
+    checkpoint = load_checkpoint(save(tmp_path / "theirs", theirs))
     prefix = checkpoint.config.target_prefix
     data = write_data(tmp_path, prefix=prefix)
     trainer = Trainer(checkpoint.decoder, checkpoint.tokenizer, data, SETTINGS)
@@ -251,56 +254,15 @@ QUICK += ["--context=16", "--warmup=2", "--learning-rate=0.005", "--held-out=0.1
 
 
 @pytest.mark.usefixtures("workplace")
-def test_a_stopped_run_resumes_to_the_same_bits_and_keeps_its_held_out_pairs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_keeps_its_held_out_pairs_and_is_tuned() -> None:
     Path("pairs.tsv").write_text("\n".join("\t".join(pair) for pair in PAIRS))
-    options = ["pairs.tsv", *QUICK, "--batch-size=4", "--steps=6", "--evaluate-every=2"]
-    options += ["--set=dropout=0.2", "--schedule=inverse-sqrt"]
-    output = trained(*options, "--out=whole")
+    output = trained("pairs.tsv", *QUICK, "--batch-size=4", "--steps=1", "--out=run")
     assert "step 0  held-out loss" in output
     assert "exact match" in output
-    with monkeypatch.context() as patch:
-        interrupt_at(3, patch)
-        assert kvasir_train(*options, "--out=stopped").exit_code == 130
-    trained("--resume", "--out=stopped")
-    assert metrics("stopped") == metrics("whole")
-    stopped, whole = (load_checkpoint(Path(run)) for run in ("stopped", "whole"))
-    weights = whole.decoder.state_dict()
-    assert all(
-        torch.equal(tensor, weights[name]) for name, tensor in stopped.decoder.state_dict().items()
-    )
-    assert stopped.progress["settings"]["label_smoothing"] == 0.1
-    texts = [(one.path / "held_out.jsonl").read_text() for one in (stopped, whole)]
-    assert texts[0] == texts[1]
-    assert len(texts[0].splitlines()) == len(PAIRS) // 10
-    assert stopped.tokenizer.encode("abc").ids[-1] == 0
-    again = ["pairs.tsv", "--init=whole", "--context=16", "--batch-size=4", "--steps=1"]
+    checkpoint = load_checkpoint(Path("run"))
+    assert checkpoint.progress["settings"]["label_smoothing"] == 0.1
+    lines = (checkpoint.path / "held_out.jsonl").read_text().splitlines()
+    assert len(lines) == len(PAIRS) // 10
+    assert checkpoint.tokenizer.encode("abc").ids[-1] == 0
+    again = ["pairs.tsv", "--init=run", "--context=16", "--batch-size=4", "--steps=1"]
     trained(*again, "--out=tuned")
-
-
-@pytest.mark.usefixtures("workplace")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("pairs.jsonl --preset tiny", "use --preset tiny-seq2seq"),
-        ("pairs.jsonl --preset tiny --label-smoothing 0.1", "is for an encoder-decoder"),
-        ("text.txt --preset tiny-seq2seq", "text.txt holds no sources and targets"),
-        ("pairs.jsonl --preset tiny-seq2seq --context 1", "there are 0 translations of up to 1"),
-        ("pairs.jsonl --preset tiny-seq2seq --batch-size 9", "fewer than a batch of 9"),
-        ("pairs.jsonl --preset tiny-seq2seq --set encoder=3", "encoder must be an object"),
-        ("pairs.jsonl --preset tiny-seq2seq --tokenizer t.json", "needs the token <|endoftext|>"),
-    ],
-)
-def test_refusals(arguments: str, message: str) -> None:
-    lines = [json.dumps({"source": source, "target": target}) for source, target in PAIRS[:9]]
-    Path("pairs.jsonl").write_text("\n".join(lines))
-    Path("text.txt").write_text("a b c")
-    made = json.loads(train_tokenizer([], 257).to_str())
-    made["added_tokens"] = []
-    made["model"]["vocab"]["other"] = made["model"]["vocab"].pop("<|endoftext|>")
-    Path("t.json").write_text(json.dumps(made))
-    result = kvasir_train(*arguments.split(), "--out=run")
-    assert result.exit_code == 1
-    assert message in result.stderr
-    assert not Path("run").exists()

@@ -1,4 +1,4 @@
-"""The published encoder-decoders that `kvasir import` reads.
+"""The published encoder-decoders that Kvasir reads.
 
 As `decoders.py` has it: to add one, add a `Family` to ENCODER_DECODERS, with that of its encoder.
 Keys, defaults and tensor names are those of Hugging Face transformers.
@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvasir.model.importing.families.family import Family, Options, refuse
+from kvasir.model.importing.families.family import Family
+from kvasir.model.importing.families.llamas import QKV
+from kvasir.model.importing.families.options import Options, refuse
 from kvasir.model.importing.tensors import (
     Source,
     computed,
+    in_layers,
     stacked,
     without_first_axis,
     without_rows,
@@ -34,9 +37,9 @@ _T5_KINDS = {
 
 def _t5_feed_forward(options: Options) -> str:
     kind = options["feed_forward_proj"]
-    known = [name for name, ours in _T5_KINDS.items() if ours]
-    if kind not in known:
-        raise refuse("feed_forward_proj", kind, "only " + " or ".join(map(repr, known)))
+    computed_kinds = [name for name, ours in _T5_KINDS.items() if ours]
+    if kind not in computed_kinds:
+        raise refuse("feed_forward_proj", kind, "only " + " or ".join(map(repr, computed_kinds)))
     return str(_T5_KINDS[kind])
 
 
@@ -62,16 +65,18 @@ def _t5_layer(side: str, layer: int) -> Callable[[Options], Mapping[str, Source]
 
 def _t5_modules(side: str, last: int) -> dict[str, str | Source]:
     """Return the modules of one side; `last` is the number of a layer's feed-forward."""
-    block = f"{side}.block.*.layer"
+    attention = "0.SelfAttention"
     return {
         "relative_bias": f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias",
         "norm": f"{side}.final_layer_norm",
-        "blocks.*.attention_norm": f"{block}.0.layer_norm",
-        "blocks.*.attention.qkv": stacked(*(f"{block}.0.SelfAttention.{part}" for part in "qkv")),
-        "blocks.*.attention.output": f"{block}.0.SelfAttention.o",
-        "blocks.*.feed_forward_norm": f"{block}.{last}.layer_norm",
-        "blocks.*.feed_forward.down": f"{block}.{last}.DenseReluDense.wo",
-    }
+    } | in_layers(
+        f"{side}.block.*.layer.",
+        attention_norm="0.layer_norm",
+        qkv=stacked(*(f"{attention}.{part}" for part in "qkv")),
+        output=f"{attention}.o",
+        feed_forward_norm=f"{last}.layer_norm",
+        down=f"{last}.DenseReluDense.wo",
+    )
 
 
 def _scaled_embedding(options: Options) -> float:
@@ -79,17 +84,18 @@ def _scaled_embedding(options: Options) -> float:
 
 
 def _bart_modules(side: str) -> dict[str, str | Source]:
-    layer = f"{side}.layers.*"
-    return {
+    return in_layers(
+        f"{side}.layers.*.",
+        attention_norm="self_attn_layer_norm",
+        qkv=QKV,
+        output="self_attn.out_proj",
+        feed_forward_norm="final_layer_norm",
+        up="fc1",
+        down="fc2",
+    ) | {
         "position_embedding": without_rows(f"{side}.embed_positions", 2),
         "embedding_norm": f"{side}.layernorm_embedding",
         "norm": f"{side}.layer_norm",
-        "blocks.*.attention_norm": f"{layer}.self_attn_layer_norm",
-        "blocks.*.attention.qkv": stacked(*(f"{layer}.self_attn.{part}_proj" for part in "qkv")),
-        "blocks.*.attention.output": f"{layer}.self_attn.out_proj",
-        "blocks.*.feed_forward_norm": f"{layer}.final_layer_norm",
-        "blocks.*.feed_forward.up": f"{layer}.fc1",
-        "blocks.*.feed_forward.down": f"{layer}.fc2",
     }
 
 
@@ -125,9 +131,9 @@ def _with_sinusoids(family: Family, table: Callable[[int, int], Tensor]) -> Fami
     """Return a family whose positions are computed; they become a table of learned ones."""
     assert family.encoder is not None
     of_both = []
-    for one in (family, family.encoder):
-        modules = {**one.modules, "position_embedding": computed(table)}
-        of_both.append(replace(one, modules=modules))
+    for side in (family, family.encoder):
+        modules = {**side.modules, "position_embedding": computed(table)}
+        of_both.append(replace(side, modules=modules))
     unused = tuple(f"{side}.embed_positions." for side in ("encoder", "decoder"))
     return replace(of_both[0], encoder=of_both[1], unused=unused)
 
@@ -146,8 +152,6 @@ _T5_FIELDS: dict[str, Any] = {
     "position": "relative",
     "attention_scale": 1.0,
     "feed_forward": _t5_feed_forward,
-    "relative_buckets": lambda options: options.whole("relative_attention_num_buckets"),
-    "relative_max_distance": lambda options: options.whole("relative_attention_max_distance"),
 }
 _BART_FIELDS: dict[str, Any] = {
     "position": "learned",
@@ -163,7 +167,7 @@ _SIDES = ("encoder.embed_tokens", "decoder.embed_tokens")
 
 # fmt: off
 _T5_ENCODER = Family(
-    title="T5", architectures=(),
+    architectures=("T5ForConditionalGeneration", "T5WithLMHeadModel"),
     shape=(32128, 512, 2048, 6, 8, None, 512), tokens=(None, None),
     defaults={"head_dim": 64, "rms_norm_eps": 1e-6, "feed_forward_proj": "relu",
               "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128},
@@ -173,7 +177,6 @@ _T5_ENCODER = Family(
 )
 _T5 = replace(
     _T5_ENCODER,
-    architectures=("T5ForConditionalGeneration", "T5WithLMHeadModel"),
     tokens=(None, 1), encoder=_T5_ENCODER,
     defaults=_T5_ENCODER.defaults | {"tie_word_embeddings": True,
                                      "scale_decoder_outputs": None},
@@ -183,16 +186,14 @@ _T5 = replace(
     start_token=0, same_embeddings=_SIDES,
     modules=_t5_modules("decoder", 2) | {
         "embedding": "shared", "head": "lm_head",
-        "blocks.*.cross_attention_norm": "decoder.block.*.layer.1.layer_norm",
-        "blocks.*.cross_attention.query": "decoder.block.*.layer.1.EncDecAttention.q",
-        "blocks.*.cross_attention.key_value":
-            stacked(*(f"decoder.block.*.layer.1.EncDecAttention.{part}" for part in "kv")),
         "blocks.*.cross_attention.output": "decoder.block.*.layer.1.EncDecAttention.o",
-    },
+    } | in_layers(
+        "decoder.block.*.layer.1.", cross_attention_norm="layer_norm", query="EncDecAttention.q",
+        key_value=stacked("EncDecAttention.k", "EncDecAttention.v")),
     variant=_t5_layer("decoder", 2),
 )
 _BART_ENCODER = Family(
-    title="BART", architectures=(),
+    architectures=("BartForConditionalGeneration",),
     shape=(50265, 1024, 4096, 12, 16, None, 1024), tokens=(None, None),
     defaults={"hidden_act": "gelu", "scale_embedding": False},
     names=_bart_names("encoder"), only=_NOT_ALONE,
@@ -200,58 +201,56 @@ _BART_ENCODER = Family(
     gated=False, modules=_bart_modules("encoder"),
 )
 _BART = replace(
-    _BART_ENCODER, architectures=("BartForConditionalGeneration",), tokens=(None, 2),
+    _BART_ENCODER, tokens=(None, 2),
     encoder=_BART_ENCODER, names=_bart_names("decoder"),
     fields=_BART_FIELDS | {"embedding_norm": True},
     start_token=2, same_embeddings=(*_SIDES, "lm_head"),
     modules=_bart_modules("decoder") | {
         "embedding": "shared", "head": without_first_axis("final_logits_bias"),
-        "blocks.*.cross_attention_norm": "decoder.layers.*.encoder_attn_layer_norm",
-        "blocks.*.cross_attention.query": "decoder.layers.*.encoder_attn.q_proj",
-        "blocks.*.cross_attention.key_value":
-            stacked(*(f"decoder.layers.*.encoder_attn.{part}_proj" for part in "kv")),
         "blocks.*.cross_attention.output": "decoder.layers.*.encoder_attn.out_proj",
-    },
+    } | in_layers(
+        "decoder.layers.*.", cross_attention_norm="encoder_attn_layer_norm",
+        query="encoder_attn.q_proj",
+        key_value=stacked("encoder_attn.k_proj", "encoder_attn.v_proj")),
 )
 
 
-def _like_bart(title: str, architecture: str, **changes: Any) -> Family:
+def _like_bart(architecture: str, **changes: Any) -> Family:
     """Return a family with BART's modules; `fields` and `defaults` are added on both sides."""
     fields, defaults = changes.pop("fields"), changes.pop("defaults", {})
     of_both = []
-    for one in (_BART, _BART_ENCODER):
-        new = {"title": title, "fields": {**one.fields, **fields},
-               "defaults": {**one.defaults, **defaults}, "only": {**one.only,
-                                                                  **changes.get("only", {})}}
-        of_both.append(replace(one, **(changes | new)))
-    return replace(of_both[0], architectures=(architecture,), encoder=of_both[1])
+    for side in (_BART, _BART_ENCODER):
+        new = {"architectures": (architecture,), "fields": {**side.fields, **fields},
+               "defaults": {**side.defaults, **defaults},
+               "only": {**side.only, **changes.get("only", {})}}
+        of_both.append(replace(side, **(changes | new)))
+    return replace(of_both[0], encoder=of_both[1])
 
 
 _PRE: dict[str, Any] = {"norm_placement": "pre", "embedding_norm": False}
 ENCODER_DECODERS: dict[str, Family] = {
     "t5": _T5,
     "mt5": replace(
-        _T5, title="mT5", architectures=("MT5ForConditionalGeneration",), scales={},
+        _T5, architectures=("MT5ForConditionalGeneration",), scales={},
         defaults=_T5.defaults | {"feed_forward_proj": "gated-gelu"},
-        encoder=replace(_T5_ENCODER, title="mT5", defaults=_T5_ENCODER.defaults | {
+        encoder=replace(_T5_ENCODER, defaults=_T5_ENCODER.defaults | {
             "feed_forward_proj": "gated-gelu"}),
     ),
     "bart": _BART,
-    "mbart": _like_bart("mBART", "MBartForConditionalGeneration",
-                        fields={"norm_placement": "pre"}),
+    "mbart": _like_bart("MBartForConditionalGeneration", fields={"norm_placement": "pre"}),
     "marian": _with_sinusoids(
         _like_bart(
-            "Marian", "MarianMTModel", fields={"embedding_norm": False}, start_token=58100,
+            "MarianMTModel", fields={"embedding_norm": False}, start_token=58100,
             shape=(58101, 1024, 4096, 12, 16, None, 1024), tokens=(None, 0),
             only={"share_encoder_decoder_embeddings": (True, None)}),
         _marian_sinusoids),
     "m2m_100": _with_sinusoids(
-        _like_bart("M2M-100", "M2M100ForConditionalGeneration", fields=_PRE,
+        _like_bart("M2M100ForConditionalGeneration", fields=_PRE,
                    defaults={"scale_embedding": True, "hidden_act": "relu"},
                    shape=(128112, 1024, 4096, 12, 16, None, 1024)),
         _fairseq_sinusoids),
     "pegasus": _with_sinusoids(
-        _like_bart("PEGASUS", "PegasusForConditionalGeneration", fields=_PRE, tokens=(None, 1),
+        _like_bart("PegasusForConditionalGeneration", fields=_PRE, tokens=(None, 1),
                    start_token=0),
         _marian_sinusoids),
 }

@@ -1,4 +1,4 @@
-"""The published encoders that `kvasir export` and `kvasir import` read.
+"""The published encoders that Kvasir reads.
 
 As `decoders.py` has it: to add one, add a `Family` to ENCODERS. Keys, defaults and tensor names are
 those of Hugging Face transformers.
@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvasir.model.importing.families.family import Dense, Family, Options
-from kvasir.model.importing.tensors import Source, stacked, without_rows
+from kvasir.model.importing.families.family import Dense, Family
+from kvasir.model.importing.families.llamas import ROPE
+from kvasir.model.importing.families.options import Options
+from kvasir.model.importing.tensors import in_layers, stacked, without_rows
 
 
 def _architectures(name: str) -> tuple[str, ...]:
@@ -41,36 +43,35 @@ _BERT_FIELDS = _POST_NORM | {
     "output_bias": True,
     "feed_forward_bias": True,
 }
-_WITH_TYPES = {"n_token_types": lambda options: options.whole("type_vocab_size")}
 _BERT = {"hidden_act": "gelu", "rms_norm_eps": 1e-12}
 _BERT_NAMES = {"rms_norm_eps": "layer_norm_eps"}
 _NOT_CAUSAL = {"is_causal": (False,), "is_decoder": (False,)}
 _BERT_ONLY = _NOT_CAUSAL | {"position_embedding_type": ("absolute", None)}
-_BERT_MODULES: dict[str, str | Source] = {
+_BERT_MODULES = in_layers(
+    "encoder.layer.*.",
+    qkv=stacked(*(f"attention.self.{part}" for part in ("query", "key", "value"))),
+    output="attention.output.dense",
+    attention_norm="attention.output.LayerNorm",
+    up="intermediate.dense",
+    down="output.dense",
+    feed_forward_norm="output.LayerNorm",
+) | {
     "embedding": "embeddings.word_embeddings",
     "embedding_norm": "embeddings.LayerNorm",
     "position_embedding": "embeddings.position_embeddings",
     "token_type_embedding": "embeddings.token_type_embeddings",
-    "blocks.*.attention.qkv": stacked(
-        *(f"encoder.layer.*.attention.self.{part}" for part in ("query", "key", "value"))
-    ),
-    "blocks.*.attention.output": "encoder.layer.*.attention.output.dense",
-    "blocks.*.attention_norm": "encoder.layer.*.attention.output.LayerNorm",
-    "blocks.*.feed_forward.up": "encoder.layer.*.intermediate.dense",
-    "blocks.*.feed_forward.down": "encoder.layer.*.output.dense",
-    "blocks.*.feed_forward_norm": "encoder.layer.*.output.LayerNorm",
 }
 _BERT_CLASSIFIER = (Dense("pooler.dense", "tanh"), Dense("classifier"))
 _ROBERTA_CLASSIFIER = (Dense("classifier.dense", "tanh"), Dense("classifier.out_proj"))
 
 # fmt: off
 _ROBERTA = Family(
-    title="RoBERTa", architectures=_architectures("Roberta"),
+    architectures=_architectures("Roberta"),
     shape=(50265, 768, 3072, 12, 12, None, 512), tokens=(None, None),
     defaults=_BERT | {"type_vocab_size": 2},
     names=_BERT_NAMES,
     only=_BERT_ONLY | {"pad_token_id": (1,)},
-    fields=_BERT_FIELDS | _WITH_TYPES | {"max_model_len": _after_padding},
+    fields=_BERT_FIELDS | {"max_model_len": _after_padding},
     gated=False, prefixes=("roberta.",), unused=("pooler.", "lm_head."),
     classifier=_ROBERTA_CLASSIFIER,
     modules=_BERT_MODULES | {
@@ -78,17 +79,17 @@ _ROBERTA = Family(
 )
 ENCODERS: dict[str, Family] = {
     "bert": Family(
-        title="BERT", architectures=_architectures("Bert"),
+        architectures=_architectures("Bert"),
         shape=(30522, 768, 3072, 12, 12, None, 512), tokens=(None, None),
         defaults=_BERT | {"type_vocab_size": 2},
         names=_BERT_NAMES, only=_BERT_ONLY,
-        fields=_BERT_FIELDS | _WITH_TYPES,
+        fields=_BERT_FIELDS,
         gated=False, prefixes=("bert.",), unused=("pooler.", "cls."),
         classifier=_BERT_CLASSIFIER,
         modules=_BERT_MODULES,
     ),
     "distilbert": Family(
-        title="DistilBERT", architectures=_architectures("DistilBert"),
+        architectures=_architectures("DistilBert"),
         shape=(30522, 768, 3072, 6, 12, None, 512), tokens=(None, None),
         defaults={"hidden_act": "gelu"},
         names={"hidden_size": "dim", "num_hidden_layers": "n_layers", "hidden_act": "activation",
@@ -97,22 +98,16 @@ ENCODERS: dict[str, Family] = {
         fields=_BERT_FIELDS | {"norm_eps": 1e-12},
         gated=False, prefixes=("distilbert.",), unused=("vocab_",),
         classifier=(Dense("pre_classifier", "relu"), Dense("classifier")),
-        modules=_BERT_MODULES | {
-            "blocks.*.attention.qkv":
-                stacked(*(f"transformer.layer.*.attention.{part}_lin" for part in "qkv")),
-            "blocks.*.attention.output": "transformer.layer.*.attention.out_lin",
-            "blocks.*.attention_norm": "transformer.layer.*.sa_layer_norm",
-            "blocks.*.feed_forward.up": "transformer.layer.*.ffn.lin1",
-            "blocks.*.feed_forward.down": "transformer.layer.*.ffn.lin2",
-            "blocks.*.feed_forward_norm": "transformer.layer.*.output_layer_norm",
-        },
+        modules=_BERT_MODULES | in_layers(
+            "transformer.layer.*.", qkv=stacked(*(f"attention.{part}_lin" for part in "qkv")),
+            output="attention.out_lin", attention_norm="sa_layer_norm",
+            up="ffn.lin1", down="ffn.lin2", feed_forward_norm="output_layer_norm"),
     ),
     "roberta": _ROBERTA,
-    "xlm-roberta": replace(
-        _ROBERTA, title="XLM-RoBERTa", architectures=_architectures("XLMRoberta")),
-    "camembert": replace(_ROBERTA, title="CamemBERT", architectures=_architectures("Camembert")),
+    "xlm-roberta": replace(_ROBERTA, architectures=_architectures("XLMRoberta")),
+    "camembert": replace(_ROBERTA, architectures=_architectures("Camembert")),
     "mpnet": Family(
-        title="MPNet", architectures=_architectures("MPNet"),
+        architectures=_architectures("MPNet"),
         shape=(30527, 768, 3072, 12, 12, None, 512), tokens=(None, None),
         defaults=_BERT,
         names=_BERT_NAMES, only=_NOT_CAUSAL | {"relative_attention_num_buckets": (32,)},
@@ -122,26 +117,23 @@ ENCODERS: dict[str, Family] = {
         modules=_BERT_MODULES | {
             "position_embedding": without_rows("embeddings.position_embeddings", 2),
             "relative_bias": "encoder.relative_attention_bias",
-            "blocks.*.attention.qkv":
-                stacked(*(f"encoder.layer.*.attention.attn.{part}" for part in "qkv")),
-            "blocks.*.attention.output": "encoder.layer.*.attention.attn.o",
-            "blocks.*.attention_norm": "encoder.layer.*.attention.LayerNorm",
-        },
+        } | in_layers(
+            "encoder.layer.*.", qkv=stacked(*(f"attention.attn.{part}" for part in "qkv")),
+            output="attention.attn.o", attention_norm="attention.LayerNorm"),
     ),
     "modernbert": Family(
-        title="ModernBERT", architectures=_architectures("ModernBert"),
+        architectures=_architectures("ModernBert"),
         shape=(50368, 768, 1152, 22, 12, None, 8192), tokens=(None, None),
-        defaults={"hidden_act": "gelu", "rms_norm_eps": 1e-5, "norm_bias": False,
-                  "attention_bias": False, "mlp_bias": False, "layer_types": None,
-                  "sliding_window": 128, "global_attn_every_n_layers": 3,
-                  "rope_theta": 160000.0, "rope_local_base_freq": 10000.0, "rope_scaling": None,
-                  "rope_parameters": None, "original_max_position_embeddings": None},
+        defaults=ROPE | {
+            "hidden_act": "gelu", "rms_norm_eps": 1e-5, "norm_bias": False,
+            "attention_bias": False, "mlp_bias": False, "layer_types": None,
+            "sliding_window": 128, "global_attn_every_n_layers": 3,
+            "rope_theta": 160000.0, "rope_local_base_freq": 10000.0},
         names={"hidden_act": "hidden_activation", "rms_norm_eps": "norm_eps",
                "sliding_window": "local_attention", "rope_theta": "global_rope_theta",
                "rope_local_base_freq": "local_rope_theta"},
         only=_NOT_CAUSAL | {"classifier_bias": (False,), "classifier_activation": ("gelu",)},
         fields={"causal": False, "norm": "layernorm", "embedding_norm": True,
-                "norm_bias": lambda options: options["norm_bias"],
                 "layers_without_attention_norm": (0,)},
         windowed=_modernbert_windows,
         unused=("head.", "decoder."),
@@ -149,20 +141,14 @@ ENCODERS: dict[str, Family] = {
         modules={
             "embedding": "embeddings.tok_embeddings", "embedding_norm": "embeddings.norm",
             "norm": "final_norm",
-            "blocks.*.attention_norm": "layers.*.attn_norm",
-            "blocks.*.attention.qkv": "layers.*.attn.Wqkv",
-            "blocks.*.attention.output": "layers.*.attn.Wo",
-            "blocks.*.feed_forward_norm": "layers.*.mlp_norm",
-            "blocks.*.feed_forward.up": "layers.*.mlp.Wi",
-            "blocks.*.feed_forward.down": "layers.*.mlp.Wo",
-        },
+        } | in_layers(
+            "layers.*.", attention_norm="attn_norm", qkv="attn.Wqkv", output="attn.Wo",
+            feed_forward_norm="mlp_norm", up="mlp.Wi", down="mlp.Wo"),
     ),
     "nomic_bert": Family(
-        title="Nomic BERT", architectures=_architectures("NomicBert"),
+        architectures=_architectures("NomicBert"),
         shape=(30528, 768, 3072, 12, 12, None, 2048), tokens=(None, None),
-        defaults={"rms_norm_eps": 1e-12, "type_vocab_size": 2, "rope_theta": 1000.0,
-                  "rope_scaling": None, "rope_parameters": None,
-                  "original_max_position_embeddings": None},
+        defaults=ROPE | {"rms_norm_eps": 1e-12, "type_vocab_size": 2, "rope_theta": 1000.0},
         names={"rms_norm_eps": "layer_norm_epsilon", "hidden_size": "n_embd",
                "intermediate_size": "n_inner", "num_hidden_layers": "n_layer",
                "num_attention_heads": "n_head", "max_position_embeddings": "n_positions",
@@ -173,19 +159,12 @@ ENCODERS: dict[str, Family] = {
             "rotary_emb_interleaved": (False,), "parallel_block": (False,), "causal": (False,),
             "use_rms_norm": (False, None), "qkv_proj_bias": (False,), "mlp_fc1_bias": (False,),
             "mlp_fc2_bias": (False,)},
-        fields=_POST_NORM | _WITH_TYPES | {"feed_forward": "swiglu"},
+        fields=_POST_NORM | {"feed_forward": "swiglu"},
         prefixes=("nomic_bert.", "bert."), unused=("pooler.", "cls."),
         classifier=_BERT_CLASSIFIER,
-        modules=_BERT_MODULES | {
-            "embedding_norm": "emb_ln",
-            "blocks.*.attention.qkv": "encoder.layers.*.attn.Wqkv",
-            "blocks.*.attention.output": "encoder.layers.*.attn.out_proj",
-            "blocks.*.attention_norm": "encoder.layers.*.norm1",
-            "blocks.*.feed_forward.up":
-                stacked("encoder.layers.*.mlp.fc12", "encoder.layers.*.mlp.fc11"),
-            "blocks.*.feed_forward.down": "encoder.layers.*.mlp.fc2",
-            "blocks.*.feed_forward_norm": "encoder.layers.*.norm2",
-        },
+        modules=_BERT_MODULES | {"embedding_norm": "emb_ln"} | in_layers(
+            "encoder.layers.*.", qkv="attn.Wqkv", output="attn.out_proj", attention_norm="norm1",
+            up=stacked("mlp.fc12", "mlp.fc11"), down="mlp.fc2", feed_forward_norm="norm2"),
     ),
 }
 # fmt: on

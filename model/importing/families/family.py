@@ -5,18 +5,17 @@ A value that the network does not compute is refused, with its key.
 
 from __future__ import annotations
 
-import math
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvasir.model.config import Activation, TransformerConfig
-from kvasir.model.importing.errors import UnsupportedError
+from kvasir.model.importing.families.options import Options, only, refuse
+from kvasir.model.importing.families.positions import head_dim, rotary_fields, window_fields
 from kvasir.model.importing.tensors import Source, scaled
 
-_LARGEST, _MOST_LAYERS = 2**31 - 1, 10_000
+_MOST_LAYERS = 10_000
 _GELU_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh")
 _PLAIN = {"gelu": "gelu", "gelu_python": "gelu", **dict.fromkeys(_GELU_TANH, "gelu_tanh")}
 _PLAIN |= {"relu": "relu", "silu": "silu", "swish": "silu"}
@@ -24,16 +23,7 @@ _GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_python": "
 _GATED |= dict.fromkeys(_GELU_TANH, "geglu_tanh")
 # Names of tensors for all experts, which lack the ending of a linear layer's.
 _OF_ALL_EXPERTS = re.compile(r"(\.experts\.\w+_proj)(?:_(bias))?$")
-_LAYER_TYPES = ("full_attention", "sliding_attention")
 # fmt: off
-_ROPE_KEYS = {
-    "type", "rope_type", "rope_theta", "partial_rotary_factor", "factor", "truncate",
-    "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
-    "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
-    "short_factor", "long_factor",
-    "finetuned",  # a note on how a yarn model was made; nothing computes with it
-}
-_NEUTRAL_ROPE_KEYS = ("attn_factor", "extrapolation_factor")  # where their value is 1
 _SHAPE = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
@@ -48,6 +38,11 @@ _FIELDS = {
     "qkv_bias": "attention_bias", "output_bias": "attention_bias",
     "feed_forward_bias": "mlp_bias", "parallel_residual": "use_parallel_residual",
     "attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping",
+    "attention_scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+    "n_experts_per_token": "num_experts_per_tok", "d_expert": "moe_intermediate_size",
+    "normalize_expert_shares": "norm_topk_prob", "n_token_types": "type_vocab_size",
+    "norm_bias": "norm_bias", "relative_buckets": "relative_attention_num_buckets",
+    "relative_max_distance": "relative_attention_max_distance",
 }
 # Keys that change what is computed, and the values, beside null, that do not. A family that reads a
 # key decides about its values itself.
@@ -61,37 +56,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (),
 }
 # fmt: on
-
-
-def refuse(key: str, value: object, wanted: str) -> UnsupportedError:
-    """Return the error for a value of config.json that the decoder does not compute."""
-    return UnsupportedError(f"config.json's {key} is {value!r}, and Kvasir computes {wanted}")
-
-
-class Options(dict[str, Any]):
-    """The keys of config.json that a family reads, under their usual names, which are Llama's."""
-
-    def __init__(self, values: Mapping[str, Any], names: Mapping[str, str]) -> None:
-        super().__init__(values)
-        self.names = names  # the family's own names, which error messages use
-
-    def whole(self, key: str, least: int = 1, most: int = _LARGEST) -> int:
-        """Return a whole number. Raises UnsupportedError for another value."""
-        value: Any = self[key]
-        if type(value) is int and least <= value <= most:
-            return value
-        raise self._wrong(key, f"a whole number from {least} to {most}", value)
-
-    def number(self, key: str, default: float | None = None) -> Any:
-        """Return a positive number; null is the default. Raises UnsupportedError for another."""
-        value: Any = default if self.get(key) is None else self[key]
-        if type(value) in (int, float) and 0 < value <= sys.float_info.max:
-            return value
-        raise self._wrong(key, "a positive number", value)
-
-    def _wrong(self, key: str, wanted: str, value: object) -> UnsupportedError:
-        name = self.names.get(key, key)
-        return UnsupportedError(f"config.json's {name} must be {wanted}, not {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +79,7 @@ class Family:
     Keys have Llama's names throughout, except in `only`, which has the family's own.
     """
 
-    title: str  # in messages
-    architectures: tuple[str, ...]  # accepted values of "architectures"
+    architectures: tuple[str, ...]  # accepted values of "architectures", the usual one first
     # From our module to the one that holds its weight and bias in the checkpoint, or to a Source
     # if they are stored differently. `*` stands for a layer.
     modules: Mapping[str, str | Source]
@@ -186,23 +149,23 @@ class Family:
             neutral.pop("sliding_window", None)
         for key, allowed in {**neutral, **self.only}.items():
             if key in values and values[key] not in allowed:
-                wanted = f"{self.title} without it" if key in neutral else _only(allowed)
+                wanted = f"{self.architectures[0]} without it" if key in neutral else only(allowed)
                 raise refuse(key, values[key], wanted)
         fields = {name: options[key] for name, key in _FIELDS.items() if key in options}
         if "rope_theta" in options:
-            fields |= _rotary(options, self.scalings)
+            fields |= rotary_fields(options, self.scalings)
         if self.windowed is not None:
-            fields |= _windows(options, self.windowed)
+            fields |= window_fields(options, self.windowed)
             if fields["sliding_window"] is None:
                 fields.pop("sliding_window_rope_theta", None)
         grouped = options["num_key_value_heads"] is not None
         fields["n_kv_head"] = options.whole(f"num_{'key_value' if grouped else 'attention'}_heads")
-        fields["head_dim"] = _head_dim(options)
+        fields["head_dim"] = head_dim(options)
         if "feed_forward" not in self.fields:
-            known, name = _GATED if self.gated else _PLAIN, options["hidden_act"]
-            if not isinstance(name, str) or name not in known:
-                raise refuse(self.names.get("hidden_act", "hidden_act"), name, _only(known))
-            fields["feed_forward"] = known[name]
+            activations, name = _GATED if self.gated else _PLAIN, options["hidden_act"]
+            if not isinstance(name, str) or name not in activations:
+                raise refuse(self.names.get("hidden_act", "hidden_act"), name, only(activations))
+            fields["feed_forward"] = activations[name]
         for name, value in self.fields.items():
             fields[name] = value(options) if callable(value) else value
         if self.encoder is not None:
@@ -216,134 +179,10 @@ class Family:
 
     def plain_name(self, tensor: str) -> str:
         """Return a tensor's name without its prefix, as `modules` has it."""
-        tensor = _OF_ALL_EXPERTS.sub(lambda found: f"{found[1]}.{found[2] or 'weight'}", tensor)
+        tensor = _OF_ALL_EXPERTS.sub(lambda match: f"{match[1]}.{match[2] or 'weight'}", tensor)
         prefix = next((prefix for prefix in self.prefixes if tensor.startswith(prefix)), "")
         module, _, kind = tensor.removeprefix(prefix).rpartition(".")
         kind = {"gamma": "weight", "beta": "bias"}.get(kind, kind)  # as TensorFlow named norms'
         if not module:  # final_logits_bias
             module, kind = kind, "bias"
         return f"{self.former_names.get(module, module)}.{kind}"
-
-
-def _only(values: Iterable[Any]) -> str:
-    return "only " + " or ".join(map(repr, values))
-
-
-def _head_dim(options: Options) -> int:
-    if options.get("head_dim") is not None:
-        return options.whole("head_dim")
-    return options.whole("hidden_size") // options.whole("num_attention_heads")
-
-
-def _rotary(options: Options, scalings: tuple[str, ...]) -> dict[str, Any]:
-    """Return the rotary fields from either style: one object, or rope_theta beside rope_scaling."""
-    key = "rope_scaling" if options["rope_scaling"] else "rope_parameters"
-    given: Any = options[key] or {}
-    in_windows: Any = {}
-    if not isinstance(given, dict):
-        raise refuse(key, given, "an object")
-    by_layer_type = "rope_local_base_freq" in options
-    if by_layer_type and given.keys() & set(_LAYER_TYPES):
-        given, in_windows = (given.get(kind) or {} for kind in _LAYER_TYPES)
-    for of_some in (given, in_windows):
-        if not isinstance(of_some, dict):
-            raise refuse(key, of_some, "objects")
-        neutral = {name for name in _NEUTRAL_ROPE_KEYS if of_some.get(name) in (None, 1)}
-        if unknown := of_some.keys() - _ROPE_KEYS - neutral - options.keys():
-            raise refuse(key, of_some, "no " + ", ".join(sorted(unknown)))
-    rope = Options({**options, **given}, {})
-    head_dim, fraction = _head_dim(options), rope.number("partial_rotary_factor", 1.0)
-    if "partial_rotary_factor" not in options and fraction != 1:
-        raise refuse("partial_rotary_factor", fraction, "this family only with 1.0")
-    if fraction > 1:
-        raise refuse("partial_rotary_factor", fraction, "at most 1.0")
-    turned = int(head_dim * fraction)
-    fields = {
-        "rope_theta": rope.number("rope_theta"),
-        "rope_scaling": _rope_scaling(options, rope, scalings),
-        "rotary_dim": None if turned == head_dim else turned,
-    }
-    if by_layer_type:
-        if (kind := in_windows.get("rope_type") or "default") != "default":
-            raise refuse(f"{key} of sliding_attention", kind, "only 'default'")
-        theta = Options({"rope_local_base_freq": in_windows.get("rope_theta")}, {})
-        if theta["rope_local_base_freq"] is None:
-            theta["rope_local_base_freq"] = options["rope_local_base_freq"]
-        own = theta.number("rope_local_base_freq", fields["rope_theta"])
-        if fields["rope_scaling"] is not None or own != fields["rope_theta"]:
-            fields["sliding_window_rope_theta"] = own
-    return fields
-
-
-def _rope_scaling(
-    options: Options, rope: Options, scalings: tuple[str, ...]
-) -> dict[str, Any] | None:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    kind = "longrope" if kind == "su" else kind  # its former name
-    if kind == "default":
-        return None
-    if kind not in scalings:
-        raise refuse("rope_scaling", kind, f"only {', '.join(('default', *scalings))}")
-    if kind == "linear":
-        return {"kind": kind, "factor": rope.number("factor")}
-    key = "original_max_position_embeddings"
-    rope[key] = options[key] or rope.get(key)
-    length = rope.whole(key) if rope[key] else options.whole("max_position_embeddings")
-    scaling = {"kind": kind, "original_max_model_len": length}
-    if kind == "llama3":
-        names = ("factor", "low_freq_factor", "high_freq_factor")
-        return scaling | {name: rope.number(name) for name in names}
-    factor = rope.number("factor", options.whole("max_position_embeddings") / length)
-    if kind == "longrope":
-        if length == 1:
-            raise refuse(key, length, "at least 2 with longrope")
-        stretched = math.log(max(factor, 1.0)) / math.log(length)
-        return scaling | {
-            "factor": factor,
-            "attention_factor": rope.number("attention_factor", math.sqrt(1.0 + stretched)),
-            "short_factors": rope.get("short_factor"),
-            "long_factors": rope.get("long_factor"),
-        }
-    # cos and sin are multiplied by 0.1 m ln(factor) + 1 for one or both of two weights m
-    # (DeepSeek-V2), unless the factor is given.
-    logarithm = 0.1 * math.log(max(factor, 1.0))
-    attention_factor = logarithm + 1.0
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        attention_factor = rope.number("mscale") * logarithm + 1.0
-        attention_factor /= rope.number("mscale_all_dim") * logarithm + 1.0
-    return scaling | {
-        "factor": factor,
-        "beta_fast": rope.number("beta_fast", 32.0),
-        "beta_slow": rope.number("beta_slow", 1.0),
-        "attention_factor": rope.number("attention_factor", attention_factor),
-        "truncate": bool(rope.get("truncate", True)),
-        "query_growth": rope.get("llama_4_scaling_beta") or None,
-    }
-
-
-def _windows(options: Options, windowed: Callable[[Options], Iterable[int]]) -> dict[str, Any]:
-    """Return the window and the layers that have it; a window in no layer is no window."""
-    layers: tuple[int, ...] = ()
-    n_layers, types = options.whole("num_hidden_layers"), options["layer_types"]
-    if options["sliding_window"] is not None and options.get("use_sliding_window", True):
-        layers = tuple(windowed(options))
-        if types is not None:
-            listed = isinstance(types, list) and len(types) == n_layers
-            if not listed or any(kind not in _LAYER_TYPES for kind in types):
-                wanted = f"{n_layers} layers of {' or '.join(_LAYER_TYPES)}"
-                raise refuse("layer_types", types, wanted)
-            layers = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
-    window = options["sliding_window"] if layers else None
-    return {"sliding_window": window, "sliding_window_layers": layers or None}
-
-
-def layers_without_rotary(options: Options) -> tuple[int, ...]:
-    """Return the layers whose queries and keys are not rotated: those with 0 in no_rope_layers."""
-    layers = range(options.whole("num_hidden_layers"))
-    rotated = options["no_rope_layers"]
-    if rotated is None:
-        interval = options.whole("no_rope_layer_interval")
-        rotated = [(layer + 1) % interval != 0 for layer in layers]
-    if not isinstance(rotated, list) or len(rotated) < len(layers):
-        raise refuse("no_rope_layers", rotated, f"1 or 0 for each of {len(layers)} layers")
-    return tuple(layer for layer in layers if not rotated[layer])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvasir.model.config import TransformerConfig
 from kvasir.model.importing.errors import UnsupportedError
-from kvasir.model.importing.families.decoders import FAMILIES
+from kvasir.model.importing.families.decoders import DECODERS
 from kvasir.model.importing.families.family import Family
 from kvasir.model.importing.gguf.file import Gguf, shortest
 from kvasir.model.importing.tensors import Source, stacked
@@ -59,15 +59,12 @@ _OF_SOME = {  # keys whose defaults are those of their families
 _EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
 _PATTERN = "attention.sliding_window_pattern"
 _PERIODS = {"gemma2": 2, "gemma3": 6, "olmo2": 4}  # the last layer of each has no window
-_READ = (
+# Keys that are read below, or that change nothing: tensors tell the size of the vocabulary.
+_KNOWN = (
     *("attention.value_length", "rope.dimension_count", "rope.freq_base", "rope.scale_linear"),
     *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"),
-    *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
-)
-# Keys that change nothing, or nothing without experts; tensors tell the size of the vocabulary.
-_UNUSED = (
-    *("vocab_size", "expert_used_count", "pooling_type", "tensor_data_layout"),
-    "rope.scaling.finetuned",
+    *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.finetuned"),
+    *("vocab_size", "expert_used_count", "pooling_type", "tensor_data_layout", *_EPSILONS),
 )
 # Keys that change what is computed, and the values that do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -110,9 +107,8 @@ def read_family(
 ) -> tuple[Family, TransformerConfig, list[StoredTensor]]:
     """Return a file's family and configuration, and the tensors of its parameters.
 
-    bos, ends: the tokens before a text and after an answer.
-
-    Raises UnsupportedError for what the decoder does not compute, and ConfigError.
+    bos, ends: the tokens before a text and after an answer. Raises UnsupportedError for what the
+    decoder does not compute, and ConfigError.
     """
     kind = gguf.values.get("general.architecture")
     if not isinstance(kind, str) or kind not in _ARCHITECTURES:
@@ -123,10 +119,10 @@ def read_family(
     tensors = {tensor.name: tensor for tensor in gguf.tensors}
     values = _values(kind, gguf.values, tensors)
     olmo3 = kind == "olmo2" and values[f"{kind}.attention.sliding_window"]
-    family, rope = FAMILIES["olmo3" if olmo3 else _ARCHITECTURES[kind]], values["rope_parameters"]
+    family, rope = DECODERS["olmo3" if olmo3 else _ARCHITECTURES[kind]], values["rope_parameters"]
     longrope = [tensors.pop(name, None) for name in _LONGROPE]
     if all(longrope):
-        short, long = ([shortest(n) for n in one.read().flatten()] for one in longrope if one)
+        short, long = ([shortest(n) for n in part.read().flatten()] for part in longrope if part)
         rope |= {"rope_type": "longrope", "short_factor": short, "long_factor": long}
     stated = f"{kind}.rope.scaling.attn_factor"
     in_yarn = olmo3 and rope.get("rope_type") == "yarn" and values.get(stated) != 1.0
@@ -144,9 +140,9 @@ def read_family(
         neutral |= {names["head_dim"]: (None, usual)}
     if kind in _PERIODS and "sliding_window_pattern" not in read:
         neutral |= {f"{kind}.{_PATTERN}": (None, _PERIODS[kind])}
-    known = {f"{kind}.{name}" for name in (*_READ, *_UNUSED, *_EPSILONS)}
+    read_anyhow = {f"{kind}.{name}" for name in _KNOWN}
     for key in values:
-        if key.startswith(f"{kind}.") and key not in {*known, *names.values(), *neutral}:
+        if key.startswith(f"{kind}.") and key not in {*read_anyhow, *names.values(), *neutral}:
             raise UnsupportedError(
                 f"its key {key} is unknown, and may change what the model computes; import the "
                 "model's folder with config.json"
@@ -182,7 +178,7 @@ def _values(kind: str, given: Mapping[str, Any], tensors: Mapping[str, Any]) -> 
         "tie_word_embeddings": "output.weight" not in tensors or kind == "gpt2",
         "attention_bias": f"blk.0.attn_{'q' if kind == 'stablelm' else 'output'}.bias" in tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in tensors,
-        "rms_norm_eps": next((one for one in epsilons if one is not None), None),
+        "rms_norm_eps": next((epsilon for epsilon in epsilons if epsilon is not None), None),
         "rope_parameters": _rope(kind, values),
     }
     if values[f"{kind}.attention.sliding_window"] == 0:
@@ -212,9 +208,9 @@ def _single(value: Any) -> Any:
 def _head_dim(kind: str, values: Mapping[str, Any]) -> int:
     names = ("attention.key_length", "embedding_length", "attention.head_count")
     given, width, heads = (values[f"{kind}.{name}"] for name in names)
-    for name, one in zip(names, (given, width, heads), strict=True):
-        if not (type(one) is int and one > 0) and not (one is None and one is given):
-            raise UnsupportedError(f"its key {kind}.{name} must be a positive number, not {one!r}")
+    for name, size in zip(names, (given, width, heads), strict=True):
+        if not (type(size) is int and size > 0) and not (size is None and size is given):
+            raise UnsupportedError(f"its key {kind}.{name} must be a positive number, not {size!r}")
     length = values.get(f"{kind}.attention.value_length", given)
     if given is not None and length != given:
         raise UnsupportedError(
@@ -263,10 +259,10 @@ def _llama3(values: Mapping[str, Any], family: Family, factors: StoredTensor) ->
     Llama 3.1 and those after it differ only in the factor of the lowest frequencies.
     """
     divisors = factors.read().double().flatten()
+    base, original = values["rope_parameters"]["rope_theta"], 8192
     rope = {"rope_type": "llama3", "factor": float(divisors.max())}
     rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    rope |= {"original_max_position_embeddings": 8192}
-    base, original = values["rope_parameters"]["rope_theta"], 8192
+    rope |= {"original_max_position_embeddings": original}
     turns = original * base ** -(torch.arange(len(divisors)) / len(divisors)) / (2 * math.pi)
     part = ((turns - 1.0) / 3.0).clamp(0.0, 1.0).double()  # between the lowest and the highest
     expected = 1.0 / ((1.0 - part) / rope["factor"] + part)
@@ -287,10 +283,9 @@ def _source(family: Family, module: str, kind: str) -> Source:
         first, own = family.source(_FIRST_NORM).modules[0], source.modules[0].split("|")
         shared = ["blk.*.attn_norm"] if first in own else []
         return Source(("|".join([*places, *shared][own[0] == first :]),))
-    if module.endswith(("query_norm", "key_norm")):
-        if source.in_float32:  # 1 is added already
-            return Source(places, source.shapes)
-        return replace(source, modules=places)
+    if module.endswith(("query_norm", "key_norm")):  # to one in float32, 1 is added already
+        kept = Source(source.modules, source.shapes) if source.in_float32 else source
+        return replace(kept, modules=places)
     if len(places) == 1:
         return Source(places)
     if module.endswith(".qkv") and kind in _NEIGHBOURS:
@@ -301,5 +296,5 @@ def _source(family: Family, module: str, kind: str) -> Source:
 def _join_neighbours(tensors: list[Tensor], config: TransformerConfig) -> Tensor:
     """Return queries, keys and values whose rotary pairs are half a head apart, as ours."""
     *turned, values = tensors
-    apart = (one.unflatten(0, (-1, config.head_dim // 2, 2)).transpose(1, 2) for one in turned)
-    return torch.cat([*(one.flatten(0, 2) for one in apart), values])
+    apart = (rows.unflatten(0, (-1, config.head_dim // 2, 2)).transpose(1, 2) for rows in turned)
+    return torch.cat([*(rows.flatten(0, 2) for rows in apart), values])

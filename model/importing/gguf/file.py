@@ -77,9 +77,9 @@ def read_gguf(path: Path) -> Gguf:
     paths = [path]
     if name:
         paths = [path.with_name(f"{name[1]}-{i:05}-of-{name[3]}.gguf") for i in range(1, count + 1)]
-    if missing := next((one.name for one in paths if not one.is_file()), None):
+    if missing := next((part_path.name for part_path in paths if not part_path.is_file()), None):
         raise UnsupportedError(f"it has {count} parts, and {missing} is not beside it")
-    parts = [_read_part(one) for one in paths]
+    parts = [_read_part(part_path) for part_path in paths]
     values = parts[0].values
     split = values.get("split.count", 0)
     if type(split) is not int or split not in ([0, 1] if name is None else [count]):
@@ -120,13 +120,13 @@ class _Header:
         if kind != _ARRAY:
             (value,) = self.numbers(_SCALARS[kind])
             return shortest(value) if _SCALARS[kind] == "f" else value
-        of = self._kind(key)
+        item = self._kind(key)
         length = self.number("Q", f"the length of {key}", _LONGEST_ARRAY)
-        if of == _ARRAY:
+        if item == _ARRAY:
             raise self.broken(f"{key} is an array of arrays")
-        if of == _STRING:
+        if item == _STRING:
             return [self.string(key) for _ in range(length)]
-        kind_of = np.dtype(f"<{_SCALARS[of]}")
+        kind_of = np.dtype(f"<{_SCALARS[item]}")
         return np.frombuffer(self._take(length * kind_of.itemsize), kind_of)
 
     def _kind(self, key: str) -> int:

@@ -10,20 +10,22 @@ from kvasir.model.bundle import (
     SPECIAL_TOKENS_FILE,
     TOKENIZER_FILE,
 )
+from kvasir.model.files import read_limited
 from kvasir.model.importing.contents import Contents, generation_defaults, to_json
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.gguf.family import read_family
 from kvasir.model.importing.gguf.file import read_gguf
 from kvasir.model.importing.gguf.tokenizer import read_tokenizer
+from kvasir.model.importing.plan import plan_parameters
 
 # The recommended sampling parameters among the keys of the metadata.
 _SAMPLING = {name: name for name in ("top_k", "top_p", "min_p")}
 _SAMPLING |= {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
 
 
-def read_gguf_model(source: Path, notes: list[str]) -> Contents:
+def read_gguf_model(source: Path) -> Contents:
     """Return the contents of a file, with the other parts of a split one."""
-    gguf = read_gguf(source)
+    gguf, notes = read_gguf(source), list[str]()
     tokenizer = read_tokenizer(gguf.values)
     family, config, stored = read_family(gguf, tokenizer.bos, tokenizer.ends)
     if tokenizer.size > config.vocab_size:
@@ -32,10 +34,12 @@ def read_gguf_model(source: Path, notes: list[str]) -> Contents:
             f"{config.vocab_size} tokens"
         )
     template = gguf.values.get("tokenizer.chat_template")
+    if template is None and (beside := source.with_name(CHAT_TEMPLATE_FILE)).is_file():
+        template = read_limited(beside).decode()
     if not isinstance(template, str | None):
         raise UnsupportedError("its key tokenizer.chat_template is not a text")
-    if others := sorted(key for key in gguf.values if key.startswith("tokenizer.chat_template.")):
-        notes.append(f"chat templates left out: {', '.join(others)}")
+    if further := sorted(key for key in gguf.values if key.startswith("tokenizer.chat_template.")):
+        notes.append(f"chat templates left out: {', '.join(further)}")
     if gguf.rounded:
         kinds = ", ".join(sorted(set(gguf.rounded.values())))
         notes.append(
@@ -48,4 +52,5 @@ def read_gguf_model(source: Path, notes: list[str]) -> Contents:
         SPECIAL_TOKENS_FILE: to_json(tokenizer.special_tokens),
         GENERATION_FILE: generation_defaults(sampling | {"do_sample": True}, notes),
     }
-    return Contents(family, config, texts, stored, gguf.files)
+    config, weights = plan_parameters(family, config, stored)
+    return Contents(config, weights, texts, gguf.files, notes)

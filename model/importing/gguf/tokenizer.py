@@ -175,18 +175,18 @@ def _added_tokens(
 def _get(values: Mapping[str, Any], name: str, kind: type[T], default: T | None = None) -> T:
     """Return a key of the tokenizer. Raises UnsupportedError for none, and one of another type."""
     value: Any = values.get(f"tokenizer.ggml.{name}", default)
-    texts = not isinstance(value, list) or all(type(one) is str for one in value)
+    texts = not isinstance(value, list) or all(type(item) is str for item in value)
     if type(value) is kind and texts:
         return value
-    found = "missing" if value is None else f"of type {type(value).__name__}"
-    raise UnsupportedError(f"its key tokenizer.ggml.{name} is {found}; convert the model again")
+    actual = "missing" if value is None else f"of type {type(value).__name__}"
+    raise UnsupportedError(f"its key tokenizer.ggml.{name} is {actual}; convert the model again")
 
 
 def _numbers(values: Mapping[str, Any], name: str, length: int) -> list[Any]:
     numbers: Any = values.get(f"tokenizer.ggml.{name}")
     numbers = numbers.tolist() if hasattr(numbers, "tolist") else numbers
-    known = isinstance(numbers, list) and len(numbers) == length
-    if not known or not all(type(one) in (int, float) for one in numbers):
+    is_list = isinstance(numbers, list) and len(numbers) == length
+    if not is_list or not all(type(number) in (int, float) for number in numbers):
         raise UnsupportedError(
             f"its key tokenizer.ggml.{name} is not a number for each of {length} tokens; convert "
             "the model again"

@@ -17,7 +17,7 @@ from kvasir.model.bundle import (
 from kvasir.model.config import TransformerConfig
 from kvasir.model.importing.contents import Contents, generation_defaults, to_json
 from kvasir.model.importing.errors import UnsupportedError
-from kvasir.model.importing.families.decoders import FAMILIES, WITH_VISION
+from kvasir.model.importing.families.decoders import DECODERS, WITH_VISION
 from kvasir.model.importing.families.encoder_decoders import ENCODER_DECODERS
 from kvasir.model.importing.families.encoders import ENCODERS
 from kvasir.model.importing.families.family import Family
@@ -33,10 +33,12 @@ from kvasir.model.importing.huggingface.tokenizer import (
     read_special_tokens,
     read_tokenizer,
 )
-from kvasir.model.importing.quantized import QUANTIZATION_KEYS, restore
+from kvasir.model.importing.plan import plan_parameters
+from kvasir.model.importing.quantized import restore
+from kvasir.model.importing.quantized_formats import QUANTIZATION_KEYS
 from kvasir.model.tensor_files import list_tensors, weight_files
 
-_KNOWN = FAMILIES | ENCODERS | ENCODER_DECODERS
+_KNOWN = DECODERS | ENCODERS | ENCODER_DECODERS
 # Tensors that are computed, not learned, and those that only see images.
 _IGNORED = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(bias|masked_bias)|embeddings\.position_ids"
@@ -49,13 +51,9 @@ _OF_BOTH = (
 )
 
 
-def read_folder(source: Path, notes: list[str]) -> Contents:
+def read_folder(source: Path) -> Contents:
     """Return the contents of a folder with config.json, *.safetensors and tokenizer.json."""
-    if not (source / CONFIG_FILE).is_file():
-        raise UnsupportedError(
-            f"it has no {CONFIG_FILE}; name a folder with that, *.safetensors and "
-            f"{TOKENIZER_FILE}, or a .gguf file"
-        )
+    notes = list[str]()
     whole, generation = (read_optional(source / name) for name in (CONFIG_FILE, GENERATION_FILE))
     family, values = _find_family(whole, notes)
     config = _read_config(family, values, generation, notes)
@@ -70,7 +68,8 @@ def read_folder(source: Path, notes: list[str]) -> Contents:
         EMBEDDING_FILE: None if config.pooling is None else read_prompts(source),
     }
     stored = restore(list_tensors(source, _IGNORED), values, notes)
-    return Contents(family, config, texts, [*stored, *of_layers], weight_files(source))
+    config, weights = plan_parameters(family, config, [*stored, *of_layers])
+    return Contents(config, weights, texts, weight_files(source), notes)
 
 
 def _find_family(values: dict[str, Any], notes: list[str]) -> tuple[Family, dict[str, Any]]:
@@ -79,8 +78,8 @@ def _find_family(values: dict[str, Any], notes: list[str]) -> tuple[Family, dict
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UnsupportedError(f"{CONFIG_FILE}'s architectures is {names!r}, not a list of names")
     accepted = {key: family.architectures for key, family in _KNOWN.items()} | WITH_VISION
-    for key, (first, *others) in accepted.items():
-        accepted[key] = (first, *others, first.replace("ForCausalLM", CLASSIFIER))
+    for key, (first, *further) in accepted.items():
+        accepted[key] = (first, *further, first.replace("ForCausalLM", CLASSIFIER))
     family = None
     if isinstance(kind, str) and set(names) <= set(accepted.get(kind, ())):
         if kind in WITH_VISION:
@@ -89,7 +88,7 @@ def _find_family(values: dict[str, Any], notes: list[str]) -> tuple[Family, dict
         text_kind = values["model_type"]
         family = _KNOWN.get(text_kind) if isinstance(text_kind, str) else None
     if family is None:
-        supported = ", ".join(f"{one[0]} ({key})" for key, one in accepted.items())
+        supported = ", ".join(f"{names[0]} ({key})" for key, names in accepted.items())
         raise UnsupportedError(
             f"{CONFIG_FILE} describes {' '.join(names) or 'a model'} of model_type {kind!r}; "
             f"supported are {supported}"

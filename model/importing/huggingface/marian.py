@@ -34,13 +34,13 @@ def read_marian(source: Path) -> str:
     It cuts texts as MarianTokenizer does without sacremoses, except several characters in a row
     that only targets have. A language's code, as >>fra<<, is one token wherever it stands.
     """
-    ids, found = (
+    ids, model = (
         read_object(source / VOCABULARY_FILE, UnsupportedError),
         read_model(source / SOURCE_FILE),
     )
     if sorted(ids.values(), key=str) != sorted(range(len(ids)), key=str) or UNKNOWN not in ids:
         raise UnsupportedError(f"{VOCABULARY_FILE} must number its tokens, {UNKNOWN} among them")
-    scores = {one.piece: one.score for one in found.pieces if one.type == NORMAL}
+    scores = {piece.piece: piece.score for piece in model.pieces if piece.type == NORMAL}
     special = [
         token
         for token in ids
@@ -53,4 +53,4 @@ def read_marian(source: Path) -> str:
         else (_TARGET_MARK + piece, 0.0)
         for piece in sorted(ids, key=ids.__getitem__)
     ]
-    return make_tokenizer(found, Layout(vocabulary, special), [_TARGET_MARK]).to_str()
+    return make_tokenizer(model, Layout(vocabulary, special), [_TARGET_MARK]).to_str()

@@ -11,12 +11,14 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from tokenizers import Tokenizer, normalizers
 
-from kvasir.model.bundle import CONFIG_FILE, EMBEDDING_FILE, EmbeddingDefaults
-from kvasir.model.config import Pooling, Projection, TransformerConfig, first_problem
+from kvasir.model.bundle import CONFIG_FILE, EMBEDDING_FILE
+from kvasir.model.config import Pooling, Projection, TransformerConfig
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.families.family import Dense, Family
 from kvasir.model.importing.huggingface.tokenizer import TOKENIZER_CONFIG_FILE, read_optional
 from kvasir.model.importing.tensors import first_rows
+from kvasir.model.records import EmbeddingDefaults
+from kvasir.model.suggestions import first_problem
 from kvasir.model.tensor_files import StoredTensor, list_tensors
 
 CLASSIFIER = "ForSequenceClassification"  # the end of its architecture's name
@@ -126,7 +128,7 @@ def _read_modules(
     """Return what follows the network in modules.json; its tensors are added to `tensors`."""
     try:
         listed = _MODULES.validate_json((source / _MODULES_FILE).read_bytes())
-        steps = [(str(one["type"]).rpartition(".")[2], str(one["path"])) for one in listed]
+        steps = [(str(module["type"]).rpartition(".")[2], str(module["path"])) for module in listed]
     except (ValidationError, LookupError):
         raise UnsupportedError(f"{_MODULES_FILE} is not a list of modules; copy it again") from None
     steps = [step for step in steps if step[0] != "Dropout"]
@@ -141,8 +143,8 @@ def _read_modules(
             raise _wrong(_MODULES_FILE, "path", name, "what is in the folder")
         if kind == "Dense":
             layers.append(_read_dense(source / name))
-            found = list_tensors(source / name)
-            tensors += (replace(one, name=f"{name}.{one.name}") for one in found)
+            stored = list_tensors(source / name)
+            tensors += (replace(tensor, name=f"{name}.{tensor.name}") for tensor in stored)
     file = f"{steps[1][1]}/{CONFIG_FILE}"
     values = read_optional(source / file)
     former = [mode for key, mode in _FORMER_MODES.items() if values.get(key)]

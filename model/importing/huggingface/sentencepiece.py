@@ -89,19 +89,19 @@ def _model_class() -> Any:
 
 def read_model(path: Path) -> Any:
     """Return a file's message. Raises UnsupportedError for one that is not of kind Unigram."""
-    found = _model_class()()
+    model = _model_class()()
     try:
-        found.ParseFromString(read_limited(path))
+        model.ParseFromString(read_limited(path))
     except DecodeError:
         raise UnsupportedError(f"{path.name} is no SentencePiece model; copy it again") from None
-    if found.trainer_spec.model_type != _UNIGRAM:
+    if model.trainer_spec.model_type != _UNIGRAM:
         raise UnsupportedError(f"{path.name} is not of SentencePiece's kind Unigram")
-    if not all(isinstance(one.piece, str) and isfinite(one.score) for one in found.pieces):
+    if not all(isinstance(piece.piece, str) and isfinite(piece.score) for piece in model.pieces):
         raise UnsupportedError(f"{path.name} has a piece without text or score; copy it again")
-    return found
+    return model
 
 
-def make_tokenizer(found: Any, layout: Layout, unmarked: Iterable[str] = ()) -> Tokenizer:
+def make_tokenizer(model: Any, layout: Layout, unmarked: Iterable[str] = ()) -> Tokenizer:
     """Return a tokenizer that cuts texts as SentencePiece does.
 
     found: its message. unmarked: what decoding drops from pieces.
@@ -112,7 +112,7 @@ def make_tokenizer(found: Any, layout: Layout, unmarked: Iterable[str] = ()) -> 
         normalizers.Strip(),
         normalizers.Replace(Regex(" {2,}"), " "),
     ]
-    if charsmap := found.normalizer_spec.precompiled_charsmap:
+    if charsmap := model.normalizer_spec.precompiled_charsmap:
         try:
             steps.insert(0, normalizers.Precompiled(charsmap))
         except Exception as error:  # tokenizers has no kind of its own
@@ -122,7 +122,7 @@ def make_tokenizer(found: Any, layout: Layout, unmarked: Iterable[str] = ()) -> 
     tokenizer.decoder = decoders.Sequence(
         [*(decoders.Replace(mark, "") for mark in unmarked), decoders.Metaspace()]
     )
-    tokenizer.add_special_tokens([AddedToken(one, normalized=False) for one in layout.special])
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in layout.special])
     added = [part for part in layout.template.split() if part != "$A"]
     if all(part in ids for part in added):
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -138,7 +138,7 @@ def _t5(pieces: Vocabulary, control: list[str], values: dict[str, Any]) -> Layou
             f"tokenizer_config.json's extra_ids is {n_extra!r}, not 0 to {len(pieces)}"
         )
     extra = [f"<extra_id_{i}>" for i in range(n_extra - 1, -1, -1)]
-    return Layout([*pieces, *((one, 0.0) for one in extra)], [*control, UNKNOWN, *extra])
+    return Layout([*pieces, *((token, 0.0) for token in extra)], [*control, UNKNOWN, *extra])
 
 
 def _mbart(pieces: Vocabulary, _: list[str], values: dict[str, Any]) -> Layout:
@@ -149,8 +149,8 @@ def _mbart(pieces: Vocabulary, _: list[str], values: dict[str, Any]) -> Layout:
         raise UnsupportedError(f"tokenizer_config.json's src_lang {source!r} is no language of it")
     first = ["<s>", PADDING, END, UNKNOWN]
     special = [*first, *languages, "<mask>"]
-    vocabulary = [*((one, 0.0) for one in first), *pieces[3:]]
-    vocabulary += [(one, 0.0) for one in special[len(first) :]]
+    vocabulary = [*((token, 0.0) for token in first), *pieces[3:]]
+    vocabulary += [(token, 0.0) for token in special[len(first) :]]
     return Layout(vocabulary, special, f"{source} $A {END}" if is_50 else f"$A {END} {source}")
 
 
@@ -162,7 +162,7 @@ def _pegasus(pieces: Vocabulary, _: list[str], values: dict[str, Any]) -> Layout
         )
     first = [PADDING, END, "<mask_1>", "<mask_2>"]
     first += [f"<unk_{i}>" for i in range(2, offset)]
-    return Layout([*((one, -100.0) for one in first), *pieces[2:]], [*first, UNKNOWN])
+    return Layout([*((token, -100.0) for token in first), *pieces[2:]], [*first, UNKNOWN])
 
 
 _LAYOUTS: dict[str, Callable[[Vocabulary, list[str], dict[str, Any]], Layout]] = {
@@ -180,13 +180,13 @@ def read_sentencepiece(path: Path, model_type: str, values: dict[str, Any]) -> s
     """
     if model_type not in _LAYOUTS:
         raise UnsupportedError(f"of a {model_type!r} model {path.name} cannot be read")
-    found = read_model(path)
-    if any(one.type == _BYTE for one in found.pieces):
+    model = read_model(path)
+    if any(piece.type == _BYTE for piece in model.pieces):
         raise UnsupportedError(f"{path.name} spells characters in bytes, which cannot be read")
-    pieces = [(one.piece, one.score) for one in found.pieces]
-    control = [one.piece for one in found.pieces if one.type == _CONTROL]
+    pieces = [(piece.piece, piece.score) for piece in model.pieces]
+    control = [piece.piece for piece in model.pieces if piece.type == _CONTROL]
     layout = _LAYOUTS[model_type](pieces, control, values)
     names = [piece for piece, _ in layout.vocabulary]
     if UNKNOWN not in dict(pieces) or len({*names}) < len(names):
         raise UnsupportedError(f"{path.name} is not of a {model_type!r} model; copy it again")
-    return make_tokenizer(found, layout).to_str()
+    return make_tokenizer(model, layout).to_str()

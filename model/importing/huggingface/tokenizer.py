@@ -53,9 +53,9 @@ def read_tokenizer(
         text = read_limited(path, MAX_FILE).decode()
     elif (source / SOURCE_FILE).is_file() and (source / VOCABULARY_FILE).is_file():
         text = read_marian(source)
-    elif found := [source / name for name in FILES if (source / name).is_file()]:
+    elif files := [source / name for name in FILES if (source / name).is_file()]:
         values = read_optional(source / TOKENIZER_CONFIG_FILE)
-        text = read_sentencepiece(found[0], model_type, values)
+        text = read_sentencepiece(files[0], model_type, values)
     else:
         raise UnsupportedError(f"it has no {TOKENIZER_FILE}; {_REWRITE_TOKENIZER}")
     tokenizer = parse_tokenizer(text.encode(), path)
@@ -65,13 +65,13 @@ def read_tokenizer(
     if max(tokenizer.get_vocab(with_added_tokens=False).values(), default=0) >= size:
         check_tokenizer(tokenizer, path, size)
     if beyond:
-        known = read_special_tokens(source).items()
-        for place, one in beyond.items():
-            names = {one, *(name for name, text in known if text == one)}
+        named = read_special_tokens(source).items()
+        for place, content in beyond.items():
+            names = {content, *(name for name, text in named if text == content)}
             written = any(name in (template or "") for name in names)
             if written or int(place) in tokenizer.encode("").ids:
                 raise UnsupportedError(
-                    f"prompts need the token {one!r}, which {TOKENIZER_FILE} adds as "
+                    f"prompts need the token {content!r}, which {TOKENIZER_FILE} adds as "
                     f"{place}, but the model has only {size} tokens; import the model that was "
                     "trained with it"
                 )
@@ -90,10 +90,10 @@ def read_tokenizer(
     if not isinstance(wanted, dict):
         raise UnsupportedError(f"{TOKENIZER_CONFIG_FILE}'s {key} is {wanted!r}, not an object")
     for token_id, token in wanted.items():  # transformers adds those that are missing
-        content = token.get("content") if isinstance(token, dict) else token
-        if added.get(token_id) != content:
+        given = token.get("content") if isinstance(token, dict) else token
+        if added.get(token_id) != given:
             raise UnsupportedError(
-                f"{TOKENIZER_CONFIG_FILE} adds the token {content!r} as {token_id}, which "
+                f"{TOKENIZER_CONFIG_FILE} adds the token {given!r} as {token_id}, which "
                 f"{TOKENIZER_FILE} does not have; {_REWRITE_TOKENIZER}"
             )
     return text
@@ -143,7 +143,7 @@ def read_chat_template(source: Path, notes: list[str]) -> str | None:
     if not templates and given is not None:
         try:
             if isinstance(given, list):
-                given = {one["name"]: one["template"] for one in given}
+                given = {entry["name"]: entry["template"] for entry in given}
             given = {"default": given} if isinstance(given, str) else given
             templates = _TEMPLATES.validate_python(given)
         except (LookupError, TypeError, ValidationError):
@@ -154,9 +154,9 @@ def read_chat_template(source: Path, notes: list[str]) -> str | None:
         # As Jinja does, drop a line feed at their ends.
         given, plain = (templates.pop(name).removesuffix("\n") for name in ("tool_use", "default"))
         templates["default"] = f"{{% if tools %}}{given}{{% else %}}{plain}{{% endif %}}"
-    if others := sorted(templates.keys() - {"default"}):
+    if left_out := sorted(templates.keys() - {"default"}):
         without = "" if "default" in templates else "; none of them is the default"
-        notes.append(f"chat templates left out: {', '.join(others)}{without}")
+        notes.append(f"chat templates left out: {', '.join(left_out)}{without}")
     return templates.get("default")
 
 

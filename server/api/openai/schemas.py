@@ -15,7 +15,7 @@ from pydantic import (
 )
 from pydantic import ValidatorFunctionWrapHandler as Validate
 
-from kvasir.model.bundle import GenerationDefaults
+from kvasir.model.records import GenerationDefaults
 from kvasir.server.api import schemas
 from kvasir.server.api.other_servers import NO_OPS
 from kvasir.server.api.structured import StructuredFields

@@ -1,0 +1,115 @@
+"""The rules of a configuration's fields that depend on one another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+_EXPERT_MULTIPLE = 32  # of experts' sizes: ONNX Runtime rounds their weights in blocks of as many
+Rule = tuple[str, bool, str]  # a field, whether its value is valid, and what it must be
+
+
+def rules(config: Any) -> Iterator[Rule]:
+    """Yield the rules of a TransformerConfig, which itself asks for them.
+
+    Later ones are for configurations that the earlier ones allow.
+    """
+    yield from _heads(config)
+    yield from _positions(config)
+    layers = range(config.n_layer)
+    for name in (
+        *("layers_without_rotary", "sliding_window_layers", "dense_layers"),
+        "layers_without_attention_norm",
+    ):
+        exist = all(layer in layers for layer in getattr(config, name) or ())
+        yield name, exist, f"layers from 0 to {config.n_layer - 1}"
+    yield from _experts(config)
+    headless = config.pooling is None or (config.tied_embeddings and not config.head_bias)
+    yield "tied_embeddings", headless, "true with a pooling, which leaves no head"
+    pre = not config.parallel_residual or config.norm_placement == "pre"
+    yield "norm_placement", pre, "pre with parallel_residual"
+    untied = not (config.head_bias and config.tied_embeddings) or config.encoder is not None
+    yield "head_bias", untied, "left out with tied_embeddings"
+    for name in ("bos_token_id", "eos_token_ids", "target_prefix"):
+        ids = getattr(config, name)
+        ids = ids if isinstance(ids, tuple) else () if ids is None else (ids,)
+        within = all(token_id in range(config.vocab_size) for token_id in ids)
+        yield name, within, f"in the vocabulary of {config.vocab_size}"
+    yield from _encoder(config)
+
+
+def _heads(config: Any) -> Iterator[Rule]:
+    divides = config.n_head % config.n_kv_head == 0
+    yield "n_head", divides, f"a multiple of n_kv_head, {config.n_kv_head}"
+    multiple = 16 if config.position == "rotary" else 8  # GroupQueryAttention takes no other
+    allowed = f"a multiple of {multiple} with {config.position} positions"
+    yield "head_dim", config.head_dim % multiple == 0, allowed
+    fits = (config.rotary_dim or 0) <= config.head_dim
+    yield "rotary_dim", fits, f"at most head_dim, {config.head_dim}"
+    across = config.qk_norm or not config.qk_norm_across_heads
+    yield "qk_norm_across_heads", across, "left out without qk_norm"
+
+
+def _positions(config: Any) -> Iterator[Rule]:
+    own_theta = "sliding_window_rope_theta"
+    if config.position != "rotary":
+        for name in ("rope_scaling", "rotary_dim", "layers_without_rotary", own_theta):
+            unset = not getattr(config, name)
+            yield name, unset, f"left out with {config.position} positions"
+    if config.sliding_window is None:
+        for name in ("sliding_window_layers", own_theta):
+            yield name, getattr(config, name) is None, "left out without a sliding_window"
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.kind == "longrope":
+        n_pairs = (config.rotary_dim or config.head_dim) // 2
+        for name in ("short_factors", "long_factors"):
+            fit = len(getattr(scaling, name)) == n_pairs
+            yield "rope_scaling", fit, f"one with {n_pairs} {name}, a number for each rotary pair"
+    if scaling is not None and scaling.query_growth is not None:
+        yield "qk_norm", not config.qk_norm, "left out with a query_growth"
+    if config.has_relative_bias:  # the first half of a direction's buckets are single distances
+        single = config.relative_buckets // (2 if config.causal else 4)
+        yield "relative_buckets", single > 0, "at least 4 for two directions"
+        allowed = f"more than {single}, which relative_buckets hold singly"
+        yield "relative_max_distance", config.relative_max_distance > single, allowed
+
+
+def _experts(config: Any) -> Iterator[Rule]:
+    if config.n_experts is None:
+        for name in (
+            *("n_experts_per_token", "d_expert", "normalize_expert_shares", "dense_layers"),
+        ):
+            yield name, not getattr(config, name), "left out without n_experts"
+        dense = config.feed_forward != "swiglu_clamped"
+        yield "feed_forward", dense, "another one without n_experts"
+        return
+    chosen = (config.n_experts_per_token or 0) in range(1, config.n_experts + 1)
+    yield "n_experts_per_token", chosen, f"from 1 to n_experts, {config.n_experts}"
+    for name in ("d_expert", "d_model"):
+        fits = bool(getattr(config, name)) and getattr(config, name) % _EXPERT_MULTIPLE == 0
+        yield name, fits, f"a multiple of {_EXPERT_MULTIPLE} with experts"
+    gated = ("swiglu",) if config.dense_layers else ("swiglu", "swiglu_clamped")
+    allowed = f"{' or '.join(gated)} with these experts"
+    yield "feed_forward", config.feed_forward in gated, allowed
+
+
+def _encoder(config: Any) -> Iterator[Rule]:
+    encoder = config.encoder
+    prefixed = bool(config.target_prefix) == (encoder is not None)
+    yield "target_prefix", prefixed, "given with an encoder, and only then"
+    if encoder is None:
+        yield "shared_embedding", config.shared_embedding, "true without an encoder"
+        return
+    yield "causal", config.causal, "true with an encoder"
+    yield "pooling", config.pooling is None, "left out with an encoder"
+    allowed = "pre or post with an encoder"
+    yield "norm_placement", config.norm_placement in ("pre", "post"), allowed
+    yield "parallel_residual", not config.parallel_residual, "false with an encoder"
+    plain = encoder.encoder is None and encoder.pooling is None and encoder.tied_embeddings
+    allowed = "one that is not causal, without encoder, pooling and head"
+    yield "encoder", plain and not encoder.causal, allowed
+    if config.shared_embedding:
+        for name in ("vocab_size", "d_model"):
+            its = getattr(encoder, name)
+            same = its == getattr(config, name)
+            yield name, same, f"the encoder's, {its}, with shared_embedding"

@@ -1,0 +1,47 @@
+"""The values of a published config.json, checked when they are read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvasir.model.importing.errors import UnsupportedError
+
+_LARGEST = 2**31 - 1
+
+
+def refuse(key: str, value: object, wanted: str) -> UnsupportedError:
+    """Return the error for a value of config.json that the decoder does not compute."""
+    return UnsupportedError(f"config.json's {key} is {value!r}, and Kvasir computes {wanted}")
+
+
+class Options(dict[str, Any]):
+    """The keys of config.json that a family reads, under their usual names, which are Llama's."""
+
+    def __init__(self, values: Mapping[str, Any], names: Mapping[str, str]) -> None:
+        super().__init__(values)
+        self.names = names  # the family's own names, which error messages use
+
+    def whole(self, key: str, least: int = 1, most: int = _LARGEST) -> int:
+        """Return a whole number. Raises UnsupportedError for another value."""
+        value: Any = self[key]
+        if type(value) is int and least <= value <= most:
+            return value
+        raise self._wrong(key, f"a whole number from {least} to {most}", value)
+
+    def number(self, key: str, default: float | None = None) -> Any:
+        """Return a positive number; null is the default. Raises UnsupportedError for another."""
+        value: Any = default if self.get(key) is None else self[key]
+        if type(value) in (int, float) and 0 < value <= sys.float_info.max:
+            return value
+        raise self._wrong(key, "a positive number", value)
+
+    def _wrong(self, key: str, wanted: str, value: object) -> UnsupportedError:
+        name = self.names.get(key, key)
+        return UnsupportedError(f"config.json's {name} must be {wanted}, not {value!r}")
+
+
+def only(values: Iterable[Any]) -> str:
+    """Return words for the values that a key may have."""
+    return "only " + " or ".join(map(repr, values))

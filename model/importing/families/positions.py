@@ -1,0 +1,142 @@
+"""The keys of a published config.json about positions: rotary angles, and sliding windows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvasir.model.importing.families.options import Options, refuse
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+# fmt: off
+_ROPE_KEYS = {
+    "type", "rope_type", "rope_theta", "partial_rotary_factor", "factor", "truncate",
+    "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
+    "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
+    "short_factor", "long_factor",
+    "finetuned",  # a note on how a yarn model was made; nothing computes with it
+}
+_NEUTRAL_ROPE_KEYS = ("attn_factor", "extrapolation_factor")  # where their value is 1
+# fmt: on
+
+
+def head_dim(options: Options) -> int:
+    """Return the channels of a head."""
+    if options.get("head_dim") is not None:
+        return options.whole("head_dim")
+    return options.whole("hidden_size") // options.whole("num_attention_heads")
+
+
+def rotary_fields(options: Options, scalings: tuple[str, ...]) -> dict[str, Any]:
+    """Return the rotary fields from either style: one object, or rope_theta beside rope_scaling."""
+    key = "rope_scaling" if options["rope_scaling"] else "rope_parameters"
+    given: Any = options[key] or {}
+    in_windows: Any = {}
+    if not isinstance(given, dict):
+        raise refuse(key, given, "an object")
+    by_layer_type = "rope_local_base_freq" in options
+    if by_layer_type and given.keys() & set(_LAYER_TYPES):
+        given, in_windows = (given.get(kind) or {} for kind in _LAYER_TYPES)
+    for of_some in (given, in_windows):
+        if not isinstance(of_some, dict):
+            raise refuse(key, of_some, "objects")
+        neutral = {name for name in _NEUTRAL_ROPE_KEYS if of_some.get(name) in (None, 1)}
+        if unknown := of_some.keys() - _ROPE_KEYS - neutral - options.keys():
+            raise refuse(key, of_some, "no " + ", ".join(sorted(unknown)))
+    rope = Options({**options, **given}, {})
+    width, fraction = head_dim(options), rope.number("partial_rotary_factor", 1.0)
+    if "partial_rotary_factor" not in options and fraction != 1:
+        raise refuse("partial_rotary_factor", fraction, "this family only with 1.0")
+    if fraction > 1:
+        raise refuse("partial_rotary_factor", fraction, "at most 1.0")
+    turned = int(width * fraction)
+    fields = {
+        "rope_theta": rope.number("rope_theta"),
+        "rope_scaling": _rope_scaling(options, rope, scalings),
+        "rotary_dim": None if turned == width else turned,
+    }
+    if by_layer_type:
+        if (kind := in_windows.get("rope_type") or "default") != "default":
+            raise refuse(f"{key} of sliding_attention", kind, "only 'default'")
+        theta = Options({"rope_local_base_freq": in_windows.get("rope_theta")}, {})
+        if theta["rope_local_base_freq"] is None:
+            theta["rope_local_base_freq"] = options["rope_local_base_freq"]
+        own = theta.number("rope_local_base_freq", fields["rope_theta"])
+        if fields["rope_scaling"] is not None or own != fields["rope_theta"]:
+            fields["sliding_window_rope_theta"] = own
+    return fields
+
+
+def _rope_scaling(
+    options: Options, rope: Options, scalings: tuple[str, ...]
+) -> dict[str, Any] | None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = "longrope" if kind == "su" else kind  # its former name
+    if kind == "default":
+        return None
+    if kind not in scalings:
+        raise refuse("rope_scaling", kind, f"only {', '.join(('default', *scalings))}")
+    if kind == "linear":
+        return {"kind": kind, "factor": rope.number("factor")}
+    key = "original_max_position_embeddings"
+    rope[key] = options[key] or rope.get(key)
+    length = rope.whole(key) if rope[key] else options.whole("max_position_embeddings")
+    scaling = {"kind": kind, "original_max_model_len": length}
+    if kind == "llama3":
+        names = ("factor", "low_freq_factor", "high_freq_factor")
+        return scaling | {name: rope.number(name) for name in names}
+    factor = rope.number("factor", options.whole("max_position_embeddings") / length)
+    if kind == "longrope":
+        if length == 1:
+            raise refuse(key, length, "at least 2 with longrope")
+        stretched = math.log(max(factor, 1.0)) / math.log(length)
+        return scaling | {
+            "factor": factor,
+            "attention_factor": rope.number("attention_factor", math.sqrt(1.0 + stretched)),
+            "short_factors": rope.get("short_factor"),
+            "long_factors": rope.get("long_factor"),
+        }
+    # cos and sin are multiplied by 0.1 m ln(factor) + 1 for one or both of two weights m
+    # (DeepSeek-V2), unless the factor is given.
+    logarithm = 0.1 * math.log(max(factor, 1.0))
+    attention_factor = logarithm + 1.0
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        attention_factor = rope.number("mscale") * logarithm + 1.0
+        attention_factor /= rope.number("mscale_all_dim") * logarithm + 1.0
+    return scaling | {
+        "factor": factor,
+        "beta_fast": rope.number("beta_fast", 32.0),
+        "beta_slow": rope.number("beta_slow", 1.0),
+        "attention_factor": rope.number("attention_factor", attention_factor),
+        "truncate": bool(rope.get("truncate", True)),
+        "query_growth": rope.get("llama_4_scaling_beta") or None,
+    }
+
+
+def window_fields(options: Options, windowed: Callable[[Options], Iterable[int]]) -> dict[str, Any]:
+    """Return the window and the layers that have it; a window in no layer is no window."""
+    layers: tuple[int, ...] = ()
+    n_layers, types = options.whole("num_hidden_layers"), options["layer_types"]
+    if options["sliding_window"] is not None and options.get("use_sliding_window", True):
+        layers = tuple(windowed(options))
+        if types is not None:
+            listed = isinstance(types, list) and len(types) == n_layers
+            if not listed or any(kind not in _LAYER_TYPES for kind in types):
+                wanted = f"{n_layers} layers of {' or '.join(_LAYER_TYPES)}"
+                raise refuse("layer_types", types, wanted)
+            layers = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
+    window = options["sliding_window"] if layers else None
+    return {"sliding_window": window, "sliding_window_layers": layers or None}
+
+
+def layers_without_rotary(options: Options) -> tuple[int, ...]:
+    """Return the layers whose queries and keys are not rotated: those with 0 in no_rope_layers."""
+    layers = range(options.whole("num_hidden_layers"))
+    rotated = options["no_rope_layers"]
+    if rotated is None:
+        interval = options.whole("no_rope_layer_interval")
+        rotated = [(layer + 1) % interval != 0 for layer in layers]
+    if not isinstance(rotated, list) or len(rotated) < len(layers):
+        raise refuse("no_rope_layers", rotated, f"1 or 0 for each of {len(layers)} layers")
+    return tuple(layer for layer in layers if not rotated[layer])

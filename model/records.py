@@ -1,0 +1,114 @@
+"""The contents of a model directory's files: measurements, sampling, prompts of embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from kvasir.model.suggestions import first_problem
+
+
+class Record(BaseModel):
+    """The contents of a file of JSON, which may hold nothing else."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Verification(Record):
+    """Figures that `export` measured: ONNX Runtime against PyTorch, over the same given tokens.
+
+    max_logit_error: the largest absolute difference, relative to the logits' standard deviation.
+    greedy_agreement: the share of positions where both hold the same token the likeliest. Both are
+    of `positions` tokens. near_ties: how many of the others have their two likeliest tokens within
+    a tenth of a deviation in PyTorch. The perplexities are on `text`, of the tokens after each
+    row's prompt.
+    perplexity_error: the standard error of their relative difference, from those tokens.
+    longest: the tokens of the longest row. error_growth: the logits' errors (their deviation, over
+    the logits' own) in the worst 128 positions, over those of the first 128, or over 2 % if these
+    are less.
+
+    Where a model makes vectors of texts, `positions` are texts, and the numbers of their vectors
+    count as logits. The cosines are of both vectors, for a classifier those before its head.
+    retrieval_torch, retrieval_onnx: the share of the pairs of `text` whose second half is the
+    nearest to the first. retrieval_error: the standard error of their difference.
+
+    exact_match_torch, exact_match_onnx: of an encoder-decoder, the share of the pairs of `text`
+    whose target is the greedy answer; exact_match_error is as retrieval_error.
+    """
+
+    max_logit_error: float
+    greedy_agreement: float
+    near_ties: int | None = None
+    mean_cosine: float | None = None
+    least_cosine: float | None = None
+    retrieval_torch: float | None = None
+    retrieval_onnx: float | None = None
+    retrieval_error: float | None = None
+    exact_match_torch: float | None = None
+    exact_match_onnx: float | None = None
+    exact_match_error: float | None = None
+    perplexity_torch: float | None = None
+    perplexity_onnx: float | None = None
+    perplexity_error: float | None = None
+    text: str | None = None
+    positions: int | None = None
+    longest: int | None = None
+    error_growth: float | None = None
+
+
+# Ranges of sampling parameters, for models' defaults and for requests.
+Temperature = Annotated[float, Field(ge=0.0, le=100.0)]
+TopK = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TopP = Annotated[float, Field(gt=0.0, le=1.0)]
+MinP = Annotated[float, Field(ge=0.0, le=1.0)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100.0)]
+
+
+class _Defaults(Record):
+    """A file that the model brings, with what requests do not set."""
+
+    file: ClassVar[str]
+
+    @classmethod
+    def parse(cls, files: Mapping[str, bytes]) -> Self:
+        """Return those among files, contents by name, if any. Raises ValueError."""
+        try:
+            return cls.model_validate_json(files.get(cls.file, b"{}"))
+        except ValueError as error:
+            raise ValueError(f"{cls.file}: {first_problem(error, cls.model_fields)}") from None
+
+
+class GenerationDefaults(_Defaults):
+    """The model's recommended sampling, for requests that do not set their own."""
+
+    file = "generation_config.json"
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: TopP | None = None
+    min_p: MinP | None = None
+    typical_p: TopP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+
+    def given(self) -> dict[str, float]:
+        """Return the fields that are set, by name."""
+        return self.model_dump(exclude_none=True)
+
+
+class EmbeddingDefaults(_Defaults):
+    """The texts that an embedding model wants before inputs, by the name of their purpose.
+
+    similarity_fn_name: the measure between vectors that it was trained for.
+    """
+
+    file = "config_sentence_transformers.json"
+    prompts: dict[str, str] = {}
+    default_prompt_name: str | None = None
+    similarity_fn_name: Literal["cosine", "dot", "euclidean", "manhattan"] = "cosine"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.default_prompt_name not in (None, *self.prompts):
+            raise ValueError(f"default_prompt_name {self.default_prompt_name!r} has no prompt")
+        return self
