@@ -65,7 +65,7 @@ ATTACKS = {
     "slow_readers": Attack(connections.slow_readers, 5, 2, ("--send-timeout", "2")),
     "disconnects": Attack(connections.disconnects, 1000, 150),
     "large_answers": Attack(texts.large_answers, 10, 2),
-    "large_bodies": Attack(texts.large_bodies, 300, 8),
+    "large_bodies": Attack(texts.large_bodies, 300, 12),
     "abandoned_texts": Attack(texts.abandoned_texts, 200, 10),
     "hostile_grammars": Attack(texts.hostile_grammars, 60, 2),
     "overload": Attack(texts.overload, 3000, 200),
