@@ -21,11 +21,11 @@ from tests.faults.step_exceptions import step_exceptions
 FAULTS = {
     kills: (10, 1),
     terminations: (10, 2),
-    step_exceptions: (10_000, 40),
+    step_exceptions: (10_000, 20),
     clock_jumps: (1000, 30),
     full_disk: (50, 1),
-    damaged_models: (100, 2),
-    hostile_models: (41, 2),
+    damaged_models: (100, 1),
+    hostile_models: (41, 1),
 }
 
 

@@ -73,7 +73,7 @@ ATTACKS = {
     "unfinished_bodies": Attack(unfinished.unfinished_bodies, 100, 40),
     "slow_senders": Attack(unfinished.slow_senders, 100, 40, n_files=unfinished.FILES),
     "waiting_bodies": Attack(unfinished.waiting_bodies, 60, 12),
-    "malformed_bodies": Attack(malformed_bodies, 4000, 400),
+    "malformed_bodies": Attack(malformed_bodies, 4000, 200),
     "malformed_http": Attack(malformed_http, 2000, 60),
     "foreign_pages": Attack(foreign_pages, 2000, 100, OF_PAGES),
     "neighbours": Attack(neighbours, 600, 40),
