@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from fastapi.routing import APIRoute
 
@@ -53,6 +53,14 @@ EVENTS = {
 def body_type(route: APIRoute) -> Any:
     """Return the type of the body that a route takes."""
     return get_type_hints(route.endpoint, include_extras=True)["body"]
+
+
+def bodies_of_routes() -> set[str]:
+    """Return the names of the types of bodies, and of those whose fields they inherit."""
+    bodies = {get_type_hints(route.endpoint).get("body") for route in ROUTES}
+    kinds = {kind for body in bodies for kind in get_args(body) or [body]}
+    bases = {base for kind in kinds if kind for base in kind.__mro__}
+    return {name for name, body in BODIES.items() if body in bases and body.__annotations__}
 
 
 def check_events(route: APIRoute, stream: str) -> int:

@@ -124,7 +124,7 @@ def test_another_checkpoints_graphs_are_refused(name: str, bart: Path, exported:
     weights[name].neg_()
     sample = make_sample(checkpoint, None, "fp32")
     verifier = Verifier(checkpoint.config, weights, sample)
-    figures = verifier.verify(SegmentedGraph(exported / GRAPH_FILE, checkpoint.config))
+    figures = verifier.verify(SegmentedGraph(exported / GRAPH_FILE, checkpoint.config).logits)
     with pytest.raises(VerificationError, match="logits differ"):
         check(figures, "fp32")
 
@@ -166,7 +166,7 @@ def test_figures_of_pairs(bart: Path, tmp_path: Path) -> None:
         targets[i][i % len(targets[i])] ^= 1
     pairs = [(np.array(a), np.array(b)) for a, b in zip(sources, targets, strict=True)]
     verifier = Verifier(config, checkpoint.weights, SamplePairs("pairs", pairs, True))
-    figures = verifier.verify(SegmentedGraph(tmp_path / GRAPH_FILE, config))
+    figures = verifier.verify(SegmentedGraph(tmp_path / GRAPH_FILE, config).logits)
     assert figures.exact_match_onnx == 13 / 20
 
     prefix, losses, n_exact = list(config.target_prefix), list[torch.Tensor](), 0
