@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -238,3 +239,11 @@ def test_every_product_file_is_on_the_map() -> None:
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     missing = [path.name for path in FILES if path.name != "__init__.py" and path.name not in text]
     assert not missing
+
+
+def test_the_wall_clock_gives_dates_alone() -> None:
+    """It may jump: durations and deadlines are of clocks that do not."""
+    for path in (ROOT / "server").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"(?<!int\()(?<![.\w])time\(\)|datetime\.now", text), path
+        assert "time.time()" not in text or path.name == "start_clock.py", path

@@ -11,7 +11,6 @@ from time import perf_counter
 
 from typer import echo
 
-from tests.faults.clock_jumps import clock_jumps
 from tests.faults.damage import damaged_models, hostile_models
 from tests.faults.ends import kills, terminations
 from tests.faults.full_disk import full_disk
@@ -22,7 +21,6 @@ FAULTS = {
     kills: (10, 1),
     terminations: (10, 2),
     step_exceptions: (10_000, 20),
-    clock_jumps: (1000, 30),
     full_disk: (50, 1),
     damaged_models: (100, 1),
     hostile_models: (41, 1),
