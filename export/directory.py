@@ -82,13 +82,10 @@ def export_checkpoint(
     progress("reading the checkpoint", 0, 0)
     checkpoint = load_checkpoint(source, max_model_len)
     config, weights = checkpoint.config, checkpoint.weights
-    if config.encoder is not None:
-        check_encoder_precision(device, precision, "an encoder-decoder")
+    _check_encoder(config, device, precision, text)
     if device != "cpu":
         check_pageable(config)
         require_device(device)
-    if config.pooling is not None:
-        check_vector_options(device, precision, text)
     sample = None if config.pooling else make_sample(checkpoint, text, precision)
     files = _extra_files(checkpoint, generation)
     with new_directory(out) as part:
@@ -150,17 +147,17 @@ def _extra_files(checkpoint: Checkpoint, generation: GenerationDefaults | None) 
     return files
 
 
-def check_vector_options(device: Device, precision: str, text: Path | None) -> None:
-    """Raise ValueError for options that a model with a pooling has not."""
-    check_encoder_precision(device, precision, "a model that makes vectors")
-    if text is not None:
-        raise ValueError(f"a model that makes vectors is not measured on {text}; leave it out")
-
-
-def check_encoder_precision(device: Device, precision: str, kind: str) -> None:
-    """Raise ValueError for what a model of this kind, which has an encoder, is not made to."""
+def _check_encoder(
+    config: TransformerConfig, device: Device, precision: str, text: Path | None
+) -> None:
+    """Raise ValueError for options that a model with an encoder, or a pooling, has not."""
+    if config.encoder is None and config.pooling is None:
+        return
+    kind = "a model that makes vectors" if config.pooling else "an encoder-decoder"
     if device != "cpu" or precision == "int4":
         raise ValueError(f"{kind} is fp32 or int8 on cpu, not {precision} on {device}")
+    if config.pooling and text is not None:
+        raise ValueError(f"{kind} is not measured on {text}; leave it out")
 
 
 def check_precision(precision: str, device: Device) -> None:
@@ -204,8 +201,8 @@ def verify_directory(
         return manifest, None
     config, device, precision = checkpoint.config, manifest.device, manifest.precision
     graph, weights, tokenizer = bundle.graph_path, checkpoint.weights, checkpoint.tokenizer
+    _check_encoder(config, device, precision, text)
     if config.pooling is not None:
-        check_vector_options(device, precision, text)
         return manifest, verify_vectors(config, weights, graph, tokenizer, precision, progress)
     verifier = Verifier(config, weights, make_sample(checkpoint, text, precision), device)
     return manifest, _verify(verifier, graph, config, device, precision, progress)
@@ -222,7 +219,7 @@ def _verify(
     """Measure a graph on its device. Raises VerificationError."""
     on_cpu = device == "cpu"
     graph = SegmentedGraph(path, config) if on_cpu else PagedSession.open(path, config, device)
-    figures = verifier.verify(graph, progress)
+    figures = verifier.verify(graph.logits, progress)
     check(figures, precision)
     return figures
 

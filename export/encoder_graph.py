@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvasir.export.graph import record_parameters
-from kvasir.export.quantize import products, quantize, quantize_pairs
+from kvasir.export.quantize import products, quantize
 from kvasir.export.rewrite import lazy_constant, remove_unused_constants, replace_node, save
+from kvasir.export.rounding import quantize_pairs
 from kvasir.export.trace import TRANSPOSED, TensorSpec, trace_module
 from kvasir.export.weights import Weights
 from kvasir.model.config import TransformerConfig

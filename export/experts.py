@@ -18,8 +18,9 @@ import torch
 from onnx_ir.tape import Tape
 from torch import Tensor
 
-from kvasir.export.quantize import BLOCK, quantize_blocks, rounded_weight
+from kvasir.export.quantize import rounded_weight
 from kvasir.export.rewrite import MICROSOFT, remove_unused_constants, replace_node
+from kvasir.export.rounding import BLOCK, quantize_blocks
 from kvasir.export.weights import Weights
 
 _BITS = {"int8": 8, "int4": 4}

@@ -6,25 +6,15 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from fastapi.routing import APIRoute
 
 from kvasir.model.bundle import load_bundle
-from kvasir.server.api import schemas, target, tokenize
-from kvasir.server.api.anthropic import schemas as anthropic_schemas
-from kvasir.server.api.embeddings import cohere, tei, vllm
-from kvasir.server.api.embeddings import openai as embeddings_openai
-from kvasir.server.api.embeddings import requests as embeddings
-from kvasir.server.api.explain import routes as explain
 from kvasir.server.api.http.responses import STATUSES
-from kvasir.server.api.openai import batches, chat_schemas
-from kvasir.server.api.openai import schemas as openai_schemas
-from kvasir.server.api.openai.responses import schemas as responses
 from kvasir.server.api.other_servers import IGNORED, NO_OPS
 from kvasir.server.api.routes import ROUTES
-from kvasir.server.api.structured import StructuredFields
-from kvasir.server.api.tgi import schemas as tgi
+from kvasir.server.api.schemas import RequestBody
 from kvasir.server.errors import KvasirError
 from kvasir.server.requests.service import Service
 from kvasir.server.settings import Settings, load_settings
@@ -32,46 +22,15 @@ from kvasir.server.settings import Settings, load_settings
 EXAMPLE = Path(__file__).parent.parent / "examples/stdlib"
 PAGE = Path(__file__).parent.parent / "docs/api.md"
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-BODIES: dict[str, type[schemas.RequestBody]] = {
-    body.__name__: body
-    for body in (
-        schemas.SamplingFields,
-        target.TargetFields,
-        StructuredFields,
-        openai_schemas.OpenAIBody,
-        openai_schemas.CompletionsBody,
-        openai_schemas.StreamOptions,
-        chat_schemas.Conversation,
-        chat_schemas.ChatBody,
-        responses.ResponsesBody,
-        anthropic_schemas.CountTokensBody,
-        anthropic_schemas.MessagesBody,
-        tgi.GenerateBody,
-        tgi.GenerateParameters,
-        tgi.CompatibleBody,
-        tokenize.TokenizeBody,
-        tokenize.TokenizeChatBody,
-        tokenize.TokenizeInputsBody,
-        tokenize.DetokenizeBody,
-        explain.ExplainBody,
-        embeddings.QueueFields,
-        embeddings.EncoderFields,
-        embeddings.PromptFields,
-        embeddings_openai.EmbeddingsBody,
-        batches.BatchBody,
-        cohere.RankBody,
-        cohere.EmbedTextsBody,
-        vllm.ScoreBody,
-        vllm.ClassifyBody,
-        vllm.PoolingBody,
-        tei.EmbedAllBody,
-        tei.EmbedBody,
-        tei.SimilarityBody,
-        tei.Sentences,
-        tei.RerankBody,
-        tei.PredictBody,
-    )
-}
+
+
+def _bodies(kind: type[RequestBody]) -> Iterator[type[RequestBody]]:
+    for body in kind.__subclasses__():
+        yield body
+        yield from _bodies(body)
+
+
+BODIES = {body.__name__: body for body in _bodies(RequestBody)}
 OF_REQUESTS = (
     "max_model_len", "max_num_seqs", "max_queue", "max_body_bytes", "default_timeout_ms",
     "send_timeout", "tool_call_format", "reasoning_format", "api_key", "api_key_file",
@@ -83,6 +42,14 @@ OF_REQUESTS = (
 def body_type(route: APIRoute) -> Any:
     """Return the type of the body that a route takes."""
     return get_type_hints(route.endpoint, include_extras=True)["body"]
+
+
+def bodies_of_routes() -> set[str]:
+    """Return the names of the types of bodies, and of those whose fields they inherit."""
+    bodies = {get_type_hints(route.endpoint).get("body") for route in ROUTES}
+    kinds = {kind for body in bodies for kind in get_args(body) or [body]}
+    bases = {base for kind in kinds if kind for base in kind.__mro__}
+    return {name for name, body in BODIES.items() if body in bases and body.__annotations__}
 
 
 def with_tables(page: str) -> str:
@@ -146,7 +113,7 @@ def _metrics() -> Iterator[str]:
         yield f"| {shown} | {metric.type} | {metric.documentation} |"
 
 
-def _fields(body: type[schemas.RequestBody]) -> Iterator[str]:
+def _fields(body: type[RequestBody]) -> Iterator[str]:
     """Yield a row for each field that a body adds to inherited ones."""
     schema = body.model_json_schema()
     for given in body.__annotations__:

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import HealthCheck, settings
 from torch._export import utils as export_utils
 from torch.onnx._internal._lazy_import import onnxscript_apis  # type: ignore[attr-defined]
 
-from tests.random_models import RandomModel, export_random
+from kvasir.model.bundle import GRAPH_FILE
+from tests.random_models import RandomModel, export_random, make_config, make_decoder
 
 # A slow machine is no failure of the code under test.
 settings.register_profile(
@@ -71,89 +73,72 @@ def operators_read_once() -> Iterator[None]:
         yield
 
 
+def _shared(precision: str = "fp32", **changes: Any) -> Any:
+    """Return a fixture: a model that is exported by whichever of pytest-xdist's workers asks first.
+
+    Its folder has its name.
+    """
+
+    @pytest.fixture(scope="session")
+    def model(
+        request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    ) -> RandomModel:
+        root, shape = tmp_path_factory.getbasetemp(), SHAPE | changes
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            root = root.parent
+        folder = root / str(request.fixturename)
+        with FileLock(f"{folder}.lock"):
+            if (folder / GRAPH_FILE).exists():
+                return RandomModel(make_decoder(make_config(**shape)), folder / GRAPH_FILE)
+            return export_random(folder, precision, **shape)
+
+    return model
+
+
 SHAPE: dict[str, Any] = {"max_model_len": 200, "n_layer": 3, "n_head": 6, "head_dim": 32}
 SHAPE |= {"d_model": 192, "d_ff": 320}
-
-
-@pytest.fixture(scope="session")
-def random_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
-    """Rotary, RMSNorm, SwiGLU, grouped-query: the variant that most models are."""
-    return export_random(tmp_path_factory.mktemp("random_model"), **SHAPE)
-
-
-@pytest.fixture(scope="session")
-def random_int8_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
-    """The same decoder, quantised."""
-    return export_random(tmp_path_factory.mktemp("random_int8_model"), "int8", **SHAPE)
-
-
-@pytest.fixture(scope="session")
-def random_int4_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
-    return export_random(tmp_path_factory.mktemp("random_int4_model"), "int4", **SHAPE)
-
-
-@pytest.fixture(scope="session")
-def random_windowed_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
-    """Windows, soft caps, head norms and layers that differ, as in published decoders, in int8."""
-    changes: dict[str, Any] = {
-        "sliding_window": 40,
-        "sliding_window_layers": (0, 2),
-        "layers_without_rotary": (1,),
-        "sliding_window_rope_theta": 100.0,
-    }
-    changes |= {
-        "attention_softcap": 20.0,
-        "logit_softcap": 30.0,
-        "qk_norm": True,
-        "qk_norm_across_heads": True,
-        "norm_placement": "both",
-    }
-    return export_random(
-        tmp_path_factory.mktemp("random_windowed_model"), "int8", **SHAPE, **changes
-    )
-
-
+WINDOWS: dict[str, Any] = {"sliding_window": 40, "sliding_window_layers": (0, 2)}
 MIXTURE: dict[str, Any] = {"n_experts": 6, "n_experts_per_token": 3, "d_expert": 96}
 
-
-@pytest.fixture(scope="session")
-def random_mixture_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
-    """Experts in float32, whose kernel adds in another order where one row comes alone."""
-    return export_random(tmp_path_factory.mktemp("random_mixture_model"), **SHAPE, **MIXTURE)
-
-
-@pytest.fixture(scope="session")
-def random_int8_mixture_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
-    """The same decoder, quantised."""
-    folder = tmp_path_factory.mktemp("random_int8_mixture_model")
-    return export_random(folder, "int8", **SHAPE, **MIXTURE, dense_layers=(1,))
-
-
-@pytest.fixture(scope="session")
-def random_int4_mixture_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
-    """Everything that gpt-oss has, in int4: biases, clamped gates, sinks and windows."""
-    changes: dict[str, Any] = {
-        "feed_forward": "swiglu_clamped",
-        "normalize_expert_shares": True,
-        "attention_sinks": True,
-        "sliding_window": 40,
-        "sliding_window_layers": (0, 2),
-        **dict.fromkeys(("qkv_bias", "output_bias", "feed_forward_bias"), True),
-    }
-    folder = tmp_path_factory.mktemp("random_int4_mixture_model")
-    return export_random(folder, "int4", **SHAPE, **MIXTURE, **changes)
-
-
-@pytest.fixture(scope="session")
-def random_biased_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
-    """Scores with a learned bias by distance, over int8 rows; both sublayers read one input."""
-    changes: dict[str, Any] = {
-        "position": "relative",
-        "parallel_residual": True,
-        "norm": "layernorm",
-        "feed_forward": "geglu_tanh",
-        "embedding_norm": True,
-        "tied_embeddings": False,
-        "head_bias": True,
-    }
-    return export_random(tmp_path_factory.mktemp("random_biased_model"), "int8", **SHAPE, **changes)
+# Rotary, RMSNorm, SwiGLU, grouped-query: the variant that most models are.
+random_model = _shared()
+random_int8_model = _shared("int8")
+random_int4_model = _shared("int4")
+# Windows, soft caps, head norms and layers that differ, as in published decoders.
+random_windowed_model = _shared(
+    "int8",
+    **WINDOWS,
+    layers_without_rotary=(1,),
+    sliding_window_rope_theta=100.0,
+    attention_softcap=20.0,
+    logit_softcap=30.0,
+    qk_norm=True,
+    qk_norm_across_heads=True,
+    norm_placement="both",
+)
+# Experts in float32, whose kernel adds in another order where one row comes alone.
+random_mixture_model = _shared(**MIXTURE)
+random_int8_mixture_model = _shared("int8", **MIXTURE, dense_layers=(1,))
+# Everything that gpt-oss has: biases, clamped gates, sinks and windows.
+random_int4_mixture_model = _shared(
+    "int4",
+    **MIXTURE,
+    **WINDOWS,
+    feed_forward="swiglu_clamped",
+    normalize_expert_shares=True,
+    attention_sinks=True,
+    qkv_bias=True,
+    output_bias=True,
+    feed_forward_bias=True,
+)
+# Scores with a learned bias by distance, over int8 rows; both sublayers read one input.
+random_biased_model = _shared(
+    "int8",
+    position="relative",
+    parallel_residual=True,
+    norm="layernorm",
+    feed_forward="geglu_tanh",
+    embedding_norm=True,
+    tied_embeddings=False,
+    head_bias=True,
+)

@@ -36,7 +36,7 @@ class RandomModel:
 
     def verify(self, text: SampleText | None = None) -> Verification:
         verifier = Verifier(self.config, self.decoder.state_dict(), text)
-        return verifier.verify(SegmentedGraph(self.graph, self.config))
+        return verifier.verify(SegmentedGraph(self.graph, self.config).logits)
 
     def runner(self, **options: Any) -> OnnxRunner:
         options = {"max_num_seqs": 4, "threads": 2, "kv_cache_bytes": 2**26, **options}

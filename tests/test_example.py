@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,33 +11,16 @@ import openai
 import pytest
 
 from kvasir.model.bundle import load_bundle
+from kvasir.server.process.local_server import serve_locally
 
 SOURCE = Path(__file__).read_text(encoding="utf-8")
 EXAMPLE = Path(__file__).parent.parent / "examples/stdlib"
 
 
-@dataclass
-class Server:
-    process: subprocess.Popen[str]
-    url: str
-    model: str = EXAMPLE.name
-
-
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    command = [sys.executable, "-m", "kvasir", "serve", str(EXAMPLE)]
-    command += ["--port", "0", "--max-queue", "200"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        port, ready = 0, False
-        while not (port and ready):
-            line = json.loads(process.stderr.readline())
-            port = line.get("port", port)
-            ready = ready or line["message"] == "ready"
-        yield Server(process, f"http://127.0.0.1:{port}")
-        process.send_signal(signal.SIGTERM)
-        process.stderr.read()
-        assert process.wait() == 0
+def url() -> Iterator[str]:
+    with serve_locally(EXAMPLE, "--max-queue", "200") as started:
+        yield started
 
 
 def test_the_example_is_small_and_complete() -> None:
@@ -52,11 +30,11 @@ def test_the_example_is_small_and_complete() -> None:
     assert manifest.source["held_out_tokens"]
 
 
-def test_it_completes_python(server: Server) -> None:
+def test_it_completes_python(url: str) -> None:
     """It writes a function's body; nothing subtler would survive training it again."""
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         answer = client.completions.create(
-            model=server.model,
+            model=EXAMPLE.name,
             prompt="class Reader:\n    def __init__(self, path):\n",
             max_tokens=64,
             temperature=0,
@@ -65,7 +43,7 @@ def test_it_completes_python(server: Server) -> None:
     assert answer.choices[0].text.startswith("        ")
 
 
-async def test_32_streams_at_once_are_each_what_they_are_alone(server: Server) -> None:
+async def test_32_streams_at_once_are_each_what_they_are_alone(url: str) -> None:
     """Mixed lengths, greedy and sampled: the same text and the same log-probabilities."""
     generator = np.random.default_rng(0)
 
@@ -73,7 +51,7 @@ async def test_32_streams_at_once_are_each_what_they_are_alone(server: Server) -
         client: openai.AsyncOpenAI, i: int, start: int, length: int, max_tokens: int
     ) -> list[object]:
         stream = await client.completions.create(
-            model=server.model,
+            model=EXAMPLE.name,
             prompt=SOURCE[start : start + length],
             max_tokens=max_tokens,
             temperature=0.8 * (i % 2),
@@ -94,7 +72,7 @@ async def test_32_streams_at_once_are_each_what_they_are_alone(server: Server) -
     max_tokens = generator.integers(1, 60, 32).tolist()
     requests = list(zip(range(32), starts, lengths, max_tokens, strict=True))
     async with openai.AsyncOpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120
+        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120
     ) as client:
         together = await asyncio.gather(*(read(client, *request) for request in requests))
         alone = [await read(client, *request) for request in requests]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -240,3 +241,11 @@ def test_commands_of_the_image_import_only_what_it_has() -> None:
 def test_every_room_is_on_the_map() -> None:
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     assert not [room for room in {path.parent.name for path in FILES} if f"{room}/" not in text]
+
+
+def test_the_wall_clock_gives_dates_alone() -> None:
+    """It may jump: durations and deadlines are of clocks that do not."""
+    for path in (ROOT / "server").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"(?<!int\()(?<![.\w])time\(\)|datetime\.now", text), path
+        assert "time.time()" not in text or path.name == "start_clock.py", path

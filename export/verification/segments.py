@@ -7,16 +7,15 @@ all cases before the next is loaded, since their tokens are given. An encoder be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import onnx
+import onnx_ir
 from numpy.typing import NDArray
-from onnx.helper import make_tensor_value_info, np_dtype_to_tensor_dtype
+from onnx_ir.analysis import analyze_implicit_usage
 
 from kvasir.model.bundle import CACHE_OUTPUTS, DECODE_INPUT, ENCODER_GRAPH_FILE, cache_names
 from kvasir.model.config import TransformerConfig
@@ -28,6 +27,7 @@ Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
 Arrays = dict[str, NDArray[Any]]  # by the graph's names
 
+_GRAPH = onnx_ir.AttributeType.GRAPH
 _FOLDER_OPTION = "session.model_external_initializers_file_folder_path"
 
 
@@ -74,18 +74,21 @@ class Case(NamedTuple):
     sources: Sequence[Ids] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    """Consecutive nodes of the graph.
+class _Segment(NamedTuple):
+    """Consecutive nodes of the graph, by the names of values.
 
-    takes: the inputs of the graph and the values of earlier segments that they read. makes: their
-    values that later segments read. read_later: all that these read.
+    takes: of earlier segments, for itself or for later ones. hands_on: to later ones. results: the
+    graph's outputs that it makes.
     """
 
-    nodes: list[onnx.NodeProto]
     takes: list[str]
-    makes: list[str]
-    read_later: frozenset[str]
+    hands_on: list[str]
+    results: list[str]
+
+    @property
+    def makes(self) -> list[str]:
+        """What it makes for later segments."""
+        return [name for name in self.hands_on if name not in self.takes]
 
 
 class SegmentedGraph:
@@ -94,7 +97,7 @@ class SegmentedGraph:
     def __init__(self, path: Path, config: TransformerConfig) -> None:
         self._config, self._folder = config, path.parent
         self._encoder = path.with_name(ENCODER_GRAPH_FILE)
-        self._model = onnx.load(path, load_external_data=False)
+        self._model = onnx_ir.load(path)
         self._segments = _cut(self._model.graph)
 
     def logits(self, cases: Sequence[Case], progress: Progress = unheard) -> Iterator[Floats]:
@@ -113,8 +116,9 @@ class SegmentedGraph:
                 self._run(session, segment, case, pending[start : start + len(case.steps)])
                 start += len(case.steps)
         session = self._open(head, pending)
+        names = [value.name for value in session.get_inputs()]
         for arrays in pending:
-            (logits,) = session.run(["logits"], {name: arrays[name] for name in head.takes})
+            (logits,) = session.run(["logits"], {name: arrays[name] for name in names})
             yield logits
 
     def _encode(self, cases: Sequence[Case], progress: Progress) -> list[Arrays]:
@@ -146,23 +150,22 @@ class SegmentedGraph:
     ) -> None:
         """Run a case's steps; pending: what is to be read in each, which is brought up to date."""
         caches = _empty_caches(session, self._config, *case.rows.shape)
+        inputs, makes = [value.name for value in session.get_inputs()], segment.makes
         for step, arrays in zip(case.steps, pending, strict=True):
             prompt = "prompt_key_values" in caches and not step.decode
             used = "prompt_key_values" if prompt else "past_key_values"
-            past = {
+            feeds = arrays | {
                 f"{kind}.{place}": array
                 for kind, arrays_of_kind in caches.items()
                 for place, array in arrays_of_kind.items()
             }
-            feeds = arrays | past
             places = list(caches.get(used, {}))
-            presents = [f"{CACHE_OUTPUTS[used]}.{place}" for place in places]
-            names = [*segment.makes, *presents]
-            values = session.run(names, {name: feeds[name] for name in segment.takes})
-            arrays.update(zip(segment.makes, values, strict=False))
-            for name in arrays.keys() - segment.read_later:
+            names = [*makes, *(f"{CACHE_OUTPUTS[used]}.{place}" for place in places)]
+            values = session.run(names, {name: feeds[name] for name in inputs})
+            arrays.update(zip(makes, values, strict=False))
+            for name in set(segment.takes) - set(segment.hands_on):
                 del arrays[name]
-            rows = dict(zip(places, values[len(segment.makes) :], strict=True))
+            rows = dict(zip(places, values[len(makes) :], strict=True))
             if rows:
                 caches[used] = rows
             if prompt:
@@ -174,100 +177,64 @@ class SegmentedGraph:
 
     def _open(self, segment: _Segment, pending: Sequence[Arrays]) -> onnxruntime.InferenceSession:
         """Open a session of a segment; pending: arrays that show its inputs' types."""
-        model, whole = onnx.ModelProto(), self._model
-        model.ir_version = whole.ir_version
-        model.opset_import.extend(whole.opset_import)
-        model.functions.extend(whole.functions)
-        graph, reads = model.graph, set[str]().union(*map(_reads, segment.nodes))
-        graph.name = whole.graph.name
-        graph.node.extend(segment.nodes)
-        graph.initializer.extend(of for of in whole.graph.initializer if of.name in reads)
-        inputs = {value.name: value for value in whole.graph.input}
-        for name in segment.takes:
-            graph.input.append(
-                inputs.get(name) or _value_info(name, [arrays[name] for arrays in pending])
-            )
-        made = {name for node in segment.nodes for name in node.output}
-        graph.output.extend(of for of in whole.graph.output if of.name in made)
-        graph.output.extend(onnx.ValueInfoProto(name=name) for name in segment.makes)
+        graph = self._model.graph
+        given = [*graph.inputs, *segment.takes]
+        part = onnx_ir.convenience.extract(graph, given, [*segment.makes, *segment.results])
+        part.inputs[:] = [value for value in part.inputs if value.uses()]
+        for value in part.inputs:
+            if (name := str(value.name)) in segment.takes:
+                _set_type(value, [arrays[name] for arrays in pending])
+        model = onnx_ir.to_proto(onnx_ir.Model(part, ir_version=self._model.ir_version))
         entries = {_FOLDER_OPTION: self._folder}
         return open_cpu_session(model.SerializeToString(), entries=entries)
 
 
-def _cut(graph: onnx.GraphProto) -> list[_Segment]:
+def _cut(graph: onnx_ir.Graph) -> list[_Segment]:
     """Cut the nodes before each attention and before the head, where the fewest values cross.
 
     A node that does not depend on tokens belongs to every segment that needs it.
     """
-    nodes, reads = list(graph.node), [_reads(node) for node in graph.node]
-    given = {value.name for value in graph.input}
-    caches = {name for name in given if name.partition(".")[0] in CACHE_OUTPUTS}
-    of_tokens, of_choice = {"input_ids"}, {"logits_indices"}
-    makers: dict[str, int] = {}  # the nodes that do not depend on tokens, by their values
-    order: list[int] = []  # the others
+    captured, inputs = analyze_implicit_usage(graph), {str(of.name): of for of in graph.inputs}
+    caches = {of for name, of in inputs.items() if name.partition(".")[0] in CACHE_OUTPUTS}
+    of_tokens, of_choice = {inputs["input_ids"]}, {inputs["logits_indices"]}
+    order: list[onnx_ir.Node] = []  # of the nodes that depend on tokens
     starts: list[int] = []  # of attentions and of the head, in this order
-    for i, node in enumerate(nodes):
-        if reads[i] & of_tokens:
-            if reads[i] & caches or (reads[i] & of_choice and not of_tokens & of_choice):
+    last_reader: dict[onnx_ir.Value, int] = {}
+    for node in graph:
+        branches = [of.as_graph() for of in node.attributes.values() if of.type == _GRAPH]
+        reads = {of for of in node.inputs if of}.union(*(captured[branch] for branch in branches))
+        if reads & of_tokens:
+            if reads & caches or (reads & of_choice and not of_tokens & of_choice):
                 starts.append(len(order))
-            of_tokens.update(node.output)
-            order.append(i)
-        else:
-            makers |= dict.fromkeys(node.output, i)
-        if reads[i] & of_choice:
-            of_choice.update(node.output)
-    last_reader = {name: place for place, i in enumerate(order) for name in reads[i]}
-    n_crossing = np.zeros(len(order) + 1, dtype=np.int64)  # by the place of the node after the cut
-    for place, i in enumerate(order):
-        for name in nodes[i].output:
-            n_crossing[place + 1 : last_reader.get(name, place) + 1] += 1
-    cuts = [0]
-    for before, start in pairwise([0, *starts]):
-        # The last of the best: between two layers and not between the halves of one.
-        places = np.arange(start, before, -1)
-        cuts.append(int(places[n_crossing[places].argmin()]))
-    parts = [_with_makers(order[a:b], reads, makers) for a, b in pairwise([*cuts, len(order)])]
-    segments: list[_Segment] = []
-    read_later: set[str] = set()
-    weights = {tensor.name for tensor in graph.initializer}
-    for part in reversed(parts):
-        made = [name for i in part for name in nodes[i].output]
-        takes = set[str]().union(*(reads[i] for i in part)) - weights - set(made)
-        makes = [name for name in made if name in read_later]
-        content = [nodes[i] for i in part]
-        segments.append(_Segment(content, sorted(takes), makes, frozenset(read_later)))
-        read_later |= takes
-    return segments[::-1]
+            last_reader |= dict.fromkeys(reads, len(order))
+            of_tokens.update(node.outputs)
+            order.append(node)
+        if reads & of_choice:
+            of_choice.update(node.outputs)
+    crossing, alive = list[list[str]](), list[onnx_ir.Value]()  # by the node after the cut
+    for place, node in enumerate(order):
+        crossing.append([str(value.name) for value in alive])
+        alive = [of for of in (*alive, *node.outputs) if last_reader.get(of, place) > place]
+    # The last of the best: between two layers and not between the halves of one.
+    cuts = [
+        min(range(start, before, -1), key=lambda place: len(crossing[place]))
+        for before, start in pairwise([0, *starts])
+    ]
+    results, segments = set(graph.outputs), list[_Segment]()
+    for start, end in pairwise([0, *cuts, len(order)]):
+        hands_on = crossing[end] if end < len(order) else []
+        made = [value for node in order[start:end] for value in node.outputs]
+        names = [str(value.name) for value in made if value in results]
+        segments.append(_Segment(crossing[start], hands_on, names))
+    return segments
 
 
-def _with_makers(
-    part: Sequence[int], reads: Sequence[set[str]], makers: Mapping[str, int]
-) -> list[int]:
-    """Return nodes and, transitively, the makers of what they read, in the graph's order."""
-    found, missing = set(part), list(part)
-    while missing:
-        needed = {makers[name] for name in reads[missing.pop()] & makers.keys()} - found
-        found |= needed
-        missing += needed
-    return sorted(found)
-
-
-def _reads(node: onnx.NodeProto) -> set[str]:
-    """Return the values that a node reads, those of its branches included."""
-    found = set(node.input) - {""}
-    for attribute in node.attribute:
-        if attribute.HasField("g"):
-            branch = attribute.g
-            inner = {name for one in branch.node for name in one.output}
-            found |= set[str]().union(*map(_reads, branch.node)) - inner
-    return found
-
-
-def _value_info(name: str, arrays: Sequence[NDArray[Any]]) -> onnx.ValueInfoProto:
-    """Return the type of a value of which there are examples, with the sizes that they share."""
+def _set_type(value: onnx_ir.Value, arrays: Sequence[NDArray[Any]]) -> None:
+    """Give a value the type of examples, with the sizes that they share."""
     sizes = [set(of) for of in zip(*(array.shape for array in arrays), strict=True)]
-    shape = [of.pop() if len(of) == 1 else f"{name}.{axis}" for axis, of in enumerate(sizes)]
-    return make_tensor_value_info(name, np_dtype_to_tensor_dtype(arrays[0].dtype), shape)
+    shape = [of.pop() if len(of) == 1 else f"{value.name}.{i}" for i, of in enumerate(sizes)]
+    value.dtype = onnx_ir.DataType.from_numpy(arrays[0].dtype)
+    value.shape = onnx_ir.Shape(shape)
 
 
 def _empty_caches(

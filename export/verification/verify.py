@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,20 +38,13 @@ _SMALL_ERROR = 0.02  # relative, from which growth is counted
 _NO_LABEL = -100
 _LOGITS = 2**24  # numbers at a time, in PyTorch and in ONNX Runtime each
 
-
 Pair = NDArray[np.float64]
+# Runs an exported graph; yields the logits [wanted, vocab] of each step of all cases.
+Run = Callable[[Sequence[Case], Progress], Iterator[Floats]]
 
 
 class VerificationError(Exception):
     """An exported graph that differs from PyTorch; the message has the figure and its limit."""
-
-
-class Runnable(Protocol):
-    """An exported graph."""
-
-    def logits(self, cases: Sequence[Case], progress: Progress = unheard) -> Iterator[Floats]:
-        """Yield the logits [wanted, vocab] of each step of all cases."""
-        ...
 
 
 class Verifier:
@@ -92,13 +85,13 @@ class Verifier:
 
         self._hidden = self._decoder.run(rows, progress, observe_long)
 
-    def verify(self, graph: Runnable, progress: Progress = unheard) -> Verification:
+    def verify(self, run: Run, progress: Progress = unheard) -> Verification:
         """Measure everything; see `Verification` for the figures' meaning."""
         if not self._hidden:
             self.compute(progress)
         tests, rows = self._plan.tests, self._plan.rows
         runs = [(test, step) for test in tests for step in test.case.steps]
-        found = graph.logits([test.case for test in tests], progress)
+        found = run([test.case for test in tests], progress)
         tally, logits = _Tally(), list[Tensor]()
         wanted = list[tuple[int, int]]()  # rows and positions
         labels, spans = list[int](), list[tuple[bool, int]]()

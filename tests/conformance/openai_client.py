@@ -124,6 +124,9 @@ def _fail(client: openai.OpenAI, server: Server) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature") as caught:
         client.completions.create(**body, temperature=-1)
     assert caught.value.param == "temperature"
+    assert caught.value.request_id
+    with pytest.raises(openai.BadRequestError):  # it makes no vectors
+        client.embeddings.create(model=server.model, input="a")
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(**body | {"max_tokens": 10**6}, stream=True)
     assert caught.value.code == "context_length_exceeded"

@@ -12,7 +12,6 @@ import asyncio
 import json
 import random
 import shutil
-import signal
 import socket
 import sys
 import tempfile
@@ -83,10 +82,8 @@ class Server:
         """Send SIGTERM to a server that runs, and return its exit code."""
         if self._process is None:
             return None
-        if self._process.popen.poll() is None:
-            self._process.popen.send_signal(signal.SIGTERM)
-        await asyncio.to_thread(self._process.reader.join)
-        return self._process.popen.wait()
+        self._process.popen.terminate()
+        return await asyncio.to_thread(self._process.wait)
 
 
 async def stream_tokens(target: Target, n_tokens: int, **fields: int) -> StreamedCompletion:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvasir.export.paged_graph import DTYPES, RUN_INPUTS, export_paged_graph, speed_notes
-from kvasir.export.quantize import BLOCK, quantize_blocks
+from kvasir.export.rounding import BLOCK, quantize_blocks
 from kvasir.model.bundle import INVERSE_TEMPERATURES_INPUT, KV_BLOCK_SIZE, PRECISIONS
 from kvasir.model.config import ConfigError, RopeScaling
 from tests import paged_reference

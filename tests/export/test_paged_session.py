@@ -31,12 +31,12 @@ def test_a_graph_for_cuda_is_verified_as_one_for_the_cpu(tmp_path: Path) -> None
     session = PagedSession(
         decoder.config, lambda n_blocks: NumpyModel(path, n_blocks), block_size=BLOCK
     )
-    figures = Verifier(decoder.config, decoder.state_dict()).verify(session)
+    figures = Verifier(decoder.config, decoder.state_dict()).verify(session.logits)
     assert figures.max_logit_error < 1e-4
     assert figures.greedy_agreement == 1.0
     with torch.no_grad():
         decoder.get_parameter("blocks.0.attention.qkv.weight")[3, 5] += 0.5
-    figures = Verifier(decoder.config, decoder.state_dict()).verify(session)
+    figures = Verifier(decoder.config, decoder.state_dict()).verify(session.logits)
     assert figures.max_logit_error > 1e-3
 
 

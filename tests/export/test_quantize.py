@@ -11,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from kvasir.export.graph import export_graph
-from kvasir.export.quantize import BLOCK, quantize, quantize_blocks, quantize_pairs, quantize_rows
+from kvasir.export.quantize import quantize
 from kvasir.export.rewrite import branches
+from kvasir.export.rounding import BLOCK, quantize_blocks, quantize_pairs, quantize_rows
 from kvasir.export.weights import Weights
 from kvasir.model.bundle import GRAPH_FILE, WEIGHTS_FILE
 from kvasir.model.onnx.runtime import onnxruntime, open_cpu_session

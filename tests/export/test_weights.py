@@ -15,7 +15,7 @@ from torch import Tensor
 from kvasir.export import weights as export_weights
 from kvasir.export.graph import export_graph, load_weights
 from kvasir.export.paged_graph import export_paged_graph
-from kvasir.export.quantize import quantize_pairs
+from kvasir.export.rounding import quantize_pairs
 from kvasir.export.weights import Weights
 from kvasir.model.config import TransformerConfig
 from kvasir.model.tensor_files import LazyWeights

@@ -21,6 +21,7 @@ LIMIT = 120.0  # seconds for any answer
 CLOSED, CUT, HANGS = 0, 598, 599  # instead of a status: no answer, a part of one, not in time
 _SMALL = 4096  # bytes that a client's socket takes unread
 _KEPT = 2**16
+_STREAMED = b"data: [DONE]\n\n\r\n0\r\n\r\n"  # ends a whole stream
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -29,7 +30,7 @@ class Site:
     """A server under attack. folder: for its batches. chance: the attackers' own."""
 
     port: int
-    folder: Path
+    folder: Path = Path()
     chance: random.Random = field(default_factory=random.Random)
 
     async def n_running(self) -> float:
@@ -50,6 +51,7 @@ class Answer:
 
     status: int
     content: bytes = b""
+    end: bytes = b""  # the last bytes, with what marks chunks
     n_bytes: int = 0
 
     @property
@@ -82,9 +84,15 @@ async def connected(site: Site, *, unread: bool = False) -> AsyncIterator[Connec
         writer.transport.abort()
 
 
-async def ask(site: Site, request: bytes, *, half_close: bool = False) -> Answer:
-    """Send a request, and read its answer to the end."""
+async def ask(
+    site: Site, request: bytes, *, half_close: bool = False, begun: asyncio.Event | None = None
+) -> Answer:
+    """Send a request, and read its answer to the end.
+
+    begun: is set by the first byte of its body, or by its end.
+    """
     answer = Answer(CLOSED)
+    begun = begun or asyncio.Event()
     try:
         async with asyncio.timeout(LIMIT), connected(site) as (reader, writer):
             writer.write(request)
@@ -95,16 +103,18 @@ async def ask(site: Site, request: bytes, *, half_close: bool = False) -> Answer
                 head = await reader.readuntil(b"\r\n\r\n")
             answer.status = int(head.split(b" ", 2)[1])
             length = re.search(rb"(?i)\ncontent-length: *(\d+)", head)
-            missing, last = int(length[1]) if length else None, b""
+            missing = int(length[1]) if length else None
             while missing is None or answer.n_bytes < missing:
                 piece = await reader.read(_KEPT)
                 if not piece:
                     break
+                begun.set()
                 answer.content += piece[: _KEPT - len(answer.content)]
-                answer.n_bytes, last = answer.n_bytes + len(piece), (last + piece)[-8:]
+                answer.n_bytes += len(piece)
+                answer.end = (answer.end + piece)[-len(_STREAMED) :]
             if missing is not None and answer.n_bytes < missing:
                 answer.status = CUT
-            if b"chunked" in head.lower() and not last.endswith(b"0\r\n\r\n"):
+            if b"chunked" in head.lower() and not answer.end.endswith(b"0\r\n\r\n"):
                 answer.status = CUT
     except TimeoutError:
         answer.status = HANGS
@@ -112,7 +122,20 @@ async def ask(site: Site, request: bytes, *, half_close: bool = False) -> Answer
         answer.status = CUT if error.partial else CLOSED
     except OSError:
         answer.status = CUT if answer.status else CLOSED
+    finally:
+        begun.set()
     return answer
+
+
+async def stream(port: int, begun: asyncio.Event | None = None, **fields: Any) -> str:
+    """Stream a completion, and return how it came: `whole`, `refused`, `cut`, or `hangs`."""
+    body = {"prompt": "def read", "stream": True, "ignore_eos": True} | fields
+    answer = await ask(Site(port), post("/v1/completions", body), begun=begun)
+    if answer.status == HANGS:
+        return "hangs"
+    if answer.status in (CLOSED, 429, 503):
+        return "refused"
+    return "whole" if answer.status == 200 and answer.end == _STREAMED else "cut"
 
 
 async def statuses_of(reader: asyncio.StreamReader, most: int = 2**18) -> list[int]:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvasir.server.process.local_server import run_server, serve_command
-from tests.faults.probe import EXAMPLE, Model
+from tests.faults.server_process import EXAMPLE, Model
 
 
 def start(directory: Path) -> dict[str, float]:

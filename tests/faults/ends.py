@@ -9,12 +9,14 @@ import asyncio
 import random
 import signal
 from collections import Counter
+from contextlib import closing
 
 import psutil
 
 from tests.fake_runner import TIMEOUT
+from tests.faults.client import stream
 from tests.faults.report import Report
-from tests.faults.server_process import ServerProcess, Stream, serving_example
+from tests.faults.server_process import ServerProcess
 
 _CLIENTS = 24  # more than run at once
 
@@ -24,15 +26,15 @@ def kills(n: int, seed: int = 0) -> Report:
     report = Report("kill -9 under load")
     chance, ends, port = random.Random(seed), Counter[str](), 0
     for _ in range(n):
-        with serving_example(port) as server:
+        with closing(ServerProcess(port)) as server:
             port = server.port
             process = psutil.Process(server.popen.pid)
             family = [process, *process.children(recursive=True)]
             ends += asyncio.run(_end_under_load(server, signal.SIGKILL, chance, 200))
             _, alive = psutil.wait_procs(family, TIMEOUT)
             report.check(not alive, f"processes outlive it: {alive}")
-    with serving_example(port) as server:
-        last = asyncio.run(Stream(server.port, max_tokens=5).read())
+    with closing(ServerProcess(port)) as server:
+        last = asyncio.run(stream(server.port, max_tokens=5))
         report.check(last == "whole", f"after the last restart a stream is {last}")
     report.lost += ["a client hangs"] * ends["hangs"]
     report.check(ends["cut"] > 0, "no stream was running")
@@ -44,9 +46,9 @@ def terminations(n: int, seed: int = 0) -> Report:
     report = Report("SIGTERM under load")
     chance, ends = random.Random(seed), Counter[str]()
     for i in range(n):
-        with serving_example(0, "--drain-timeout", str((0.05, 30.0)[i % 2])) as server:
+        with closing(ServerProcess(0, "--drain-timeout", str((0.05, 30.0)[i % 2]))) as server:
             ends += asyncio.run(_end_under_load(server, signal.SIGTERM, chance, 100))
-            code = server.popen.wait(TIMEOUT)
+            code = server.wait()
             report.check(code == 0, f"it ended with {code}")
     report.lost += [f"a stream {how}" for how in ("cut", "hangs") for _ in range(ends[how])]
     report.check(ends["whole"] > 0, "no stream was running")
@@ -63,12 +65,14 @@ async def _end_under_load(
     server: ServerProcess, how: signal.Signals, chance: random.Random, most: int
 ) -> Counter[str]:
     """Signal a server when some clients have begun to read; count the ways in which streams end."""
-    streams = [
-        Stream(server.port, max_tokens=chance.randint(1, most), n=chance.randint(1, 2))
-        for _ in range(_CLIENTS)
+    begun = [asyncio.Event() for _ in range(_CLIENTS)]
+    running = [
+        asyncio.ensure_future(
+            stream(server.port, one, max_tokens=chance.randint(1, most), n=chance.randint(1, 2))
+        )
+        for one in begun
     ]
-    running = [asyncio.ensure_future(stream.read()) for stream in streams]
-    for stream in chance.sample(streams, chance.randint(1, 8)):
-        await stream.begun.wait()
+    for one in chance.sample(begun, chance.randint(1, 8)):
+        await one.wait()
     server.popen.send_signal(how)
     return Counter(await asyncio.gather(*running))

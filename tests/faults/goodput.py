@@ -17,13 +17,14 @@ import typer
 import uvloop
 
 from kvasir.loadtest.load import Prompts, Workload, closed_loop, open_loop
-from kvasir.loadtest.sse_client import StreamedCompletion, Target
+from kvasir.loadtest.sse_client import StreamedCompletion, Target, complete
 from kvasir.server.process.local_server import serve_locally
-from tests.faults.probe import EXAMPLE, Model, asking
+from tests.faults.server_process import EXAMPLE, Model
 
 LEAST_GOODPUT = 0.9  # of the peak
 _TIMES = 10
 _DEADLINE = 4.0  # in times of an answer at the peak
+_TIMEOUT = 60.0  # seconds for any request
 _LATE = 1.1  # of the deadline: an answer also travels to the client, on a busy machine
 _CUT = "cut by its deadline"
 _ALLOWED = {"whole", "HTTP 429", "HTTP 504", _CUT}
@@ -58,7 +59,7 @@ class Overload:
         size = self.workload.concurrency
         n = max(2 * size, round(seconds * self.peaks[-1])) if self.peaks else 2 * size
         bodies = self.prompts.bodies(self.workload, n, {})
-        answers = await closed_loop(asking(self.target), bodies, size)
+        answers = await closed_loop(self._ask, bodies, size)
         self.peaks.append(_rate(answers, answers))
         return float(np.percentile([answer.e2e for answer in answers], 99))
 
@@ -66,11 +67,14 @@ class Overload:
         rate = _TIMES * self.peaks[-1]
         extra = {"timeout_ms": round(1000 * deadline)}
         bodies = self.prompts.bodies(self.workload, round(rate * seconds), extra)
-        answers = await open_loop(asking(self.target), bodies, rate, self.prompts.generator)
+        answers = await open_loop(self._ask, bodies, rate, self.prompts.generator)
         whole = [answer for answer in answers if self._end(answer) == "whole"]
         self.goodputs.append(_rate(whole, answers))
         self.lateness += [answer.e2e / deadline for answer in whole]
         self.ends += Counter(map(self._end, answers))
+
+    async def _ask(self, body: bytes) -> StreamedCompletion:
+        return await complete(self.target, body, _TIMEOUT)
 
     def _end(self, answer: StreamedCompletion) -> str:
         if answer.error:

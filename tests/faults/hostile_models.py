@@ -8,8 +8,8 @@ from typing import Any
 
 from tests.faults.client import Site, ask, post
 from tests.faults.damage import with_file
-from tests.faults.probe import EXAMPLE
 from tests.faults.report import Report
+from tests.faults.server_process import EXAMPLE
 
 _TEMPLATES = (
     "{{ ('a' * 900000) | wordwrap(1) }}",

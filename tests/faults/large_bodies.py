@@ -1,34 +1,17 @@
-"""Bodies of the largest size, of every shape: none holds the event loop, or takes much memory."""
+"""Bodies of the largest size, of every shape."""
 
 from __future__ import annotations
 
-import asyncio
-import ctypes
-import gc
 import json
-import os
 import random
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
-from time import thread_time
-from typing import Any
-
-from fastapi import FastAPI
-from starlette.types import Message
 
 from kvasir.server.api.http.body import MOST_IN_BODY
-from tests.fake_runner import FakeRunner
 from tests.faults.bodies import VALID, places, put
-from tests.faults.report import Report, errors_logged
-from tests.faults.victim import figure
-from tests.serving import VOCAB_SIZE, serving
 
 SIZE = 4 * 2**20  # the usual limit
-_STATUSES = (200, 400, 404, 429)
 _HERE = json.dumps("\u2620here").encode()
-# The goal is 0.05 and 10; a run of this process on a busy machine, and in pages of 4 KB, varies.
-_MOST_SECONDS, _MOST_TIMES = 0.25, 12.0
 _CALL = b'{"function":{"name":"f","arguments":"{}"}}'
 _TOOL = b'{"type":"function","function":{"name":"f"}}'
 
@@ -77,69 +60,6 @@ _WORST: tuple[Case, ...] = (  # a place and what fills it
     ("/detokenize", ("tokens",), "numbers"),
     ("/tokenize", ("prompt",), "text"),
 )
-
-
-def large_bodies(n: int, seed: int = 0) -> Report:
-    """Send n bodies: the worst ones first, then any shape in any place.
-
-    Of each there are two: one of the largest size, and the largest that is parsed.
-    """
-    report = Report("large bodies")
-    with errors_logged() as errors:
-        gc.freeze()  # as `serve` does
-        asyncio.run(_measure_all(n, seed, report))
-        gc.unfreeze()
-    report.lost += errors
-    return report
-
-
-async def _measure_all(n: int, seed: int, report: Report) -> None:
-    highest = [0.0, 0.0]
-    async with serving(FakeRunner(VOCAB_SIZE, max_model_len=400)) as served:
-        for case in all_cases(n, random.Random(seed)):
-            path, body = case[0], body_of(*case)
-            status, seconds, times = await measured(served.app, path, body)
-            report.tried += 1
-            shown = (
-                f"{case}: status {status}, {seconds:.3f} s of the loop, {times:.1f} times its size"
-            )
-            good = status in _STATUSES
-            report.check(good and seconds < _MOST_SECONDS and times < _MOST_TIMES, shown)
-            highest = [max(highest[0], seconds), max(highest[1], times)]
-    report.note = (
-        f"at most {highest[0] * 1000:.0f} ms of the event loop, and {highest[1]:.1f} times the "
-        "size of a body"
-    )
-
-
-async def measured(app: FastAPI, path: str, body: bytes) -> tuple[int, float, float]:
-    """Post a body; return the status, the loop's CPU seconds, and the peak memory by its size."""
-    sent: list[Message] = []
-    received = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Any:
-        return received.pop() if received else await asyncio.Event().wait()
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    scope: dict[str, Any] = {
-        "type": "http",
-        "method": "POST",
-        "path": path,
-        "raw_path": path.encode(),
-    }
-    scope |= {"headers": [], "query_string": b"", "root_path": "", "http_version": "1.1"}
-    before, started = _reset_peak(), thread_time()
-    await app(scope | {"server": ("test", 80), "client": ("test", 1)}, receive, send)
-    seconds, grown = thread_time() - started, figure(os.getpid(), "VmHWM") - before
-    return sent[0]["status"], seconds, max(0, grown) / SIZE
-
-
-def _reset_peak() -> int:
-    ctypes.CDLL(None).malloc_trim(0)  # else a request may use what others have left
-    Path("/proc/self/clear_refs").write_text("5")
-    return figure(os.getpid(), "VmRSS")
 
 
 def all_cases(n: int, chance: random.Random) -> Iterator[tuple[str, Place, str, bool]]:

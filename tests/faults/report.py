@@ -1,11 +1,8 @@
-"""The result of a fault or an attack, and errors logged meanwhile."""
+"""The result of a fault or an attack."""
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 _UNAVAILABLE = (503, 504, 507)
@@ -38,21 +35,3 @@ class Report:
         self.statuses[status] += 1
         good = status in expected if expected else 200 <= status < 500 or status in _UNAVAILABLE
         self.check(good, f"{shown}: {status}")
-
-
-@contextmanager
-def errors_logged() -> Iterator[list[str]]:
-    """Collect all errors that are logged, with stack traces."""
-    messages: list[str] = []
-
-    def note(record: logging.LogRecord) -> None:
-        text = f"{record.name}: {record.getMessage()} {record.exc_info or ''}"
-        messages.append(f"the log says: {text}")
-
-    handler = logging.Handler(logging.ERROR)
-    handler.emit = note  # type: ignore[method-assign]
-    logging.getLogger().addHandler(handler)
-    try:
-        yield messages
-    finally:
-        logging.getLogger().removeHandler(handler)

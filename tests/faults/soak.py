@@ -21,7 +21,7 @@ import psutil
 import typer
 
 from kvasir.server.process.local_server import serve_locally
-from tests.faults.probe import EXAMPLE, Model
+from tests.faults.server_process import EXAMPLE, Model
 
 _CLIENTS = 24
 _MINUTE = 60.0

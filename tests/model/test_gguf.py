@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from transformers.integrations.gguf.dequant import dequantize
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from kvasir.export.quantize import quantize_blocks
+from kvasir.export.rounding import quantize_blocks
 from kvasir.model.checkpoint import CheckpointError, load_checkpoint
 from kvasir.model.config import RopeScaling
 from kvasir.model.importing.gguf.file import read_gguf

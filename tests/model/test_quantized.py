@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from kvasir.export.quantize import BLOCK, quantize_blocks
+from kvasir.export.rounding import BLOCK, quantize_blocks
 from kvasir.model.checkpoint import CheckpointError, load_checkpoint
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.quantized import restore

@@ -1,0 +1,92 @@
+"""Matrices rounded to integers and scales: by rows, in pairs, in blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+BLOCK = 32
+SMALLEST_SCALE = 1e-12  # for zeros
+_MOST_OF_PAIR = 128  # 255 · 128 < 2^15
+_PAIR_SCALES = (1.0, 1.1, 1.2, 1.35, 1.6, 2.0)  # to try, relative to that of eight bits
+
+
+def quantize_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Round rows of a matrix [out, in], which is nearly int8 [out, in] · scales [out].
+
+    The matrix is overwritten.
+    """
+    least, most = matrix.aminmax(dim=1)
+    scales = (torch.maximum(most, -least) / 127.0).clamp(min=SMALLEST_SCALE)
+    return matrix.div_(scales[:, None]).round_().to(torch.int8), scales
+
+
+def quantize_pairs(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Round rows of a matrix [out, in], so that x86 without VNNI multiplies them exactly and fast.
+
+    It adds the products of inputs 2 i and 2 i + 1 in 16 bits. They fit if two such weights of one
+    sign sum to 128 at most; larger pairs are reduced. A row gets the scale that changes it least.
+    """
+    n_in = matrix.shape[1]
+    pairs = functional.pad(matrix, (0, n_in % 2)).unflatten(1, (-1, 2))  # [out, pairs, 2]
+    largest = (matrix.abs().amax(dim=1) / 127.0).clamp(min=SMALLEST_SCALE)
+    integers, scales = torch.empty_like(pairs), largest.clone()
+    least = torch.full_like(largest, torch.inf)
+    for factor in _PAIR_SCALES:
+        scale = (largest * factor)[:, None, None]
+        rounded = (pairs / scale).round_()
+        has_one_sign = rounded[..., 0] * rounded[..., 1] > 0
+        excess = (rounded.abs().sum(dim=2) - _MOST_OF_PAIR).clamp(min=0) * has_one_sign
+        half = (excess / 2).floor()
+        rounded -= rounded.sign() * torch.stack((half, excess - half), dim=2)
+        error = (rounded * scale - pairs).square().sum(dim=(1, 2))
+        better = error < least
+        least[better], scales[better] = error[better], scale[better, 0, 0]
+        integers[better] = rounded[better]
+    return integers.flatten(1)[:, :n_in].to(torch.int8), scales
+
+
+def quantize_blocks(matrix: Tensor, bits: int = 4) -> tuple[Tensor, Tensor]:
+    """Round blocks of BLOCK numbers of each row to symmetric integers, as MatMulNBits stores them.
+
+    matrix [out, in] → uint8 [out, blocks, BLOCK · bits / 8], of two halves the lower first, each
+    2^(bits - 1) more than its integer; and scales [out, blocks]. bits: 4 or 8. A block's value of
+    largest magnitude, the first of equals, becomes -2^(bits - 1): the side that reaches further.
+    A block that was rounded to 4 bits before gets its integers and its scale again
+    (`_earlier_scales`).
+    """
+    reach = 2 ** (bits - 1)
+    blocks = functional.pad(matrix, (0, -matrix.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    largest = blocks.gather(2, blocks.abs().argmax(dim=2, keepdim=True))
+    scales = (largest / -reach).masked_fill_(largest == 0.0, SMALLEST_SCALE)
+    if bits == 4:
+        sizes, some = largest.abs(), slice(None, None, -(-len(blocks) // 16))
+        found = _earlier_scales(blocks[some], sizes[some], scales[some])
+        if not torch.equal(found, scales[some]):  # a matrix was rounded as a whole, or not at all
+            scales = _earlier_scales(blocks, sizes, scales)
+    integers = (blocks / scales).round_().clamp_(-reach, reach - 1).add_(reach).to(torch.uint8)
+    packed = integers if bits == 8 else integers[..., ::2] | integers[..., 1::2] << 4
+    return packed, scales[..., 0]
+
+
+def _earlier_scales(blocks: Tensor, largest: Tensor, scales: Tensor) -> Tensor:
+    """Return scales [out, blocks, 1] of which a block's values are multiples, where there are any.
+
+    Such a block was rounded before, to symmetric integers of which the largest need not be -8: GPTQ
+    often has 7. The scale is then largest / n for that n from 8 to 1. In float32 a product of four
+    bits and a scale of at most 20 is exact, and so is the quotient.
+    """
+    found, scales = torch.zeros(scales.numel(), dtype=torch.bool), scales.clone()
+    rows, flat = blocks.reshape(-1, BLOCK), scales.view(-1)
+    for n in range(8, 0, -1):
+        scale = flat if n == 8 else (largest / n).clamp(min=SMALLEST_SCALE).view(-1)
+        exact = ~found
+        for part in (slice(0, 4), slice(4, None)):  # few blocks get past the first
+            chosen = exact.nonzero()[:, 0]
+            values, of = rows[chosen, part], scale[chosen, None]
+            integers = (values / of).round_().clamp_(-8, 7)
+            exact[chosen] = (integers * of == values).all(dim=1)
+        flat[exact] = scale[exact]
+        found |= exact
+    return scales
