@@ -47,7 +47,7 @@ from kvasir.loadtest.sse_client import Target, complete
 from kvasir.model.bundle import KV_BLOCK_SIZE, PRECISIONS, Device, load_bundle
 from kvasir.model.presets import preset
 from kvasir.server.engine.gpu.session import BACKENDS
-from kvasir.server.engine.kv.rows import KVShape
+from kvasir.server.engine.kv.memory import KVShape
 from kvasir.server.process.local_server import serve_locally
 
 PRESETS = ("smollm2-135m", "llama3.2-1b")

@@ -11,7 +11,7 @@ from tokenizers import Encoding
 from kvasir.model.bundle import ModelBundle
 from kvasir.model.config import TransformerConfig
 from kvasir.model.tokenizer import longest_token
-from kvasir.server.engine.engine import ContextLimits
+from kvasir.server.engine.model_runner import ContextLimits
 from kvasir.server.errors import ContextLengthError, InvalidRequestError
 from kvasir.server.requests.admission.queue import context_length
 from kvasir.server.requests.request import Prompt
