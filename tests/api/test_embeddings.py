@@ -310,16 +310,15 @@ async def test_the_openai_client_reads_both_encodings() -> None:
         assert answer.usage.total_tokens == answer.usage.prompt_tokens > 0
 
 
+BAD_INPUTS: list[Any] = [None, [], [[]], ["a", 1], [VOCAB_SIZE], [[1], [-1]], ["a"] * 2049]
+BAD_INPUTS += [["a", "a" * 200], [5] * (LIMIT + 1)]
 TO_SCORE = {"text_1": "a", "text_2": ["b"]}
 TO_RANK = {"query": "a", "documents": ["b"]}
 REFUSED: list[tuple[ModelBundle, str, dict[str, Any], str]] = [
     *[
         (bundle, path, {"input": inputs}, "input")
         for bundle, path in ((EMBEDDER, "/v1/embeddings"), (CLASSIFIER, "/pooling"))
-        for inputs in (
-            *(None, [], [[]], ["a", 1], [VOCAB_SIZE], [[1], [-1]], ["a"] * 2049),
-            *(["a", "a" * 200], [5] * (LIMIT + 1)),
-        )
+        for inputs in BAD_INPUTS
     ],
     (CLASSIFIER, "/pooling", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     (CLASSIFIER, "/pooling", {"input": "a", "truncation_direction": "up"}, "truncation_direction"),
