@@ -14,6 +14,7 @@ from kvasir.model.config import Pooling
 from kvasir.server.api import schemas
 from kvasir.server.api.http.pieces import Deferred, LazyList, Pieces, json_response
 from kvasir.server.api.http.responses import service_of, state_of
+from kvasir.server.engine.encoder.sequence import Encoding
 from kvasir.server.engine.sampling import Floats
 from kvasir.server.errors import InvalidRequestError
 from kvasir.server.requests.embedding import EmbeddingRequest, Output
@@ -91,28 +92,14 @@ async def respond(
     Raises InvalidRequestError for inputs or a prompt that the model cannot take.
     """
     service, state = service_of(request), state_of(request.scope)
-    if len(inputs) > MAX_INPUTS:
-        message = f"{param}: {len(inputs)} inputs are too many: at most {MAX_INPUTS} may be given"
-        raise InvalidRequestError(message, param=param)
-    limit, truncate_to = service.builder.max_model_len, fields.truncate_prompt_tokens
-    if truncate_to == -1 or (truncate_to is None and fields.truncate):
-        truncate_to = limit
-    options = EncodingOptions(
-        inputs=inputs,
-        param=param,
-        prompt=_prompt(service, fields, inputs),
-        truncate_to=truncate_to,
-        side="left" if fields.truncation_direction.lower() == "left" else "right",
-    )
-    size = sum(sum(map(len, text)) if isinstance(text, tuple) else len(text) for text in inputs)
-    encodings = await service.text_worker.call(size, partial(encode, service.builder, options))
+    encodings = await _encodings(service, fields, inputs, param)
     if output == "scores":
         labels = pooling_of(service).labels
         n_each = sum(_SCORE_BYTES + _CHAR_BYTES * len(label) for label in labels)
     else:
         width = service.bundle.config.d_model if output == "tokens" else _width(service)
         n_each = (dimensions or width) * _NUMBER_BYTES[form]
-    n_vectors = sum(len(one.ids) for one in encodings) if output == "tokens" else len(encodings)
+    n_vectors = sum(len(text.ids) for text in encodings) if output == "tokens" else len(encodings)
     n_bytes = n_vectors * n_each
     advice = f"send fewer or shorter {param}, or ask for fewer numbers of each"
     answers = service.answers[state.is_background]
@@ -135,6 +122,27 @@ async def respond(
         return json_response(pieces, service.text_worker)
 
     return Deferred(answer, answers.hold(n_bytes))
+
+
+async def _encodings(
+    service: Service, fields: EncoderFields, inputs: Sequence[Text | list[int]], param: str
+) -> list[Encoding]:
+    """Return the tokens of inputs, after the prompt and cut as the fields say."""
+    if len(inputs) > MAX_INPUTS:
+        message = f"{param}: {len(inputs)} inputs are too many: at most {MAX_INPUTS} may be given"
+        raise InvalidRequestError(message, param=param)
+    truncate_to = fields.truncate_prompt_tokens
+    if truncate_to == -1 or (truncate_to is None and fields.truncate):
+        truncate_to = service.builder.max_model_len
+    options = EncodingOptions(
+        inputs=inputs,
+        param=param,
+        prompt=_prompt(service, fields, inputs),
+        truncate_to=truncate_to,
+        side="left" if fields.truncation_direction.lower() == "left" else "right",
+    )
+    size = sum(sum(map(len, text)) if isinstance(text, tuple) else len(text) for text in inputs)
+    return await service.text_worker.call(size, partial(encode, service.builder, options))
 
 
 def each(item: Callable[[int, Floats], Any]) -> Show:
