@@ -82,8 +82,8 @@ async def ready(request: Request) -> Response:
     Of several models none may be loading, and one must accept requests.
     """
     states = models_of(request.scope).states
-    found = set(states.values())
-    return _health(states, is_good="ready" in found and "loading" not in found)
+    phases = set(states.values())
+    return _health(states, is_good="ready" in phases and "loading" not in phases)
 
 
 @router.head("/health/live", **_PROBE)
@@ -99,8 +99,8 @@ async def live(request: Request) -> Response:
 async def startup(request: Request) -> Response:
     """Return 200 once the models have been loaded and warmed up, or some of them have failed."""
     states = models_of(request.scope).states
-    found = set(states.values())
-    return _health(states, is_good="loading" not in found and found != {"failed"})
+    phases = set(states.values())
+    return _health(states, is_good="loading" not in phases and phases != {"failed"})
 
 
 def _health(states: dict[str, ModelState], *, is_good: bool) -> Response:

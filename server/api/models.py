@@ -135,8 +135,8 @@ async def models(
     anthropic_version: AnthropicVersion = None,
 ) -> Models | AnthropicModels:
     """List the models, without those that could not be loaded. Anthropic's with its header."""
-    known = models_of(request.scope)
-    served = [one for name, one in known.services.items() if name not in known.failures]
+    registry = models_of(request.scope)
+    served = [s for name, s in registry.services.items() if name not in registry.failures]
     if anthropic_version is None:
         return Models(data=list(map(_listed, served)))
     names = [service.name for service in served]

@@ -86,10 +86,10 @@ class StaticPlayground(StaticFiles):
 def _takes_gzip(accepted: str) -> bool:
     """Return whether gzip is accepted and wanted no less than plain bytes (RFC 9110, 12.5.3)."""
     weights = {"*": 0.0}
-    for one in accepted.lower().split(","):
-        name, _, weight = (part.strip() for part in one.partition(";"))
-        is_known = _WEIGHT.fullmatch(weight or "q=1")
-        weights[name] = float(is_known[1]) if is_known else 0.0
+    for coding in accepted.lower().split(","):
+        name, _, weight = (part.strip() for part in coding.partition(";"))
+        fit = _WEIGHT.fullmatch(weight or "q=1")
+        weights[name] = float(fit[1]) if fit else 0.0
     gzip_weight = weights.get("gzip", weights["*"])
     return 0 < gzip_weight >= weights.get("identity", weights["*"])
 

@@ -69,7 +69,7 @@ ROUTERS = (
     *(files.router, batches.router),
     *(explain.router, health.router, playground.router, router),
 )
-ROUTES = [route for one in ROUTERS for route in one.routes if isinstance(route, APIRoute)]
+ROUTES = [route for each in ROUTERS for route in each.routes if isinstance(route, APIRoute)]
 for route in ROUTES:
     route.summary = route.description.partition("\n")[0]  # the docstring's first line
 
@@ -79,10 +79,10 @@ def add_routes(app: FastAPI) -> None:
     settings = app.state.models.settings
     absent = [] if settings.explain else [explain.router]
     absent += [files.router, batches.router] if settings.batch_dir is None else []
-    for one in ROUTERS:
-        if not any(one is other for other in absent):
-            app.router.routes += one.routes
-    bodies = [one.path for one in ROUTES if isinstance(one, BodyRoute)]
+    for each in ROUTERS:
+        if not any(each is unserved for unserved in absent):
+            app.router.routes += each.routes
+    bodies = [route.path for route in ROUTES if isinstance(route, BodyRoute)]
     app.state.endpoints = [path for path in bodies if re.fullmatch("/v1/[a-z/]+", path)]
     app.mount("/static", playground.StaticPlayground(directory=playground.STATIC))
     app.add_exception_handler(HTTPException, _on_http_exception)
@@ -92,20 +92,20 @@ def add_routes(app: FastAPI) -> None:
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
-    known: KvasirError = InvalidRequestError(str(error.detail))
+    refusal: KvasirError = InvalidRequestError(str(error.detail))
     if error.status_code == 404:
-        nearest = get_close_matches(path[:128], [one.path for one in ROUTES], 1, cutoff=0.0)[0]
-        known = NotFoundError(f"there is no {path} here; the nearest path is {nearest}")
+        nearest = get_close_matches(path[:128], [route.path for route in ROUTES], 1, cutoff=0.0)[0]
+        refusal = NotFoundError(f"there is no {path} here; the nearest path is {nearest}")
         if path_of(request.scope).startswith(("/v1/files", "/v1/batches")):
-            known = NotFoundError("batches are switched off on this server (setting batch_dir)")
+            refusal = NotFoundError("batches are switched off on this server (setting batch_dir)")
         if path_of(request.scope) == "/explain":
-            known = NotFoundError("/explain is switched off on this server (setting explain)")
+            refusal = NotFoundError("/explain is switched off on this server (setting explain)")
     elif error.status_code == 405:
-        known = MethodNotAllowedError(f"{path} does not take {request.method}")
-        named = [one for one in ROUTES if one.path_regex.match(path)]
-        methods = sorted({method for one in named for method in one.methods or ()})
-        known.headers |= {"allow": ", ".join(methods)} if methods else dict(error.headers or {})
-    return error_response(request.scope, known)
+        refusal = MethodNotAllowedError(f"{path} does not take {request.method}")
+        named = [route for route in ROUTES if route.path_regex.match(path)]
+        methods = sorted({method for route in named for method in route.methods or ()})
+        refusal.headers |= {"allow": ", ".join(methods)} if methods else dict(error.headers or {})
+    return error_response(request.scope, refusal)
 
 
 async def _on_wrong_parameter(request: Request, error: Exception) -> Response:

@@ -151,7 +151,7 @@ async def detokenize(request: Request, body: DetokenizeBody) -> Response:
     tokenizer = service.bundle.tokenizer
 
     def work() -> bytes:
-        n_chars = sum(len(tokenizer.id_to_token(one) or "") for one in body.tokens)
+        n_chars = sum(len(tokenizer.id_to_token(token_id) or "") for token_id in body.tokens)
         service.answers[False].check(n_chars * _CHAR_BYTES, "send fewer tokens", "tokens")
         # Only the batch method releases the interpreter's lock.
         (text,) = tokenizer.decode_batch([body.tokens], skip_special_tokens=False)

@@ -45,7 +45,7 @@ def measure_behaviours(
         "same token": same,
     }
     even = visible / visible.sum(axis=-1, keepdims=True)
-    found: list[dict[str, float]] = [{} for _ in weights]
+    shares: list[dict[str, float]] = [{} for _ in weights]
     lifts: list[dict[str, float]] = [{} for _ in weights]
     for kind, keys in kinds.items():
         seen = keys & visible
@@ -55,14 +55,14 @@ def measure_behaviours(
         expected = float((even * seen)[rows].sum(axis=-1).mean())
         for head, of_head in enumerate(weights):
             share = float((of_head * seen)[rows].sum(axis=-1).mean())
-            found[head][kind], lifts[head][kind] = share, share / expected
+            shares[head][kind], lifts[head][kind] = share, share / expected
     return [
-        Behaviour(_stands_out(shares, lift), shares)
-        for shares, lift in zip(found, lifts, strict=True)
+        Behaviour(_stands_out(of_head, lift), of_head)
+        for of_head, lift in zip(shares, lifts, strict=True)
     ]
 
 
 def _stands_out(shares: dict[str, float], lifts: dict[str, float]) -> str | None:
-    known = [kind for kind in shares if lifts[kind] >= _LEAST_LIFT]
-    label = max(known, key=shares.__getitem__, default=None)
+    prominent = [kind for kind in shares if lifts[kind] >= _LEAST_LIFT]
+    label = max(prominent, key=shares.__getitem__, default=None)
     return label if label is not None and shares[label] >= _LEAST_SHARE else None

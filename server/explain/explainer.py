@@ -61,7 +61,7 @@ class Explainer:
         threads = threads or usable_cpus()
         self._session = open_session(path, threads, spin_microseconds=0)
         self._outputs = {value.name for value in self._session.get_outputs()}
-        self._has_mask = any(one.name == HEAD_MASK_INPUT for one in self._session.get_inputs())
+        self._has_mask = any(value.name == HEAD_MASK_INPUT for value in self._session.get_inputs())
         self._only_asked = onnxruntime.RunOptions()
         self._only_asked.only_execute_path_to_fetches = True
         self._encoder = None
@@ -120,28 +120,29 @@ class Explainer:
         inputs = self._inputs(
             token_ids, source_ids, n - 1 if asked.position is None else asked.position
         )
-        found = self._run(self._names(layers, asked), inputs, asked.without)
+        outputs = self._run(self._names(layers, asked), inputs, asked.without)
         answers: dict[str, Any] = {}
-        if "logits" in found:
-            logits = found["logits"][0]
+        if "logits" in outputs:
+            logits = outputs["logits"][0]
             answers["next_tokens"] = _likeliest(tokenizer, logits, asked.top_k)
             if asked.without:
                 (whole,) = self._run(["logits"], inputs, ())["logits"]
                 answers["effect"] = _effect(tokenizer, logits, whole, asked.top_k)
         if asked.lens:
-            answers["lens"] = [_likeliest(tokenizer, one, asked.lens) for one in found[LENS_OUTPUT]]
+            of_layers = outputs[LENS_OUTPUT]
+            answers["lens"] = [_likeliest(tokenizer, logits, asked.lens) for logits in of_layers]
         if asked.entropies:  # [n_layer, n_head, 1, n]
-            answers["entropies"] = _entropies(found[ROWS_OUTPUT][:, :, 0])
+            answers["entropies"] = _entropies(outputs[ROWS_OUTPUT][:, :, 0])
         if asked.values_of is not None:
-            answers["head_values"] = self._head_values(found, asked.values_of, n)
+            answers["head_values"] = self._head_values(outputs, asked.values_of, n)
         return Explanation(
             token_ids,
             [_name(tokenizer, token_id) for token_id in token_ids],
-            {layer: found[f"attention.{layer}"][0, :, :n, :n] for layer in layers},
+            {layer: outputs[f"attention.{layer}"][0, :, :n, :n] for layer in layers},
             answers.pop("next_tokens", []),
             source_ids,
             [_name(tokenizer, token_id) for token_id in source_ids],
-            {layer: found[f"source_attention.{layer}"][0] for layer in layers}
+            {layer: outputs[f"source_attention.{layer}"][0] for layer in layers}
             if source_ids
             else {},
             **answers,
@@ -194,20 +195,20 @@ class Explainer:
             inputs = inputs | {HEAD_MASK_INPUT: mask}
         return dict(zip(names, self._session.run(names, inputs, self._only_asked), strict=True))
 
-    def _head_values(self, found: dict[str, NDArray[Any]], of: Head, n: int) -> HeadValues:
+    def _head_values(self, outputs: dict[str, NDArray[Any]], place: Head, n: int) -> HeadValues:
         """Return what one head computes, from a layer's outputs."""
-        config, (layer, head) = self._bundle.config, of
-        queries, keys, values = (found[f"{part}.{layer}"] for part in _PARTS[:3])
+        config, (layer, head) = self._bundle.config, place
+        queries, keys, values = (outputs[f"{part}.{layer}"] for part in _PARTS[:3])
         shared = head // config.n_groups
         # queries: [1, n, (n_head + 2 n_kv_head) · head_dim]; keys, values: [1, n_kv_head, n, …]
         query = queries[0, :n].reshape(n, -1, config.head_dim)[:, head]
         if config.pooling is None:  # the weights that make queries hold attention's scale
             query = query / np.float32(config.query_scale)
         key, value = keys[0, shared, :n], values[0, shared, :n]
-        sinks, scores = found.get(f"sinks.{layer}"), query @ key.T
+        sinks, scores = outputs.get(f"sinks.{layer}"), query @ key.T
         sink, own = None if sinks is None else float(sinks[head]), None
         if config.position == "alibi" or config.has_relative_bias:  # else it is an encoder's window
-            bias = found[f"bias.{layer}"][0, head, :n, :n]
+            bias = outputs[f"bias.{layer}"][0, head, :n, :n]
             own = np.where(np.isfinite(bias), bias, np.float32(0))
         return HeadValues(
             layer, head, config.query_scale, query, key, value, scores, bias=own, sink=sink
@@ -217,9 +218,9 @@ class Explainer:
         """Return the decoder's inputs for a source; none without an encoder."""
         if self._encoder is None:
             return {}
-        (found,) = self._encoder.run([SOURCE_OUTPUT], pack([source_ids])[0])
+        (encoded,) = self._encoder.run([SOURCE_OUTPUT], pack([source_ids])[0])
         # [tokens, 2 * n_layer, n_kv_head, head_dim] to [2 * n_layer, 1, n_kv_head, tokens, …]
-        blocks = found[: len(source_ids)].transpose(1, 2, 0, 3)[:, None]
+        blocks = encoded[: len(source_ids)].transpose(1, 2, 0, 3)[:, None]
         names = cache_names(SOURCE_OUTPUT, len(blocks) // 2)
         return dict(zip(names, map(np.ascontiguousarray, blocks), strict=True))
 
@@ -259,8 +260,8 @@ def _effect(tokenizer: Tokenizer, logits: Floats, whole: Floats, top_k: int) -> 
         )
         for token_id in dict.fromkeys(token_id for ids in both for token_id in ids)
     ]
-    known = (before > 0) & (after > 0)
-    bits = (before[known] * np.log2(before[known] / after[known])).sum()
+    possible = (before > 0) & (after > 0)
+    bits = (before[possible] * np.log2(before[possible] / after[possible])).sum()
     return Effect(max(0.0, float(bits)), tokens)
 
 

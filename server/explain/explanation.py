@@ -47,12 +47,11 @@ class Questions:
 
     def check(self, n_tokens: int, config: TransformerConfig) -> None:
         """Raise InvalidRequestError for what a text of so many tokens, or the model, has not."""
-        for one in self.without:
-            check_index("layer", one.layer, config.n_layer, "without")
-            check_index("head", one.head, config.n_head, "without")
-        if self.values_of is not None:
-            check_index("layer", self.values_of.layer, config.n_layer, "head_values")
-            check_index("head", self.values_of.head, config.n_head, "head_values")
+        named = [(head, "without") for head in self.without]
+        named += [] if self.values_of is None else [(self.values_of, "head_values")]
+        for (layer, head), param in named:
+            check_index("layer", layer, config.n_layer, param)
+            check_index("head", head, config.n_head, param)
         if self.position is not None and self.position not in range(n_tokens):
             message = f"there is no position {self.position}; the text has 0 to {n_tokens - 1}"
             raise InvalidRequestError(message, param="position")

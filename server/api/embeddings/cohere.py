@@ -107,12 +107,12 @@ async def embed(request: Request, body: EmbedTextsBody) -> Response:
     if body.max_tokens is not None and body.truncate == "NONE":
         message = 'max_tokens: say with truncate, "START" or "END", where longer texts are cut'
         raise InvalidRequestError(message, param="max_tokens")
-    known = service.bundle.embedding.prompts
+    prompts = service.bundle.embedding.prompts
     fields = PromptFields(
         truncate=body.truncate != "NONE",
         truncate_prompt_tokens=body.max_tokens,
         truncation_direction="left" if body.truncate == "START" else "right",
-        prompt_name=next((name for name in _PROMPTS[body.input_type] if name in known), None),
+        prompt_name=next((name for name in _PROMPTS[body.input_type] if name in prompts), None),
         timeout_ms=body.timeout_ms,
         priority=body.priority,
     )

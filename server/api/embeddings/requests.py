@@ -14,6 +14,7 @@ from kvasir.model.config import Pooling
 from kvasir.server.api import schemas
 from kvasir.server.api.http.pieces import Deferred, LazyList, Pieces, json_response
 from kvasir.server.api.http.responses import service_of, state_of
+from kvasir.server.engine.encoder.sequence import Encoding
 from kvasir.server.engine.sampling import Floats
 from kvasir.server.errors import InvalidRequestError
 from kvasir.server.requests.encoding import MAX_INPUTS, EncodingOptions, Text, encode
@@ -91,29 +92,15 @@ async def respond(
     Raises InvalidRequestError for inputs or a prompt that the model cannot take.
     """
     service, state = service_of(request), state_of(request.scope)
-    if len(inputs) > MAX_INPUTS:
-        message = f"{param}: {len(inputs)} inputs are too many: at most {MAX_INPUTS} may be given"
-        raise InvalidRequestError(message, param=param)
-    limit, truncate_to = service.builder.max_model_len, fields.truncate_prompt_tokens
-    if truncate_to == -1 or (truncate_to is None and fields.truncate):
-        truncate_to = limit
-    options = EncodingOptions(
-        inputs=inputs,
-        param=param,
-        prompt=_prompt(service, fields, inputs),
-        truncate_to=truncate_to,
-        side="left" if fields.truncation_direction.lower() == "left" else "right",
-    )
-    size = sum(sum(map(len, one)) if isinstance(one, tuple) else len(one) for one in inputs)
-    encodings = await service.text_worker.call(size, partial(encode, service.builder, options))
+    encodings = await _encodings(service, fields, inputs, param)
     if output == "scores":
         labels = pooling_of(service).labels
-        n_bytes = len(encodings) * sum(_SCORE_BYTES + _CHAR_BYTES * len(one) for one in labels)
-    elif output == "tokens":
-        n_tokens = sum(len(one.ids) for one in encodings)
-        n_bytes = n_tokens * service.bundle.config.d_model * _NUMBER_BYTES[form]
+        n_each = sum(_SCORE_BYTES + _CHAR_BYTES * len(label) for label in labels)
     else:
-        n_bytes = len(encodings) * (dimensions or _width(service)) * _NUMBER_BYTES[form]
+        width = service.bundle.config.d_model if output == "tokens" else _width(service)
+        n_each = (dimensions or width) * _NUMBER_BYTES[form]
+    n_vectors = sum(len(text.ids) for text in encodings) if output == "tokens" else len(encodings)
+    n_bytes = n_vectors * n_each
     advice = f"send fewer or shorter {param}, or ask for fewer numbers of each"
     answers = service.answers[state.is_background]
     answers.check(n_bytes, advice, param)
@@ -137,26 +124,47 @@ async def respond(
     return Deferred(answer, answers.hold(n_bytes))
 
 
+async def _encodings(
+    service: Service, fields: EncoderFields, inputs: Sequence[Text | list[int]], param: str
+) -> list[Encoding]:
+    """Return the tokens of inputs, after the prompt and cut as the fields say."""
+    if len(inputs) > MAX_INPUTS:
+        message = f"{param}: {len(inputs)} inputs are too many: at most {MAX_INPUTS} may be given"
+        raise InvalidRequestError(message, param=param)
+    truncate_to = fields.truncate_prompt_tokens
+    if truncate_to == -1 or (truncate_to is None and fields.truncate):
+        truncate_to = service.builder.max_model_len
+    options = EncodingOptions(
+        inputs=inputs,
+        param=param,
+        prompt=_prompt(service, fields, inputs),
+        truncate_to=truncate_to,
+        side="left" if fields.truncation_direction.lower() == "left" else "right",
+    )
+    size = sum(sum(map(len, text)) if isinstance(text, tuple) else len(text) for text in inputs)
+    return await service.text_worker.call(size, partial(encode, service.builder, options))
+
+
 def each(item: Callable[[int, Floats], Any]) -> Show:
     """Return the list of what `item` returns for each input's place and array."""
-    return lambda outputs: LazyList([*enumerate(outputs)], lambda found: item(*found))
+    return lambda outputs: LazyList([*enumerate(outputs)], lambda placed: item(*placed))
 
 
 def _prompt(service: Service, fields: EncoderFields, inputs: Sequence[Text | list[int]]) -> str:
     """Return the prompt that precedes texts."""
     given = fields.prompt_name if isinstance(fields, PromptFields) else None
-    known = service.bundle.embedding.prompts
+    prompts = service.bundle.embedding.prompts
     name = given or service.bundle.embedding.default_prompt_name
-    if given is not None and any(isinstance(one, list) for one in inputs):
+    if given is not None and any(isinstance(text, list) for text in inputs):
         message = "prompt_name is for texts: token ids are read as they are; leave it out"
         raise InvalidRequestError(message, param="prompt_name")
     if name is None:
         return ""
-    if name not in known:
-        names = ", ".join(map(repr, known)) or "none"
+    if name not in prompts:
+        names = ", ".join(map(repr, prompts)) or "none"
         message = f"prompt_name: the model has no prompt {name!r}; it has {names}"
         raise InvalidRequestError(message, param="prompt_name")
-    return known[name]
+    return prompts[name]
 
 
 def check_dimensions(service: Service, n: int | None, param: str) -> None:

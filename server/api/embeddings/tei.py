@@ -222,7 +222,8 @@ async def predict(request: Request, body: PredictBody) -> Response:
         return [{"score": by_label[i], "label": labels[i]} for i in figures.best_first(scores)]
 
     show = each(predictions) if is_batch else lambda outputs: predictions(0, outputs[0])
-    inputs = [one if isinstance(one, str) else tuple(one) if one[1:] else one[0] for one in batch]
+    lists = [[given] if isinstance(given, str) else given for given in batch]
+    inputs = [tuple(texts) if texts[1:] else texts[0] for texts in lists]
     return await respond(request, body, inputs, "inputs", "scores", show)
 
 

@@ -136,7 +136,8 @@ class PooledInputs(_Listed):
 async def score(request: Request, body: ScoreBody) -> Response:
     """Return the scores of pairs of texts, as vLLM does: of a model of vectors their cosines."""
     service, envelope = service_of(request), _listed(request, "score")
-    firsts, seconds = ([one] if isinstance(one, str) else one for one in (body.text_1, body.text_2))
+    both = body.text_1, body.text_2
+    firsts, seconds = ([given] if isinstance(given, str) else given for given in both)
     if not (firsts and seconds) or len(firsts) not in (1, len(seconds)):
         raise InvalidRequestError(
             f"text_1: {len(firsts)} texts cannot be compared with {len(seconds)}; give one, or as "

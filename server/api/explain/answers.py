@@ -82,34 +82,38 @@ class Explanation(schemas.ResponseBody):
     head_values: HeadValues | None = None
 
 
-def shown(found: explained.Explanation, heads: list[int], config: TransformerConfig) -> Pieces:
+def shown(
+    explanation: explained.Explanation, heads: list[int], config: TransformerConfig
+) -> Pieces:
     """Return the JSON of an Explanation, whose matrices are written row by row."""
     answer: dict[str, Any] = {
-        "tokens": found.tokens,
-        "token_ids": found.token_ids,
-        "next_tokens": found.next_tokens,
+        "tokens": explanation.tokens,
+        "token_ids": explanation.token_ids,
+        "next_tokens": explanation.next_tokens,
     }
-    if found.effect is not None:
-        answer["effect"] = found.effect
-    if found.lens:
-        answer["lens"] = [{"layer": i, "next_tokens": one} for i, one in enumerate(found.lens)]
-    if found.entropies is not None:
-        answer["entropies"] = found.entropies.tolist()
+    if explanation.effect is not None:
+        answer["effect"] = explanation.effect
+    if explanation.lens:
+        layers = enumerate(explanation.lens)
+        answer["lens"] = [{"layer": layer, "next_tokens": tokens} for layer, tokens in layers]
+    if explanation.entropies is not None:
+        answer["entropies"] = explanation.entropies.tolist()
     answer["attention"] = [
         {"layer": layer, "head": head, "weights": _rows(weights[head])}
         | {"behaviour": behaviour.label, "shares": behaviour.shares}
-        for layer, weights in found.weights.items()
-        for head, behaviour in zip(heads, found.behaviours(layer, heads, config), strict=True)
+        for layer, weights in explanation.weights.items()
+        for head, behaviour in zip(heads, explanation.behaviours(layer, heads, config), strict=True)
     ]
-    if found.source_ids:
-        answer |= {"source_tokens": found.source_tokens, "source_token_ids": found.source_ids}
+    if explanation.source_ids:
+        answer["source_tokens"] = explanation.source_tokens
+        answer["source_token_ids"] = explanation.source_ids
         answer["source_attention"] = [
             {"layer": layer, "head": head, "weights": _rows(weights[head])}
-            for layer, weights in found.source_weights.items()
+            for layer, weights in explanation.source_weights.items()
             for head in heads
         ]
-    if found.head_values is not None:
-        values = asdict(found.head_values)
+    if explanation.head_values is not None:
+        values = asdict(explanation.head_values)
         if values["bias"] is None:
             del values["bias"]
         answer["head_values"] = {

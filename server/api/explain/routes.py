@@ -9,10 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import Annotated
 
 from fastapi import APIRouter, Request
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from kvasir.model.bundle import ModelBundle
@@ -50,8 +49,9 @@ class HeadReference(schemas.RequestBody):
     layer: schemas.Count
     head: schemas.Count
 
-
-_Head = Annotated[HeadReference, AfterValidator(lambda given: Head(given.layer, given.head))]
+    def chosen(self) -> Head:
+        """Return the head."""
+        return Head(self.layer, self.head)
 
 
 class ExplainBody(schemas.RequestBody):
@@ -72,7 +72,7 @@ class ExplainBody(schemas.RequestBody):
         description="Position of the token after which the next tokens come, from 0. Default: the "
         "last. Encoders have no next tokens, so no position, lens and entropies.",
     )
-    without: list[_Head] = Field(
+    without: list[HeadReference] = Field(
         [],
         max_length=schemas.MAX_NAMED_TOKENS,
         fail_fast=True,
@@ -86,7 +86,7 @@ class ExplainBody(schemas.RequestBody):
     entropies: bool = Field(
         False, description="Return the entropy of every head's weights at the position."
     )
-    head_values: _Head | None = Field(
+    head_values: HeadReference | None = Field(
         None, description="A head whose queries, keys, values and scores to return."
     )
     target: str | None = Field(
@@ -141,8 +141,8 @@ class Explanations:
             if self._explainer is None:
                 self._explainer = Explainer(self._bundle, _THREADS)
             of_heads = layers if heads else []  # a layer's weights are found for all its heads
-            found = self._explainer.explain_tokens(token_ids, of_heads, source_ids, questions)
-            return b"".join(shown(found, heads, self._bundle.config))
+            explanation = self._explainer.explain_tokens(token_ids, of_heads, source_ids, questions)
+            return b"".join(shown(explanation, heads, self._bundle.config))
 
         self._n_inside += 1
         try:  # if the client disconnects, an explanation that waits is cancelled
@@ -178,7 +178,12 @@ async def explain(request: Request, body: ExplainBody) -> Response:
                 message = f"{name} is for a model with an encoder; leave it out"
                 raise InvalidRequestError(message, param=name)
     questions = Questions(
-        body.top_k, body.position, tuple(body.without), body.lens, body.entropies, body.head_values
+        top_k=body.top_k,
+        position=body.position,
+        without=tuple(given.chosen() for given in body.without),
+        lens=body.lens,
+        entropies=body.entropies,
+        values_of=None if body.head_values is None else body.head_values.chosen(),
     )
     questions.check(len(token_ids), config)
     n_tokens = len(token_ids) + len(source_ids)

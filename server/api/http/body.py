@@ -145,11 +145,11 @@ def _clearest(errors: list[ErrorDetails]) -> ErrorDetails:
         return first
     *parent, name = first["loc"]
     typos = (
-        one
-        for one in errors
-        if one["type"] == "extra_forbidden"
-        and [*one["loc"][:-1]] == parent
-        and nearest(str(one["loc"][-1]), [str(name)])
+        error
+        for error in errors
+        if error["type"] == "extra_forbidden"
+        and [*error["loc"][:-1]] == parent
+        and nearest(str(error["loc"][-1]), [str(name)])
     )
     return next(typos, first)
 
@@ -161,9 +161,9 @@ def _advice(adapter: TypeAdapter[Any], loc: tuple[int | str, ...]) -> str:
         schema = schema["schema"]
     kind = schema.get("cls", RequestBody)
     is_nested = len(loc) > 1 or not issubclass(kind, RequestBody)
-    known = _nested_names() if is_nested else field_names(kind)
+    names = _nested_names() if is_nested else field_names(kind)
     name = str(loc[-1])
-    return did_you_mean(name, known - {name}, "leave it out")
+    return did_you_mean(name, names - {name}, "leave it out")
 
 
 @cache

@@ -169,7 +169,7 @@ def _check_host(host: str, names: set[str]) -> None:
     name = re.sub(r":\d*$", "", host).strip("[]").rstrip(".").lower()
     if not name:  # HTTP/1.0, no browser
         return
-    if any(name == one or (one.startswith("*") and name.endswith(one[1:])) for one in names):
+    if any(name == each or (each.startswith("*") and name.endswith(each[1:])) for each in names):
         return
     try:
         ip_address(name)

@@ -58,12 +58,12 @@ class Pieces:
     def __init__(self, *values: Any) -> None:
         self._parts = [part for value in values for part in _parts(value)]
         lists = (part for part in self._parts if isinstance(part, LazyList))
-        self.n_values = sum(one.n_values for one in lists)
+        self.n_values = sum(part.n_values for part in lists)
 
     def __len__(self) -> int:
         """Return about the bytes that it takes until then."""
-        known = (len(part) for part in self._parts if isinstance(part, bytes))
-        return sum(known) + _VALUE_BYTES * self.n_values
+        encoded = (len(part) for part in self._parts if isinstance(part, bytes))
+        return sum(encoded) + _VALUE_BYTES * self.n_values
 
     def __iter__(self) -> Iterator[bytes]:
         for part in self._parts:
@@ -87,14 +87,14 @@ def _parts(value: Any) -> Iterator[bytes | LazyList]:
     elif isinstance(value, Pieces):
         yield from value._parts
     elif isinstance(value, dict) and value:
-        for place, (key, one) in enumerate(value.items()):
+        for place, (key, item) in enumerate(value.items()):
             yield (b"," if place else b"{") + to_json(key) + b":"
-            yield from _parts(one)
+            yield from _parts(item)
         yield b"}"
     elif isinstance(value, list) and value and isinstance(value[0], dict | LazyList):
-        for place, one in enumerate(value):
+        for place, item in enumerate(value):
             yield b"," if place else b"["
-            yield from _parts(one)
+            yield from _parts(item)
         yield b"]"
     else:
         yield to_json(value)
@@ -122,9 +122,11 @@ def _short(made: Pieces) -> Written:
     return b"".join(made) if made.n_values <= FEW else made
 
 
-def together(some: list[Written]) -> Written:
+def together(parts: list[Written]) -> Written:
     """Return several one after the other."""
-    return b"".join(some) if all(isinstance(one, bytes) for one in some) else Pieces(*some)  # type: ignore[arg-type]
+    if all(isinstance(part, bytes) for part in parts):
+        return b"".join(parts)  # type: ignore[arg-type]
+    return Pieces(*parts)
 
 
 async def sent(made: Written, worker: TextWorker) -> AsyncIterator[bytes]:

@@ -174,9 +174,9 @@ def error_body(scope: Scope, error: Exception) -> tuple[KvasirError, dict[str, A
 
 def error_response(scope: Scope, error: Exception) -> JSONResponse:
     """Return the response for an error of any kind, and count it."""
-    known, body = error_body(scope, error)
-    models_of(scope).metrics.rejected(known.reason, state_of(scope).model)
-    return JSONResponse(body, known.status, known.headers)
+    refusal, body = error_body(scope, error)
+    models_of(scope).metrics.rejected(refusal.reason, state_of(scope).model)
+    return JSONResponse(body, refusal.status, refusal.headers)
 
 
 class Formatter(ABC):
