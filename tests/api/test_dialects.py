@@ -29,8 +29,8 @@ from tests.dialects import (
     stream,
     without,
 )
-from tests.fake_runner import TIMEOUT, FakeRunner
-from tests.live import live
+from tests.fake_runner import FakeRunner
+from tests.live import live, wait
 from tests.serving import VOCAB_SIZE, serving, small_tokenizer
 
 LIMITS = {CHAT: "max_tokens", MESSAGES: "max_tokens", RESPONSES: "max_output_tokens"}
@@ -173,6 +173,7 @@ ENDINGS: dict[str, dict[str, Any]] = {
         GENERATE_STREAM: "generation",
     },
 }
+ENDINGS["bug"] = ENDINGS["failure"]
 
 
 def reason_of_end(path: str, answer: JSON) -> Any:
@@ -192,15 +193,18 @@ def reason_of_end(path: str, answer: JSON) -> Any:
 @pytest.mark.parametrize("end", ENDINGS)
 @pytest.mark.parametrize("path", ENDINGS["deadline"])
 async def test_an_answer_that_is_ended_has_one_end(
-    path: str, end: str, monkeypatch: pytest.MonkeyPatch
+    path: str, end: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At its deadline it is what there is, whole too. Failures are told without their details."""
-    streams: list[OutputStream] = []
+    streams, bugs = list[OutputStream](), list[Exception]()
     receive = OutputStream.receive
 
-    def noting(self: OutputStream) -> Any:
+    async def noting(self: OutputStream) -> Any:
         streams.append(self)
-        return receive(self)
+        outputs = await receive(self)
+        for bug in bugs:
+            raise bug
+        return outputs
 
     monkeypatch.setattr(OutputStream, "receive", noting)
     for is_whole in (False, True) if end == "deadline" else (False,):
@@ -221,13 +225,17 @@ async def test_an_answer_that_is_ended_has_one_end(
                 streams[-1].expire()
             elif end == "drain":
                 served.service.engine.abort_all()  # as when `drain_timeout` is over
+            elif end == "bug":
+                bugs.append(ZeroDivisionError("secret detail"))
             else:
                 served.runner.error = RuntimeError("secret detail")
             served.runner.release()
             response = await reading
         assert response.status_code == 200
         assert "secret" not in response.text
-        assert end != "failure" or "request id mine" in response.text
+        if end in ("failure", "bug"):
+            assert "request id mine" in response.text
+            assert "secret detail" in caplog.text
         if is_whole:
             answer = response.json()
         else:
@@ -235,6 +243,16 @@ async def test_an_answer_that_is_ended_has_one_end(
             is_error = "error" in events[-1]
             answer = events[-1] if is_error else joined(path, events)
         assert reason_of_end(path, answer) == ENDINGS[end][path]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, MESSAGES])
+def test_a_client_that_leaves_before_the_first_event_ends_its_request(path: str) -> None:
+    with live() as served:
+        served.runner.hold()
+        connection = served.post_raw(path, **{"prompt": None} | LEAST[path] | {"stream": True})
+        wait(served.submitted)
+        connection.close()
+        wait(served.left)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, MESSAGES, RESPONSES])
@@ -250,9 +268,9 @@ def test_a_client_that_leaves_ends_its_request(path: str) -> None:
         runner.allow(3)
         with client.stream("POST", path, json=body) as response:
             begun = next(response.iter_text())
-        assert served.left.acquire(timeout=TIMEOUT)
+        wait(served.left)
         runner.release()
-        assert served.freed.acquire(timeout=TIMEOUT)
+        wait(served.freed)
         if path == RESPONSES:
             first = json.loads(begun.partition("data: ")[2].partition("\n")[0])["response"]["id"]
             assert client.get(f"{path}/{first}").status_code == 404
