@@ -602,6 +602,7 @@ async def test_a_suffix_makes_a_prompt_for_the_middle(form: FillInMiddle) -> Non
     assert {one.json()["error"]["param"] for one in wrong} == {"suffix"}
 
 
+ONE = {"const": 1}
 GBNF = 'root ::= day ("," day)*\nday ::= "mon" | "t\\u0075e"\n'
 
 
@@ -621,18 +622,17 @@ GBNF = 'root ::= day ("," day)*\nday ::= "mon" | "t\\u0075e"\n'
         ({"json_schema": '{"enum": ["a", 1]}'}, '"a"|1'),
         ({"structured_outputs": {"json": {"enum": ["a", 1]}}}, '"a"|1'),
         ({"structured_outputs": {"json_object": True}}, r"\{.*\}"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 1}}}},
-            "1",
-        ),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "my schema", "schema": {"const": 1}},
-                }
-            },
-            "1",
+        *(
+            ({"response_format": form}, "1")
+            for form in (
+                {"type": "json_schema", "json_schema": {"schema": ONE}},
+                {"type": "json_schema", "json_schema": {"name": "my schema", "schema": ONE}},
+                {"type": "json_object", "schema": ONE},
+                {"type": "json_schema", "value": {"name": "t", "schema": ONE}},
+                {"type": "json_object", "value": ONE},
+                {"type": "json", "value": '{"const": 1}'},
+                {"type": "regex", "value": "1"},
+            )
         ),
     ],
 )

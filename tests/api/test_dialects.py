@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
+import threading
 from contextlib import suppress
 from typing import Any
 
 import pytest
 from pydantic_core import from_json
 
+from kvasir.server.api.http import pieces
 from kvasir.server.api.openai.responses.schemas import ENCRYPTED, LOGPROBS
 from kvasir.server.requests.async_engine import OutputStream
 from tests.chats import THINKING, TIME, TOOLS, TOOLS_OF, WEATHER, chatting, with_template
@@ -111,45 +114,72 @@ async def test_an_answer_is_the_same_in_every_dialect_whole_and_streamed(seed: i
                 assert "".join(content.split()) == "".join(expected[1].split())
 
 
+BOTH_SCORED = {"prompt": [[3, 4, 9], [5, 6, 7]], "echo": True, "logprobs": 2, "n": 2}
+SAMPLES = {"best_of": 2, "seed": 1, "do_sample": True, "top_n_tokens": 2, "max_new_tokens": 5}
+ALL_DETAILS = {"details": True, "decoder_input_details": True}
+
+
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
         (COMPLETIONS, {"prompt": ["def read", "json"], "n": 2}),
-        (COMPLETIONS, {"prompt": ["def read", "json"], "echo": True, "logprobs": 2}),
+        (COMPLETIONS, BOTH_SCORED | {"return_token_ids": True}),
         (COMPLETIONS, {"stop": ["a", "e"], "temperature": 0}),
-        (COMPLETIONS, {"logprobs": 3, "return_token_ids": True}),
+        (COMPLETIONS, {"prompt": "def", "prompt_logprobs": 3}),
         (CHAT, {"n": 3}),
         (CHAT, {"logprobs": True, "top_logprobs": 3, "return_token_ids": True}),
         (CHAT, {"stop": ["a", "e"], "temperature": 0}),
         (CHAT, {"tools": TOOLS, "tool_choice": "required", "logprobs": True, "n": 2}),
         (CHAT, {"response_format": TGI_FORMAT}),
+        (CHAT, {"logprobs": True, "prompt_logprobs": 1}),
         (RESPONSES, {"include": [LOGPROBS], "top_logprobs": 2}),
         (RESPONSES, {"include": [ENCRYPTED], "metadata": {"a": "b"}, "instructions": "Be."}),
         (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": TIME}}}),
+        (GENERATE, {"inputs": "read", "parameters": SAMPLES | ALL_DETAILS}),
     ],
 )
-async def test_a_stream_adds_up_to_the_whole_answer(path: str, fields: JSON) -> None:
+async def test_a_stream_adds_up_to_the_whole_answer(
+    path: str, fields: JSON, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a long answer, which threads make while it is sent, is what a short one is."""
     is_free = not fields.keys() & {"tools", "response_format", "output_config"}
     body = fields | {LIMITS.get(path, "max_tokens"): 150, "seed": 3, "ignore_eos": is_free}
     body |= {"max_tokens": 12} if path == COMPLETIONS else {}
+    body = fields if path == GENERATE else body
+    streams = path != GENERATE and "prompt_logprobs" not in fields
+    with_usage = {"stream_options": {"include_usage": True}} if path in (COMPLETIONS, CHAT) else {}
     async with chatting() as (served, _, _):
-        whole = await post(served, path, **body)
-        if path in (COMPLETIONS, CHAT):
+        whole = without(await post(served, path, **body))
+        if streams:
+            events = await stream(served, path, **body, **with_usage)
+            assert whole == whole | without(joined(path, json.loads(json.dumps(events))))
+        if streams and with_usage:
             assert all("usage" not in event for event in await stream(served, path, **body))
-            body["stream_options"] = {"include_usage": True}
-        events = await stream(served, path, **body)
-    shown = without(whole)
-    assert shown == shown | without(joined(path, events))
-    if path in (COMPLETIONS, CHAT):
-        assert (events[-1]["choices"], events[-1]["usage"]) == ([], whole["usage"])
-        assert all(event["usage"] is None for event in events[:-1])
-        assert {event["id"].partition("-")[0] for event in events} == {
-            whole["id"].partition("-")[0]
-        }
-    if path == CHAT and "return_token_ids" in fields:
-        (choice,) = whole["choices"]
-        scored = choice["logprobs"]["content"]
-        assert [one["token_id"] for one in scored] == choice["token_ids"]
+            assert (events[-1]["choices"], events[-1]["usage"]) == ([], whole["usage"])
+            assert all(event["usage"] is None for event in events[:-1])
+        if path == CHAT and "return_token_ids" in fields:
+            (choice,) = whole["choices"]
+            scored = choice["logprobs"]["content"]
+            assert [one["token_id"] for one in scored] == choice["token_ids"]
+        makers = set[str]()
+        write = pieces.whole
+
+        def noting(value: Any) -> str:
+            makers.add(threading.current_thread().name.partition("_")[0])
+            return write(value)
+
+        monkeypatch.setattr(pieces, "FEW", 0)
+        monkeypatch.setattr(pieces, "whole", noting)
+        long = await post(served, path, **body)
+        assert without(long) == whole
+        if streams:
+            again = await stream(served, path, **body, **with_usage)
+            assert without(again) == without(events)
+        if path == RESPONSES:
+            stored = await served.client.get(f"{path}/{long['id']}")
+            assert stored.json() == long
+        is_scored = re.search("logprobs|token_ids|details", json.dumps(fields))
+        assert ("texts" in makers) == (is_scored is not None), "off the event loop"
 
 
 # The type of the last event, and what it says of the end.
