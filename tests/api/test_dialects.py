@@ -275,17 +275,7 @@ async def test_an_answer_that_is_ended_has_one_end(
         assert reason_of_end(path, answer) == ENDINGS[end][path]
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, MESSAGES])
-def test_a_client_that_leaves_before_the_first_event_ends_its_request(path: str) -> None:
-    with live() as served:
-        served.runner.hold()
-        connection = served.post_raw(path, **{"prompt": None} | LEAST[path] | {"stream": True})
-        wait(served.submitted)
-        connection.close()
-        wait(served.left)
-
-
-@pytest.mark.parametrize("path", [COMPLETIONS, MESSAGES, RESPONSES])
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
 def test_a_client_that_leaves_ends_its_request(path: str) -> None:
     runner = FakeRunner(VOCAB_SIZE, max_model_len=2000)
     with live(runner, keep_alive_interval=0.1) as served, served.http() as client:
