@@ -140,6 +140,18 @@ def fake_app(
 
 
 @asynccontextmanager
+async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    """Run an app with its lifespan; yield a client inside the process."""
+    root_path = app.state.models.settings.root_path
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False, root_path=root_path)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
+    ):
+        yield client
+
+
+@asynccontextmanager
 async def serving(
     runner: FakeRunner | None = None,
     cache_bytes: int = 0,
@@ -149,16 +161,10 @@ async def serving(
     """Run the app with its lifespan, and a client inside the process."""
     runner = runner or FakeRunner(VOCAB_SIZE)
     app = fake_app(runner, cache_bytes, bundle, **settings)
-    transport = httpx.ASGITransport(
-        app, raise_app_exceptions=False, root_path=app.state.models.settings.root_path
-    )
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://localhost") as c,
-    ):
+    async with client_of(app) as client:
         submitted = asyncio.Semaphore(0)
         announce_submissions(app, submitted)
         try:
-            yield Served(app, runner, c, submitted)
+            yield Served(app, runner, client, submitted)
         finally:
             runner.release()

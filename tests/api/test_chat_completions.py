@@ -33,7 +33,7 @@ from tests.chats import (
     tool,
     with_template,
 )
-from tests.dialects import CHAT, USER, joined, post, stream, without
+from tests.dialects import CHAT, JSON, USER, joined, post, stream, without
 from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.model.test_chat_template import LLAMA_2, LLAMA_3, by_transformers
 from tests.serving import (
@@ -245,7 +245,7 @@ async def test_an_answer_begins_a_text(continues: bool) -> None:
     bundle = replace(fake_bundle(max_model_len=LONG), tokenizer=PIECES)
     ids = PIECES.encode("a bad bed").ids
     messages = [*USER, {"role": "assistant", "content": "abed"}] if continues else USER
-    body = {"messages": messages, "continue_final_message": continues}
+    body: JSON = {"messages": messages, "continue_final_message": continues}
     expected = " a bad bed" if continues else PIECES.decode(ids)
     async with chatting(ids, bundle=bundle) as (served, _, _):
         answer = await post(served, CHAT, **body)

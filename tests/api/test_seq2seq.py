@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,7 +23,7 @@ from kvasir.server.requests.service import Service
 from kvasir.server.settings import Settings, load_settings
 from tests.dialects import COMPLETIONS, GENERATE_STREAM, parsed
 from tests.fake_seq2seq import EOS, FakeSeq2SeqRunner, read, small_config, small_model
-from tests.serving import MODEL, VOCAB_SIZE, fake_bundle, serving, small_tokenizer
+from tests.serving import MODEL, VOCAB_SIZE, client_of, fake_bundle, serving, small_tokenizer
 
 LANGUAGES = ("de_DE", "fr_XX", "__en__")
 SOURCE = "def read(path)"
@@ -49,16 +48,11 @@ def expected(prefix: list[int], max_tokens: int, source: str = SOURCE) -> str:
     return str(TOKENIZER.decode(ids))
 
 
-@asynccontextmanager
-async def client(bundle: ModelBundle = BUNDLE, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+def client(
+    bundle: ModelBundle = BUNDLE, **settings: Any
+) -> AbstractAsyncContextManager[httpx.AsyncClient]:
     known = load_settings(model=Path(MODEL), max_num_seqs=4, **settings)
-    app = create_app(known, bundle, Engine(FakeSeq2SeqRunner(NETWORK), chunk_size=32))
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://localhost") as c,
-    ):
-        yield c
+    return client_of(create_app(known, bundle, Engine(FakeSeq2SeqRunner(NETWORK), chunk_size=32)))
 
 
 async def post(path: str, body: dict[str, Any], **settings: Any) -> Any:
