@@ -145,7 +145,7 @@ def joined(path: str, events: list[JSON]) -> JSON:
     if path == MESSAGES:
         return _joined_message(events)
     if path == RESPONSES:
-        return events[-1]["response"] | {"output": assembled(events)}
+        return {**events[-1]["response"], "output": assembled(events)}
     if path == GENERATE_STREAM:
         return {"generated_text": events[-1]["generated_text"], "details": events[-1]["details"]}
     choices: dict[int, JSON] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -96,13 +95,6 @@ def saying(text: str, *, n_prompt: int) -> FakeRunner:
     return FakeRunner(
         VOCAB_SIZE, next_token=lambda prefix: ids[min(len(prefix) - n_prompt, len(ids) - 1)]
     )
-
-
-def events_of(text: str) -> list[dict[str, Any]]:
-    """Return the events of a stream, without the last, which must be [DONE]."""
-    *events, last, end = text.split("\n\n")
-    assert (last, end) == ("data: [DONE]", "")
-    return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
 @dataclass

@@ -123,8 +123,6 @@ class StructuredOutputs(RequestBody):
 
     def grammar_of(self, param: str) -> Grammar:
         """Return the grammar; `param` names it in errors."""
-        if self.json_object:
-            return Grammar.json_schema({"type": "object"}, param)
         name = next(iter(self.model_fields_set))
         return _MAKERS[name](getattr(self, name), f"{param}.{name.rstrip('_')}")
 
@@ -157,6 +155,7 @@ _MAKERS: dict[str, Callable[[Any, str], Grammar]] = {
     "json_": Grammar.json_schema,
     "json_schema": Grammar.json_schema,
     "guided_json": Grammar.json_schema,
+    "json_object": lambda _, param: Grammar.json_schema({"type": "object"}, param),
     "choice": _choice_grammar,
     "guided_choice": _choice_grammar,
     "structured_outputs": StructuredOutputs.grammar_of,

@@ -33,7 +33,7 @@ from tests.chats import (
     tool,
     with_template,
 )
-from tests.dialects import CHAT, USER, joined, post, stream, without
+from tests.dialects import CHAT, JSON, USER, joined, post, stream, without
 from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.model.test_chat_template import LLAMA_2, LLAMA_3, by_transformers
 from tests.serving import (
@@ -245,7 +245,7 @@ async def test_an_answer_begins_a_text(continues: bool) -> None:
     bundle = replace(fake_bundle(max_model_len=LONG), tokenizer=PIECES)
     ids = PIECES.encode("a bad bed").ids
     messages = [*USER, {"role": "assistant", "content": "abed"}] if continues else USER
-    body = {"messages": messages, "continue_final_message": continues}
+    body: JSON = {"messages": messages, "continue_final_message": continues}
     expected = " a bad bed" if continues else PIECES.decode(ids)
     async with chatting(ids, bundle=bundle) as (served, _, _):
         answer = await post(served, CHAT, **body)
@@ -315,13 +315,9 @@ async def test_calls_are_found_whole_and_streamed(
         assert choice["message"]["content"] == content
         chunks = await stream(served, CHAT, tools=TOOLS)
         assert without(joined(CHAT, chunks)["choices"]) == [without(choice)]
-        deltas = [
-            call
-            for chunk in chunks
-            for c in chunk["choices"]
-            for call in c["delta"].get("tool_calls", [])
-        ]
-        assert len(deltas) > 10, "arguments come as they are made"
+        deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+        n_pieces = sum(len(delta.get("tool_calls", ())) for delta in deltas)
+        assert n_pieces > 10, "arguments come as they are made"
         async with client.chat.completions.stream(
             model=MODEL, messages=USER, tools=TOOLS
         ) as reading:
@@ -416,23 +412,6 @@ async def test_a_required_call_is_valid_whatever_the_model(template: str) -> Non
                 assert choice["finish_reason"] == "tool_calls"
                 for name, arguments in calls_of(choice):
                     jsonschema.validate(arguments, SCHEMAS[name])
-
-
-async def test_a_response_format_holds_in_openais_and_tgis_form() -> None:
-    async with chatting() as (served, _, _):
-        for response_format in (
-            {"type": "json_schema", "json_schema": {"name": "t", "schema": TIME}},
-            {"type": "json_schema", "json_schema": {"name": "a b", "schema": TIME}},
-            {"type": "json_object", "schema": TIME},
-            {"type": "json_schema", "value": {"name": "t", "schema": TIME}},
-            {"type": "json_object", "value": TIME},
-            {"type": "json", "value": json.dumps(TIME)},
-            {"type": "regex", "value": r'\{"utc": (true|false)\}'},
-        ):
-            choice = (await post(served, CHAT, response_format=response_format, seed=2))["choices"][
-                0
-            ]
-            jsonschema.validate(json.loads(choice["message"]["content"]), TIME)
 
 
 async def test_strict_functions_are_called_as_their_schema_says_or_not_at_all() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -37,13 +38,8 @@ async def complete(served: Served, **body: Any) -> JSON:
     return await post(served, COMPLETIONS, **body)
 
 
-def log_softmax(
-    row: np.ndarray[Any, np.dtype[np.float32]],
-) -> np.ndarray[Any, np.dtype[np.float64]]:
-    wide = row.astype(np.float64)
-    shifted = wide - wide.max()
-    result: np.ndarray[Any, np.dtype[np.float64]] = shifted - np.log(np.exp(shifted).sum())
-    return result
+def log_softmax(row: np.ndarray[Any, np.dtype[np.float32]]) -> Any:
+    return torch.tensor(row, dtype=torch.float64).log_softmax(-1).numpy()
 
 
 async def test_a_greedy_completion_is_what_the_model_says() -> None:
@@ -602,6 +598,7 @@ async def test_a_suffix_makes_a_prompt_for_the_middle(form: FillInMiddle) -> Non
     assert {one.json()["error"]["param"] for one in wrong} == {"suffix"}
 
 
+ONE = {"const": 1}
 GBNF = 'root ::= day ("," day)*\nday ::= "mon" | "t\\u0075e"\n'
 
 
@@ -621,18 +618,17 @@ GBNF = 'root ::= day ("," day)*\nday ::= "mon" | "t\\u0075e"\n'
         ({"json_schema": '{"enum": ["a", 1]}'}, '"a"|1'),
         ({"structured_outputs": {"json": {"enum": ["a", 1]}}}, '"a"|1'),
         ({"structured_outputs": {"json_object": True}}, r"\{.*\}"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 1}}}},
-            "1",
-        ),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "my schema", "schema": {"const": 1}},
-                }
-            },
-            "1",
+        *(
+            ({"response_format": form}, "1")
+            for form in (
+                {"type": "json_schema", "json_schema": {"schema": ONE}},
+                {"type": "json_schema", "json_schema": {"name": "my schema", "schema": ONE}},
+                {"type": "json_object", "schema": ONE},
+                {"type": "json_schema", "value": {"name": "t", "schema": ONE}},
+                {"type": "json_object", "value": ONE},
+                {"type": "json", "value": '{"const": 1}'},
+                {"type": "regex", "value": "1"},
+            )
         ),
     ],
 )

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
+import threading
 from contextlib import suppress
 from typing import Any
 
 import pytest
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
+from kvasir.server.api.http import pieces
 from kvasir.server.api.openai.responses.schemas import ENCRYPTED, LOGPROBS
 from kvasir.server.engine.sequence import FinishReason
+from kvasir.server.requests.async_engine import OutputStream
 from tests.chats import THINKING, TIME, TOOLS, TOOLS_OF, WEATHER, chatting, with_template
 from tests.dialects import (
     CHAT,
@@ -29,8 +33,8 @@ from tests.dialects import (
     stream,
     without,
 )
-from tests.fake_runner import TIMEOUT, FakeRunner
-from tests.live import live
+from tests.fake_runner import FakeRunner
+from tests.live import live, wait
 from tests.serving import VOCAB_SIZE, serving, small_tokenizer
 
 LIMITS = {CHAT: "max_tokens", MESSAGES: "max_tokens", RESPONSES: "max_output_tokens"}
@@ -111,45 +115,71 @@ async def test_an_answer_is_the_same_in_every_dialect_whole_and_streamed(seed: i
                 assert "".join(content.split()) == "".join(expected[1].split())
 
 
+BOTH_SCORED = {"prompt": [[3, 4, 9], [5, 6, 7]], "echo": True, "logprobs": 2, "n": 2}
+SAMPLES = {"best_of": 2, "seed": 1, "do_sample": True, "top_n_tokens": 2, "max_new_tokens": 5}
+ALL_DETAILS = {"details": True, "decoder_input_details": True}
+
+
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
         (COMPLETIONS, {"prompt": ["def read", "json"], "n": 2}),
-        (COMPLETIONS, {"prompt": ["def read", "json"], "echo": True, "logprobs": 2}),
+        (COMPLETIONS, BOTH_SCORED | {"return_token_ids": True}),
         (COMPLETIONS, {"stop": ["a", "e"], "temperature": 0}),
-        (COMPLETIONS, {"logprobs": 3, "return_token_ids": True}),
+        (COMPLETIONS, {"prompt": "def", "prompt_logprobs": 3}),
         (CHAT, {"n": 3}),
         (CHAT, {"logprobs": True, "top_logprobs": 3, "return_token_ids": True}),
         (CHAT, {"stop": ["a", "e"], "temperature": 0}),
         (CHAT, {"tools": TOOLS, "tool_choice": "required", "logprobs": True, "n": 2}),
         (CHAT, {"response_format": TGI_FORMAT}),
+        (CHAT, {"logprobs": True, "prompt_logprobs": 1}),
         (RESPONSES, {"include": [LOGPROBS], "top_logprobs": 2}),
         (RESPONSES, {"include": [ENCRYPTED], "metadata": {"a": "b"}, "instructions": "Be."}),
         (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": TIME}}}),
+        (GENERATE, {"inputs": "read", "parameters": SAMPLES | ALL_DETAILS}),
     ],
 )
-async def test_a_stream_adds_up_to_the_whole_answer(path: str, fields: JSON) -> None:
+async def test_a_stream_adds_up_to_the_whole_answer(
+    path: str, fields: JSON, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a long answer, which threads make while it is sent, is what a short one is."""
     is_free = not fields.keys() & {"tools", "response_format", "output_config"}
     body = fields | {LIMITS.get(path, "max_tokens"): 150, "seed": 3, "ignore_eos": is_free}
     body |= {"max_tokens": 12} if path == COMPLETIONS else {}
+    body = fields if path == GENERATE else body
+    streams = path != GENERATE and "prompt_logprobs" not in fields
+    with_usage = {"stream_options": {"include_usage": True}} if path in (COMPLETIONS, CHAT) else {}
     async with chatting() as (served, _, _):
-        whole = await post(served, path, **body)
-        if path in (COMPLETIONS, CHAT):
+        whole = without(await post(served, path, **body))
+        if streams:
+            events = await stream(served, path, **body, **with_usage)
+            assert whole == whole | without(joined(path, json.loads(json.dumps(events))))
+        if streams and with_usage:
             assert all("usage" not in event for event in await stream(served, path, **body))
-            body["stream_options"] = {"include_usage": True}
-        events = await stream(served, path, **body)
-    shown = without(whole)
-    assert shown == shown | without(joined(path, events))
-    if path in (COMPLETIONS, CHAT):
-        assert (events[-1]["choices"], events[-1]["usage"]) == ([], whole["usage"])
-        assert all(event["usage"] is None for event in events[:-1])
-        assert {event["id"].partition("-")[0] for event in events} == {
-            whole["id"].partition("-")[0]
-        }
-    if path == CHAT and "return_token_ids" in fields:
-        (choice,) = whole["choices"]
-        scored = choice["logprobs"]["content"]
-        assert [one["token_id"] for one in scored] == choice["token_ids"]
+            assert (events[-1]["choices"], events[-1]["usage"]) == ([], whole["usage"])
+            assert all(event["usage"] is None for event in events[:-1])
+        if path == CHAT and "return_token_ids" in fields:
+            (choice,) = whole["choices"]
+            scored = choice["logprobs"]["content"]
+            assert [one["token_id"] for one in scored] == choice["token_ids"]
+        makers = set[str]()
+
+        def noting(value: Any) -> bytes:
+            makers.add(threading.current_thread().name.partition("_")[0])
+            return to_json(value)
+
+        monkeypatch.setattr(pieces, "FEW", 0)
+        monkeypatch.setattr(pieces, "to_json", noting)
+        long = await post(served, path, **body)
+        assert without(long) == whole
+        if streams:
+            again = await stream(served, path, **body, **with_usage)
+            assert without(again) == without(events)
+        if path == RESPONSES:
+            stored = await served.client.get(f"{path}/{long['id']}")
+            assert stored.json() == long
+        is_scored = re.search("logprobs|token_ids|details", json.dumps(fields))
+        assert ("texts" in makers) == (is_scored is not None), "off the event loop"
 
 
 # The type of the last event, and what it says of the end.
@@ -173,6 +203,7 @@ ENDINGS: dict[str, dict[str, Any]] = {
         GENERATE_STREAM: "generation",
     },
 }
+ENDINGS["bug"] = ENDINGS["failure"]
 
 
 def reason_of_end(path: str, answer: JSON) -> Any:
@@ -191,8 +222,20 @@ def reason_of_end(path: str, answer: JSON) -> Any:
 
 @pytest.mark.parametrize("end", ENDINGS)
 @pytest.mark.parametrize("path", ENDINGS["deadline"])
-async def test_an_answer_that_is_ended_has_one_end(path: str, end: str) -> None:
+async def test_an_answer_that_is_ended_has_one_end(
+    path: str, end: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """At its deadline it is what there is, whole too. Failures are told without their details."""
+    bugs = list[Exception]()
+    receive = OutputStream.receive
+
+    async def failing(self: OutputStream) -> Any:
+        outputs = await receive(self)
+        for bug in bugs:
+            raise bug
+        return outputs
+
+    monkeypatch.setattr(OutputStream, "receive", failing)
     for is_whole in (False, True) if end == "deadline" else (False,):
         fields: JSON = {"ignore_eos": True, "logit_bias": {"66": 100}}
         body = LEAST[path] | fields | {LIMITS.get(path, "max_tokens"): 30, "stream": not is_whole}
@@ -212,13 +255,17 @@ async def test_an_answer_that_is_ended_has_one_end(path: str, end: str) -> None:
                 engine.abort([one.id for one in engine.sequences], FinishReason.TIMEOUT)
             elif end == "drain":
                 served.service.engine.abort_all()  # as when `drain_timeout` is over
+            elif end == "bug":
+                bugs.append(ZeroDivisionError("secret detail"))
             else:
                 served.runner.error = RuntimeError("secret detail")
             served.runner.release()
             response = await reading
         assert response.status_code == 200
         assert "secret" not in response.text
-        assert end != "failure" or "request id mine" in response.text
+        if end in ("failure", "bug"):
+            assert "request id mine" in response.text
+            assert "secret detail" in caplog.text
         if is_whole:
             answer = response.json()
         else:
@@ -228,7 +275,7 @@ async def test_an_answer_that_is_ended_has_one_end(path: str, end: str) -> None:
         assert reason_of_end(path, answer) == ENDINGS[end][path]
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, MESSAGES, RESPONSES])
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
 def test_a_client_that_leaves_ends_its_request(path: str) -> None:
     runner = FakeRunner(VOCAB_SIZE, max_model_len=2000)
     with live(runner, keep_alive_interval=0.1) as served, served.http() as client:
@@ -241,9 +288,9 @@ def test_a_client_that_leaves_ends_its_request(path: str) -> None:
         runner.allow(3)
         with client.stream("POST", path, json=body) as response:
             begun = next(response.iter_text())
-        assert served.left.acquire(timeout=TIMEOUT)
+        wait(served.left)
         runner.release()
-        assert served.freed.acquire(timeout=TIMEOUT)
+        wait(served.freed)
         if path == RESPONSES:
             first = json.loads(begun.partition("data: ")[2].partition("\n")[0])["response"]["id"]
             assert client.get(f"{path}/{first}").status_code == 404

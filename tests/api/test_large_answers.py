@@ -1,105 +1,20 @@
-"""Large answers: the JSON of small ones, made while it is sent; their size is bounded."""
+"""Large answers: their size is bounded, alone and together."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from typing import Any
 
-import httpx
 import pytest
-from pydantic_core import to_json
 from starlette.types import Message
 
-from kvasir.server.api.http import pieces
-from kvasir.server.api.openai.responses.schemas import LOGPROBS
 from kvasir.server.requests.admission.answers import AnswerMemory
 from kvasir.server.requests.text_worker import TextWorker
 from tests.fake_runner import FakeRunner
 from tests.serving import VOCAB_SIZE, serving
 
 MESSAGES = [{"role": "user", "content": "é"}]
-ALL: dict[str, Any] = {
-    "max_tokens": 5,
-    "temperature": 0,
-    "ignore_eos": True,
-    "return_token_ids": True,
-}
-TGI = {
-    "best_of": 2,
-    "seed": 1,
-    "do_sample": True,
-    "details": True,
-    "decoder_input_details": True,
-    "top_n_tokens": 2,
-    "max_new_tokens": 5,
-}
-BODIES: list[tuple[str, dict[str, Any]]] = [
-    (
-        "/v1/completions",
-        {"prompt": [[3, 4, 9], [5, 6, 7]], "echo": True, "logprobs": 2, "n": 2} | ALL,
-    ),
-    ("/v1/completions", {"prompt": "def", "echo": True, "logprobs": 0, "prompt_logprobs": 3} | ALL),
-    (
-        "/v1/completions",
-        {"prompt": ["read", "def"], "echo": True, "logprobs": 2, "stream": True} | ALL,
-    ),
-    ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1} | ALL),
-    ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 2, "stream": True} | ALL),
-    ("/v1/responses", {"input": "é", "include": [LOGPROBS], "top_logprobs": 2, "temperature": 0}),
-    ("/v1/responses", {"input": "é", "include": [LOGPROBS], "stream": True, "temperature": 0}),
-    ("/generate", {"inputs": "read", "parameters": TGI}),
-]
-
-
-def shown(response: httpx.Response) -> list[Any]:
-    """Return the bodies of an answer, or of a stream's events, without ids and times."""
-    lines = [line for line in response.text.split("\n") if line and not line.startswith("event")]
-    bodies = [json.loads(line.removeprefix("data: ")) for line in lines if "[DONE]" not in line]
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            hidden = {"id", "item_id", "created", "created_at", "completed_at"}
-            # A token's id has the name of another's.
-            kept = {k: one for k, one in value.items() if k not in hidden or isinstance(one, dict)}
-            return {key: plain(one) for key, one in kept.items()}
-        return [plain(one) for one in value] if isinstance(value, list) else value
-
-    return [plain(body) for body in bodies]
-
-
-@pytest.mark.parametrize(("path", "body"), BODIES)
-async def test_a_long_answer_is_what_a_short_one_is(
-    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if "chat" in path:
-        body = body | {"messages": MESSAGES}
-    async with serving() as served:
-        short = await served.client.post(path, json=body)
-        assert short.status_code == 200, short.text
-        monkeypatch.setattr(pieces, "FEW", 0)
-        makers: set[str] = set()
-
-        def encode(value: Any) -> bytes:
-            if threading.current_thread().name.startswith("texts"):
-                makers.add("texts")
-            return to_json(value)
-
-        monkeypatch.setattr(pieces, "to_json", encode)
-        long = await served.client.post(path, json=body)
-        assert shown(long) == shown(short)
-        assert makers == {"texts"}  # off the event loop
-        if "input" in body:
-            stored = await served.client.get(f"/v1/responses/{response_id(long)}")
-            assert shown(stored) == [shown(long)[-1].get("response", shown(long)[-1])]
-
-
-def response_id(answer: httpx.Response) -> str:
-    text = answer.text.split("data: ")[-1]
-    body = json.loads(text)
-    found: str = body.get("response", body)["id"]
-    return found
 
 
 @pytest.mark.parametrize(

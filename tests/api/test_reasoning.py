@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from tests.chats import BOTH, HERMES_TEXT, THINKING, TIME, TOOLS, calls_of, chatting, with_template
-from tests.dialects import CHAT, USER, joined, post, stream, without
+from tests.dialects import CHAT, JSON, USER, joined, post, stream, without
 from tests.serving import CHAT_TEMPLATE, small_tokenizer
 
 THOUGHT = "First\nsecond."
@@ -83,7 +83,8 @@ SHOWING_THOUGHTS = THINKING.replace(
 
 @pytest.mark.parametrize("begun", [{"reasoning_content": "First"}, {"content": "<think>First"}])
 async def test_a_final_message_is_continued_inside_its_reasoning(begun: dict[str, str]) -> None:
-    body = {"messages": [*USER, {"role": "assistant"} | begun], "continue_final_message": True}
+    body: JSON = {"messages": [*USER, {"role": "assistant"} | begun]}
+    body["continue_final_message"] = True
     answered = {"messages": [*USER, {"role": "assistant", "content": "<think>a</think>So"}]}
     bundle = with_template(SHOWING_THOUGHTS)
     async with chatting(" second.\n</think>\n\nNo.", bundle) as (served, _, prompts):

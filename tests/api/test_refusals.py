@@ -225,7 +225,7 @@ TGI: list[tuple[dict[str, Any], str]] = [
     (parameters(watermark=True), "parameters.watermark"),
     (parameters(max_new_tokens=64), "64 tokens"),
 ]
-NAMED: dict[str, list[tuple[dict[str, Any], str]]] = {  # by what a message names
+BY_MESSAGE: dict[str, list[tuple[dict[str, Any], str]]] = {  # by what a message names
     GENERATE: TGI,
     GENERATE_STREAM: [*TGI, (parameters(decoder_input_details=True), "decoder_input_details")],
     MESSAGES: [
@@ -273,11 +273,11 @@ NAMED: dict[str, list[tuple[dict[str, Any], str]]] = {  # by what a message name
 }
 
 
-@pytest.mark.parametrize("path", NAMED)
+@pytest.mark.parametrize("path", BY_MESSAGE)
 async def test_a_message_names_what_is_wrong(path: str) -> None:
     """In the form of the dialect."""
     async with serving(FakeRunner(VOCAB_SIZE, max_model_len=64)) as served:
-        for change, named in NAMED[path]:
+        for change, named in BY_MESSAGE[path]:
             answer = await post(served, path, status=400, **change)
             if path in (GENERATE, GENERATE_STREAM):
                 assert answer == {"error": answer["error"], "error_type": "validation"}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -23,16 +22,9 @@ from kvasir.server.process.app import create_app
 from kvasir.server.requests.service import Service
 from kvasir.server.settings import Settings, load_settings
 from tests.beam_search import beam_search
+from tests.dialects import COMPLETIONS, GENERATE_STREAM, parsed
 from tests.fake_seq2seq import EOS, FakeSeq2SeqRunner, read, small_config, small_model
-from tests.serving import (
-    MODEL,
-    VOCAB_SIZE,
-    events_of,
-    fake_bundle,
-    running,
-    serving,
-    small_tokenizer,
-)
+from tests.serving import MODEL, VOCAB_SIZE, fake_bundle, running, serving, small_tokenizer
 
 LANGUAGES = ("de_DE", "fr_XX", "__en__")
 SOURCE = "def read(path)"
@@ -57,12 +49,11 @@ def expected(prefix: list[int], max_tokens: int, source: str = SOURCE) -> str:
     return str(TOKENIZER.decode(ids))
 
 
-@asynccontextmanager
-async def client(bundle: ModelBundle = BUNDLE, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+def client(
+    bundle: ModelBundle = BUNDLE, **settings: Any
+) -> AbstractAsyncContextManager[httpx.AsyncClient]:
     known = load_settings(model=Path(MODEL), max_num_seqs=4, **settings)
-    app = create_app(known, bundle, Engine(FakeSeq2SeqRunner(NETWORK), chunk_size=32))
-    async with running(app) as c:
-        yield c
+    return running(create_app(known, bundle, Engine(FakeSeq2SeqRunner(NETWORK), chunk_size=32)))
 
 
 async def post(path: str, body: dict[str, Any], **settings: Any) -> Any:
@@ -87,13 +78,12 @@ async def test_a_completion_is_the_likeliest_target() -> None:
 async def test_streams_are_the_same_text() -> None:
     async with client() as c:
         answer = await c.post("/v1/completions", json={"prompt": SOURCE, "stream": True})
-        chunks = events_of(answer.text)
+        chunks = parsed(COMPLETIONS, answer.text)
         assert len(chunks) > 4
         text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
         assert text == expected([3, DE], 18)
         answer = await c.post("/generate_stream", json={"inputs": SOURCE})
-        last = json.loads(answer.text.strip().split("\n\n")[-1].removeprefix("data:"))
-        assert last["generated_text"] == text
+        assert parsed(GENERATE_STREAM, answer.text)[-1]["generated_text"] == text
 
 
 @pytest.mark.parametrize(
@@ -177,9 +167,8 @@ async def test_beams_return_the_best_texts_with_scores() -> None:
     assert [choice["finish_reason"] == "stop" for choice in found] == ends
     async with client() as c:
         body = {"prompt": SOURCE, "max_tokens": 6, "n": 2, "stream": True, **search}
-        stream = (await c.post("/v1/completions", json=body)).text.strip().split("\n\n")
-        assert len(stream) == 3  # a text each, and the end
-        assert [json.loads(one[6:])["choices"][0]["text"] for one in stream[:2]] == texts[:2]
+        chunks = parsed(COMPLETIONS, (await c.post(COMPLETIONS, json=body)).text)
+        assert [one["choices"][0]["text"] for one in chunks] == texts[:2]  # each at once
         parameters = {"max_new_tokens": 6, "details": True, **search}
         body = {"inputs": SOURCE, "parameters": parameters}
         answer = (await c.post("/generate", json=body)).json()

@@ -20,7 +20,7 @@ from tests.chats import (
     tool,
     with_template,
 )
-from tests.dialects import CHAT, joined, post, stream, without
+from tests.dialects import CHAT, JSON, post, without
 from tests.serving import CHAT_TEMPLATE, small_tokenizer
 
 
@@ -35,10 +35,8 @@ async def test_a_call_that_is_cut_short_is_no_reason_to_finish() -> None:
             ("\n<", 0, "stop"),
         ):
             choice = (await post(served, CHAT, tools=TOOLS, stop=stop))["choices"][0]
-            chunks = await stream(served, CHAT, tools=TOOLS, stop=stop)
             assert len(choice["message"].get("tool_calls", [])) == n_calls
             assert choice["finish_reason"] == finish_reason
-            assert without(joined(CHAT, chunks)["choices"]) == [without(choice)]
 
 
 @pytest.mark.parametrize("special", [True, False], ids=["special", "added"])
@@ -88,10 +86,8 @@ async def test_a_call_cut_by_the_limit_is_no_content() -> None:
     async with chatting(HERMES_TEXT) as (served, _, _):
         for n in range(n_call + 2, n_call + 12):
             choice = (await post(served, CHAT, tools=TOOLS, max_tokens=n))["choices"][0]
-            chunks = await stream(served, CHAT, tools=TOOLS, max_tokens=n)
             assert choice["message"]["content"] == "Let me see."
             assert choice["finish_reason"] == "length"
-            assert joined(CHAT, chunks)["choices"][0]["message"]["content"] == "Let me see."
 
 
 @pytest.mark.parametrize("tool_choice", ["auto", "required"])
@@ -106,7 +102,7 @@ async def test_formats_without_effect_are_accepted(tool_choice: str) -> None:
     async with chatting(
         '<tool_call>\n{"name": "login", "arguments": {"secret": "abc"}}\n</tool_call>'
     ) as (served, _, _):
-        body = {
+        body: JSON = {
             "tools": [tool("login", login, strict=True)],
             "tool_choice": tool_choice,
             "parallel_tool_calls": False,

@@ -24,12 +24,12 @@ from kvasir.server.engine.sampling import SamplingParams
 from kvasir.server.errors import DeadlineExceededError
 from kvasir.server.requests import grammars
 from kvasir.server.requests.request import CompletionRequest, Prompt
+from tests.dialects import COMPLETIONS, parsed
 from tests.fake_runner import FakeRunner
 from tests.serving import (
     EOS,
     VOCAB_SIZE,
     Served,
-    events_of,
     fake_bundle,
     serving,
     small_tokenizer,
@@ -76,7 +76,7 @@ async def test_a_stream_equals_the_whole_answer(fields: dict[str, Any], pattern:
     async with serving(long_runner()) as served:
         whole = (await complete(served, **fields))["choices"][0]["text"]
         response = await post(served, stream=True, **fields)
-    events = events_of(response.text)
+    events = parsed(COMPLETIONS, response.text)
     choices = [choice for event in events for choice in event["choices"]]
     assert "".join(choice["text"] for choice in choices) == whole
     assert choices[-1]["finish_reason"] == "stop"

@@ -83,7 +83,7 @@ class MessageFormatter(Formatter):
         super().__init__(service)
         self._id = f"msg_{request_id}"
         self._parser = form.parser()
-        self._has_reasoning = form.reasoning is not None
+        self._has_reasoning = form.has_reasoning
         self._omits_thinking = body.thinking is not None and body.thinking.display == "omitted"
         self._max_tokens = body.max_tokens
         self._has_begun = False

@@ -108,7 +108,8 @@ class ChatFormatter(OpenAIFormatter):
         """Yield the new parts of a message, the first with the role."""
         index = delta.choice.index
         part: JSON = {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
-        if index not in self._parsers:
+        is_first = index not in self._parsers
+        if is_first:
             self._parsers[index] = self._form.parser()
             yield part | {"delta": {"role": "assistant", "content": ""}}
         parser = self._parsers[index]
@@ -117,7 +118,7 @@ class ChatFormatter(OpenAIFormatter):
         pieces, reason = read(parser, delta, self.completion)
         part["finish_reason"] = reason
         part["delta"] = _changes(pieces)
-        part |= (ids := self._token_ids(delta))
+        part |= (ids := self._token_ids(delta, is_first=is_first))
         if self._with_logprobs and delta.logprobs is not None:
             part["logprobs"] = {"content": [delta.logprobs]}
         if part["delta"] or part["logprobs"] or reason is not None or ids:
@@ -153,7 +154,7 @@ class ChatFormatter(OpenAIFormatter):
 
     def _usage(self, n_generated: int) -> JSON:
         usage = super()._usage(n_generated)
-        if self._form.reasoning is not None:
+        if self._form.has_reasoning:
             n_reasoning = sum(parser.n_reasoning for parser in self._parsers.values())
             usage["completion_tokens_details"] = {"reasoning_tokens": n_reasoning}
         return usage

@@ -74,17 +74,18 @@ class CompletionFormatter(OpenAIFormatter):
     def __init__(self, service: Service, body: CompletionsBody, request_id: str) -> None:
         super().__init__(service, body, f"cmpl-{request_id}", "text_completion")
         self._echoes, self._n_top = body.echo, body.logprobs
-        self._echoed: set[int] = set()
+        self._begun: set[int] = set()  # choices
 
     def parts(self, delta: Delta) -> Iterator[JSON]:
         """Yield the new part of a choice; the first begins with the echoed prompt."""
         text, index = delta.text, delta.choice.index
-        if self._echoes and index not in self._echoed:
-            self._echoed.add(index)
+        is_first = index not in self._begun
+        self._begun.add(index)
+        if self._echoes and is_first:
             text = delta.choice.prompt.text + text
         logprobs = None if self._n_top is None else self._scored(delta)
         reason = delta.finish_reason
-        ids = self._token_ids(delta)
+        ids = self._token_ids(delta, is_first=is_first)
         if text or logprobs is not None or reason is not None or ids:
             part = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
             part |= ids

@@ -40,7 +40,6 @@ class OpenAIFormatter(Formatter):
         self._scores: defaultdict[int, list[float]] = defaultdict(list)  # of each choice's tokens
         self._n_prompt_top = body.prompt_logprobs
         self._with_token_ids = body.return_token_ids
-        self._with_prompt_ids: set[int] = set()  # choices whose prompt has been shown
         self._prompt_scores: dict[int, list[TokenLogprobs]] = {}  # by choice
         self._head = {
             "id": response_id,
@@ -121,15 +120,12 @@ class OpenAIFormatter(Formatter):
         best = (sorted(some, key=score, reverse=True)[: self._n_shown_samples] for some in samples)
         return [index for some in best for index in some]
 
-    def _token_ids(self, delta: Delta) -> JSON:
+    def _token_ids(self, delta: Delta, *, is_first: bool) -> JSON:
         """Return the ids of a delta's tokens, if wanted; in a choice's first the prompt's."""
         if not self._with_token_ids:
             return {}
-        ids: JSON = {"token_ids": [*delta.token_ids]}
-        if delta.choice.index not in self._with_prompt_ids:
-            self._with_prompt_ids.add(delta.choice.index)
-            ids["prompt_token_ids"] = delta.choice.prompt.ids
-        return ids
+        prompt = {"prompt_token_ids": delta.choice.prompt.ids} if is_first else {}
+        return {"token_ids": [*delta.token_ids], **prompt}
 
     def _ranks(self, scores: list[TokenLogprobs]) -> LazyList:
         """Return the log-probabilities of a prompt's tokens, the first of which has none."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from kvasir.server.api.openai.chat_schemas import ChatBody, NamedTool
 from kvasir.server.engine.grammar.constraints import Grammar
@@ -23,25 +22,12 @@ from kvasir.server.text.tool_grammar import calls_in_text, calls_only, reasoning
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """The parts that a choice may have."""
+    """The parts that a choice may have, and their grammar. parser: makes one for a choice."""
 
-    reasoning: ReasoningFormat | None  # None if no text is reasoning
-    is_reasoning: bool  # the prompt ends in reasoning
-    continues: bool  # the prompt ends in a part of the message
-    calls: ToolCallFormat | None  # None if no text is a call
-    max_calls: int | None  # of a choice; None is any number
-    schemas: Mapping[str, Mapping[str, Any]]  # of the arguments of the functions, by name
+    has_reasoning: bool
+    parser: Callable[[], AnswerParser]
     grammar: Grammar | None
     kept_ids: frozenset[int]  # special tokens that tags consist of
-
-    def parser(self) -> AnswerParser:
-        """Return a parser for one choice."""
-        form, calls = self.reasoning, self.calls
-        is_open, continues = self.is_reasoning, self.continues
-        return AnswerParser(
-            None if form is None else ReasoningParser(form, is_open=is_open, continues=continues),
-            None if calls is None else ToolCallParser(calls, self.max_calls, self.schemas),
-        )
 
     @classmethod
     def of(cls, body: ChatBody, chat: ChatFormat, prompt: str, service: Service) -> AnswerForm:
@@ -75,7 +61,14 @@ class AnswerForm:
         if body.skip_special_tokens:
             kept_ids = kept_ids.intersection(tokens.values())
         continues = body.continue_final_message
-        return cls(reasoning, is_reasoning, continues, calls, max_calls, schemas, grammar, kept_ids)
+
+        def parser() -> AnswerParser:  # it may not hold the body
+            return AnswerParser(
+                reasoning and ReasoningParser(reasoning, is_open=is_reasoning, continues=continues),
+                calls and ToolCallParser(calls, max_calls, schemas),
+            )
+
+        return cls(reasoning is not None, parser, grammar, kept_ids)
 
 
 def read(

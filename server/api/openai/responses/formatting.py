@@ -23,7 +23,6 @@ from kvasir.server.requests.service import Service
 from kvasir.server.text.answer import AnswerPiece, Reasoning
 from kvasir.server.text.tool_calls import ToolCallPiece
 
-_ENDS = {"completed": "completed", "failed": "failed"}  # statuses and events; others: incomplete
 _REASONS = {"length": "max_output_tokens", "timeout": "timeout"}
 # The events of a kind of item's text, and the part of its content that has the text.
 _TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
@@ -108,7 +107,8 @@ class ResponseFormatter(Formatter):
         return events if isinstance(events, bytes) else b"".join(events)
 
     def _ended(self) -> JSON:
-        end = _ENDS.get(self.response["status"], "incomplete")
+        status = self.response["status"]
+        end = "incomplete" if status == "cancelled" else status  # for which there is no event
         return self._made(f"response.{end}", response=self.response)
 
     def parts(self, delta: Delta) -> Iterator[JSON]:
