@@ -13,10 +13,10 @@ from matplotlib.ticker import StrMethodFormatter
 from numpy.typing import NDArray
 
 from kvasir.loadtest.locust.traffic import Limit
-from kvasir.loadtest.sse_client import StreamedCompletion
+from kvasir.loadtest.sse_client import Answer
 
 Floats = NDArray[np.float64]
-Answers = list[StreamedCompletion]
+Answers = list[Answer]
 
 PERCENTILES = {50: "#1b4965", 90: "#4f93b8", 99: "#a9cfe3"}  # and their colours
 TOKENS, FAILED = "#2a9d8f", "#d1495b"
