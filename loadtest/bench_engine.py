@@ -109,8 +109,8 @@ class EngineFigures:
             {"prompt tokens": f"{tokens:,}", "tokens/s": f"{speed:,.0f}"}
             for tokens, speed in self.prefill_tokens_per_second.items()
         ]
-        for of_peak, share in zip(prefill, self.prefill_of_peak.values(), strict=False):
-            of_peak[f"of {self.peak_teraflops:.0f} TFLOP/s"] = f"{share:.0%}"
+        for row, share in zip(prefill, self.prefill_of_peak.values(), strict=False):
+            row[f"of {self.peak_teraflops:.0f} TFLOP/s"] = f"{share:.0%}"
         outside = {
             "greedy": f"{self.outside_greedy:.1%}",
             "temperature 0.8, top-p 0.95": f"{self.outside_sampled:.1%}",
@@ -227,9 +227,10 @@ class _EngineBench:
 
 def bytes_per_step(config: TransformerConfig, precision: str, batch: int, device: Device) -> float:
     """Return the bytes that a decode step reads: weights, and the KV cache halfway through."""
-    of_weight, of_head, of_key = _BYTES[device, precision]
-    per_token = KVShape(config.n_layer, config.n_kv_head, config.head_dim).token_bytes(of_key)
-    weights = of_weight * n_layer_weights(config) + of_head * config.vocab_size * config.d_model
+    weight_bytes, head_bytes, key_bytes = _BYTES[device, precision]
+    per_token = KVShape(config.n_layer, config.n_kv_head, config.head_dim).token_bytes(key_bytes)
+    head = head_bytes * config.vocab_size * config.d_model
+    weights = weight_bytes * n_layer_weights(config) + head
     return weights + batch * per_token * (_PROMPT_TOKENS + _DECODE_STEPS / 2)
 
 

@@ -12,7 +12,7 @@ from numpy.random import Generator
 
 from kvasir.loadtest.load import Prompts, Workload, closed_loop, open_loop
 from kvasir.loadtest.serve_figures import Limits, Measured, Round, ServeFigures, good
-from kvasir.loadtest.sse_client import Client, StreamedCompletion, Target
+from kvasir.loadtest.sse_client import Answer, Client, Target
 from kvasir.model.progress import Progress, followed, unheard
 from kvasir.server.process.local_server import serve_locally
 
@@ -110,7 +110,7 @@ class _Load:
 
     async def send(
         self, bodies: list[bytes], workload: Workload, generator: Generator | None = None
-    ) -> list[StreamedCompletion]:
+    ) -> list[Answer]:
         """Send requests: in an open loop if there is a rate and a generator, else in a closed one.
 
         Raises ConnectionError if none succeeds: a hanging server would cost every timeout.

@@ -88,8 +88,8 @@ class Peer:
 
         def generate(prompts: list[list[int]]) -> list[list[int]]:
             ids = torch.tensor(prompts, device=self._device)
-            found = self._model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-            return cast("list[list[int]]", found[:, PROMPT:].tolist())
+            whole = self._model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+            return cast("list[list[int]]", whole[:, PROMPT:].tolist())
 
         return answer_speed(batch, self._vocab_size, generate)
 
@@ -101,7 +101,7 @@ class Peer:
         options = {"generation_config": config, "progress_bar": False, "persistent_manager": True}
 
         def generate(prompts: list[list[int]]) -> list[list[int]]:
-            found = self._model.generate_batch(inputs=prompts, **options)  # hides its failures
-            return [result.generated_tokens for result in found.values()]
+            results = self._model.generate_batch(inputs=prompts, **options)  # hides its failures
+            return [result.generated_tokens for result in results.values()]
 
         return answer_speed(batch, self._vocab_size, generate)

@@ -73,19 +73,19 @@ def check_promises(
         generator.integers(runner.vocab_size, size=n).tolist() for n in (2 * size, *lengths)
     )
     prompts = [common[: size * (i % 3)] + rest for i, rest in enumerate(rests)]
-    expected = [generate(Engine(runner, chunk_size=2048), [one], n_new)[0] for one in prompts]
+    expected = [generate(Engine(runner, chunk_size=2048), [prompt], n_new)[0] for prompt in prompts]
     del runner
     runner = together()
     engine = Engine(runner, chunk_size=chunk_size)
     equal = total = 0
     for _ in range(2):  # the second time, the blocks of the prompts' beginnings are cached
-        found = generate(engine, prompts, n_new, _ABORTED)
+        answers = generate(engine, prompts, n_new, _ABORTED)
         assert runner.kv.reserved_tokens == 0, "an ended sequence still holds blocks"
         n_held = runner.kv.max_num_seqs - len(runner.kv.free_rows)
         assert n_held == 0, f"ended sequences still hold {n_held} rows"
-        for i, (tokens, known) in enumerate(zip(found, expected, strict=True)):
-            assert len(tokens) == len(known) or i in _ABORTED, "a sequence ended early"
-            equal += sum(a == b for a, b in zip(tokens, known, strict=False))
+        for i, (tokens, wanted) in enumerate(zip(answers, expected, strict=True)):
+            assert len(tokens) == len(wanted) or i in _ABORTED, "a sequence ended early"
+            equal += sum(a == b for a, b in zip(tokens, wanted, strict=False))
             total += len(tokens)
     return equal / total
 

@@ -131,15 +131,15 @@ def check_replays(folder: Path, batch: int, n_tokens: int, kv_cache_bytes: int) 
     sequences = [_admit(runner, tokens) for runner in runners]
     differences, n_same, slowest = [], 0, 0.0
     for place in range(n_tokens):
-        found = []
+        logits = []
         for runner, held in zip(runners, sequences, strict=True):
             for sequence, ids in zip(held, tokens, strict=True):
                 sequence.output_ids = [int(ids[place])]
             before = runner.model_seconds
             decodes = [Chunk(sequence, place, 1, 1) for sequence in held]
-            found.append(runner.run(StepBatch(decodes, [*held]))[:].copy())
+            logits.append(runner.run(StepBatch(decodes, [*held]))[:].copy())
             slowest = max(slowest, runner.model_seconds - before)
-        replayed, eager = found
+        replayed, eager = logits
         differences.append(float(np.abs(replayed - eager).max() / eager.std()))
         n_same += int((replayed.argmax(axis=1) == eager.argmax(axis=1)).sum())
     assert _uses_graphs(runners[0]), "decodes ran without graphs"
@@ -192,15 +192,15 @@ def measure_copy(batch: int, vocab_size: int) -> dict[str, float]:
     """
     if not torch.cuda.is_available():
         raise SkippedError("PyTorch has no CUDA here")
-    logits = torch.zeros(batch, vocab_size, device="cuda")
-    tail = torch.zeros(batch, 3 * MAX_CANDIDATES, device="cuda")
+    logits, tail = (torch.zeros(batch, n, device="cuda") for n in (vocab_size, 3 * MAX_CANDIDATES))
+    targets = {
+        "pageable": (logits, torch.empty_like(logits, device="cpu")),
+        "pinned": (logits, torch.empty_like(logits, device="cpu", pin_memory=True)),
+        "candidates, pinned": (tail, torch.empty_like(tail, device="cpu", pin_memory=True)),
+    }
     return {
-        f"{name}, ms": 1e3 * median(seconds_of(partial(torch.empty_like(of, **where).copy_, of)))
-        for name, of, where in (
-            ("pageable", logits, {"device": "cpu"}),
-            ("pinned", logits, {"device": "cpu", "pin_memory": True}),
-            ("candidates, pinned", tail, {"device": "cpu", "pin_memory": True}),
-        )
+        f"{name}, ms": 1e3 * median(seconds_of(partial(target.copy_, source)))
+        for name, (source, target) in targets.items()
     }
 
 

@@ -6,25 +6,16 @@ need, without PyTorch and NVIDIA's libraries, which PyTorch brings.
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import re
 import subprocess
 import sys
 import tarfile
 import tomllib
-import zipfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from rich.console import Console
-
 PIECE_BYTES = 64 * 2**20
-# Files of ONNX Runtime's wheel that the CUDA provider never loads.
-_NOT_NEEDED = re.compile(
-    r"onnxruntime/(capi/libonnxruntime_providers_tensorrt\.so$|tools/|transformers/|quantization/)"
-)
 _BROUGHT = re.compile(r"(torch|nvidia-)")  # with the machine's PyTorch
 _NEWEST_GLIBC = 35  # 2.35; pip takes each version's wheels by name
 _README = """# Wheels for make gpu-check
@@ -46,7 +37,7 @@ def requirements(pyproject: Path) -> list[str]:
     project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     wanted = project["dependencies"] + extras["cuda"] + extras["train"]
-    return [one for one in wanted if not _BROUGHT.match(one)]
+    return [requirement for requirement in wanted if not _BROUGHT.match(requirement)]
 
 
 def download(root: Path, folder: Path, python: str) -> None:
@@ -63,32 +54,6 @@ def download(root: Path, folder: Path, python: str) -> None:
 def _pip(*arguments: str) -> None:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments, "--quiet"]
     subprocess.run(command, check=True)  # noqa: S603  our own command
-
-
-def strip_wheel(wheel: Path) -> int:
-    """Remove the files that are not needed, in the record too; return the bytes saved."""
-    before, part = wheel.stat().st_size, wheel.with_suffix(".part")
-    with zipfile.ZipFile(wheel) as source:
-        kept = [one for one in source.infolist() if not _NOT_NEEDED.match(one.filename)]
-        if len(kept) == len(source.infolist()):
-            return 0
-        names = {one.filename for one in kept}
-        with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as target:
-            for one in kept:
-                content = source.read(one)
-                if one.filename.endswith(".dist-info/RECORD"):
-                    content = _record(content, names)
-                target.writestr(one, content, zipfile.ZIP_DEFLATED)
-    part.replace(wheel)
-    return before - wheel.stat().st_size
-
-
-def _record(content: bytes, names: set[str]) -> bytes:
-    """Return a wheel's record of those files alone."""
-    rows = [row for row in csv.reader(io.StringIO(content.decode())) if row and row[0] in names]
-    text = io.StringIO(newline="")
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue().encode()
 
 
 def write_pieces(
@@ -117,17 +82,13 @@ def write_pieces(
 
 
 def main(root: Path, out: Path, python: str) -> None:
-    """Download, strip and cut; say how large each part is."""
-    say = Console().print
+    """Download and cut; say how much there is."""
     with TemporaryDirectory() as folder:
         download(root, Path(folder), python)
         wheels = list(Path(folder).glob("*.whl"))
-        for wheel in wheels:
-            if wheel.name.startswith("onnxruntime_gpu-"):
-                say(f"{wheel.name}: {strip_wheel(wheel) / 2**20:.1f} MiB less")
         pieces = write_pieces(wheels, out, python)
-        total = sum(piece.stat().st_size for piece in pieces) / 2**20
-        say(f"{len(wheels)} wheels, {total:.0f} MiB, in {len(pieces)} pieces: {out}")
+    total = sum(piece.stat().st_size for piece in pieces) / 2**20
+    print(f"{len(wheels)} wheels, {total:.0f} MiB, in {len(pieces)} pieces: {out}")  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from typing import Any, Self, cast
 
 import numpy as np
 
-from kvasir.loadtest.sse_client import COMPLETIONS, StreamedCompletion
+from kvasir.loadtest.sse_client import COMPLETIONS, Answer
 
-Ask = Callable[[bytes], Awaitable[StreamedCompletion]]
+Ask = Callable[[bytes], Awaitable[Answer]]
 SAME, VECTOR = "same", "vector"
 _WORDS_PER_TOKEN = 0.75
 _FORM = re.compile(
@@ -148,13 +148,11 @@ def english_words() -> list[str]:
     return [word for word in words if counts[word] >= 5]
 
 
-async def closed_loop(
-    ask: Ask, bodies: Iterable[bytes], concurrency: int
-) -> list[StreamedCompletion]:
+async def closed_loop(ask: Ask, bodies: Iterable[bytes], concurrency: int) -> list[Answer]:
     """Run `concurrency` clients that each send a request when their last one is answered."""
     waiting = iter(bodies)
 
-    async def client() -> list[StreamedCompletion]:
+    async def client() -> list[Answer]:
         return [await ask(body) for body in waiting]
 
     return list(chain(*await asyncio.gather(*(client() for _ in range(concurrency)))))
@@ -162,7 +160,7 @@ async def closed_loop(
 
 async def open_loop(
     ask: Ask, bodies: list[bytes], rate: float, generator: np.random.Generator
-) -> list[StreamedCompletion]:
+) -> list[Answer]:
     """Send requests as a Poisson process, `rate` a second, without waiting for answers."""
     now = asyncio.get_running_loop().time
     due, requests = now(), []

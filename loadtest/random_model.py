@@ -57,10 +57,10 @@ def make_random_model(
         raise ValueError(f"{name} generates no text; {measured}")
     source = f"{_PREFIX}-{name}-{device}-{precision}-{kv_cache}-{scale}-{_fingerprint(config)}"
     manifest = out / MANIFEST_FILE
-    found = json.loads(manifest.read_bytes())["source"]["name"] if manifest.is_file() else ""
-    if found == source:
+    written = json.loads(manifest.read_bytes())["source"]["name"] if manifest.is_file() else ""
+    if written == source:
         return out
-    if found.startswith(f"{_PREFIX}-"):
+    if written.startswith(f"{_PREFIX}-"):
         shutil.rmtree(out)
     torch.manual_seed(0)
     with TemporaryDirectory() as folder:

@@ -18,18 +18,18 @@ import numpy as np
 from rich.table import Column, Table
 
 from kvasir.loadtest.load import Workload
-from kvasir.loadtest.sse_client import StreamedCompletion
+from kvasir.loadtest.sse_client import Answer
 
 PERCENTILES = (50, 90, 95, 99)
 _SHOWN = (50, 90, 99)  # in a table
-LATENCIES: dict[str, Callable[[StreamedCompletion], list[float]]] = {
+LATENCIES: dict[str, Callable[[Answer], list[float]]] = {
     "ttft": lambda answer: [answer.ttft] if answer.event_times else [],
     "itl": lambda answer: answer.gaps,
     "tpot": lambda answer: [] if answer.tpot is None else [answer.tpot],
     "e2e": lambda answer: [answer.e2e],
 }
 Limits = dict[str, float]  # by latency: most milliseconds of a good request
-Round = list[list[StreamedCompletion]]  # waves, one after the other
+Round = list[list[Answer]]  # waves, one after the other
 
 
 def parse_limits(text: str) -> Limits:
@@ -44,7 +44,7 @@ def parse_limits(text: str) -> Limits:
     return limits
 
 
-def good(answers: list[StreamedCompletion]) -> list[StreamedCompletion]:
+def good(answers: list[Answer]) -> list[Answer]:
     """Return the answers without an error."""
     return [answer for answer in answers if answer.error is None]
 
@@ -57,27 +57,27 @@ def figures(waves: Round, limits: Limits) -> dict[str, float]:
     waves = [succeeded for wave in waves if (succeeded := good(wave))]
     answers = list(chain(*waves))
     seconds = sum(max(a.ended for a in wave) - min(a.sent for a in wave) for wave in waves)
-    found: dict[str, float] = {}
+    measured: dict[str, float] = {}
     if answers:
         if n_tokens := sum(answer.n_tokens for answer in answers):
-            found["output_tokens_per_second"] = n_tokens / seconds
+            measured["output_tokens_per_second"] = n_tokens / seconds
         else:
             n_tokens = sum((answer.usage or {}).get("prompt_tokens", 0) for answer in answers)
-            found["input_tokens_per_second"] = n_tokens / seconds
-        found["requests_per_second"] = len(answers) / seconds
+            measured["input_tokens_per_second"] = n_tokens / seconds
+        measured["requests_per_second"] = len(answers) / seconds
         if limits:
-            found["goodput"] = sum(_keeps(answer, limits) for answer in answers) / seconds
+            measured["goodput"] = sum(_keeps(answer, limits) for answer in answers) / seconds
     for name, latency in LATENCIES.items():
         if values := [value * 1e3 for answer in answers for value in latency(answer)]:
-            found |= {f"{name}_ms_p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
-    return found
+            measured |= {f"{name}_ms_p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
+    return measured
 
 
-def _keeps(answer: StreamedCompletion, limits: Limits) -> bool:
+def _keeps(answer: Answer, limits: Limits) -> bool:
     """Return whether an answer keeps all limits; an unknown latency of several tokens does not."""
-    known = {name: LATENCIES[name](answer) for name in limits}
-    return (answer.n_tokens <= 1 or all(known.values())) and all(
-        value * 1e3 <= limits[name] for name, values in known.items() for value in values
+    times = {name: LATENCIES[name](answer) for name in limits}
+    return (answer.n_tokens <= 1 or all(times.values())) and all(
+        value * 1e3 <= limits[name] for name, values in times.items() for value in values
     )
 
 
@@ -90,7 +90,7 @@ class Measured:
     waves: list[Round] = field(default_factory=list)
 
     @property
-    def answers(self) -> list[StreamedCompletion]:
+    def answers(self) -> list[Answer]:
         """All answers of all rounds."""
         return [answer for waves in self.waves for answer in chain(*waves)]
 
@@ -105,8 +105,8 @@ class Measured:
         answers, workload = good(self.answers), self.workload
         notes = []
         if errors := self.errors:
-            of = f"{len(errors)} of {len(self.answers)}"
-            notes.append(f"{of} requests failed, the first: {errors[0]}")
+            share = f"{len(errors)} of {len(self.answers)}"
+            notes.append(f"{share} requests failed, the first: {errors[0]}")
         if any(answer.usage is None for answer in answers):
             notes.append("the server sends no usage, so events are counted as tokens")
         if wanted := workload.lengths:
@@ -133,7 +133,9 @@ class Measured:
         """Return the figures of each round, and the median of each figure over the rounds."""
         rounds = [figures(waves, self.limits) for waves in self.waves]
         names = dict.fromkeys(chain(*rounds))
-        medians = {name: median(one[name] for one in rounds if name in one) for name in names}
+        medians = {
+            name: median(values[name] for values in rounds if name in values) for name in names
+        }
         failed = {"failed": len(self.errors), "notes": self.notes}
         return {"median": medians, "rounds": rounds} | failed
 
@@ -148,7 +150,9 @@ class ServeFigures:
     @property
     def errors(self) -> list[str]:
         """The errors of all requests that failed."""
-        return [error for row in self.rows.values() for one in row.values() for error in one.errors]
+        return [
+            e for row in self.rows.values() for measured in row.values() for e in measured.errors
+        ]
 
     def as_json(self) -> dict[str, Any]:
         """Return all figures for scripts."""
@@ -164,12 +168,12 @@ class ServeFigures:
         notes: list[str] = []
         for label, row in self.as_json()["workloads"].items():
             servers = row.pop("servers")
-            rows[label] = {letter: one["median"] for letter, one in servers.items()} | row
+            rows[label] = {letter: server["median"] for letter, server in servers.items()} | row
             if row and not notes:
                 ratio = ", ".join(row)
                 notes.append(f"{ratio}: A is better if throughput is above 1 and times are below 1")
-            for letter, one in servers.items():
-                notes += [f"{label}, {letter}: {note}" for note in one["notes"]]
+            for letter, server in servers.items():
+                notes += [f"{label}, {letter}: {note}" for note in server["notes"]]
         names = dict.fromkeys(name for row in rows.values() for name in chain(*row.values()))
         parts: list[str | Table] = [f"{key}: {value}" for key, value in self.about.items() if value]
         parts.append(_table("throughput", [name for name in names if "_ms_" not in name], rows))
@@ -186,10 +190,10 @@ def _table(title: str, names: list[str], rows: dict[str, dict[str, dict[str, flo
         heading = name.replace("_ms_", "\n").replace("_per_second", "/s").replace("_", " ")
         table.add_column(heading, justify="right")
     for label, row in rows.items():
-        for letter, found in row.items():
-            if found:
+        for letter, values in row.items():
+            if values:
                 form = "{:.2f} x".format if "/" in letter else _significant
-                cells = (form(found[name]) if name in found else "-" for name in names)
+                cells = (form(values[name]) if name in values else "-" for name in names)
                 table.add_row(label, letter, *cells)
         table.add_section()
     return table
@@ -202,7 +206,8 @@ def _significant(value: float) -> str:
 
 def ratios(servers: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Divide the first server's medians by those of each other, whose letter names the ratios."""
-    (first, *others), medians = servers, {name: one["median"] for name, one in servers.items()}
+    medians = {letter: server["median"] for letter, server in servers.items()}
+    first, *others = medians
     return {
         f"{first}/{other}": {
             name: value / medians[other][name]

@@ -21,7 +21,7 @@ COMPLETIONS = "/v1/completions"
 
 
 @dataclass(slots=True)
-class StreamedCompletion:
+class Answer:
     """The events of one answer, fed by any reader. Times are seconds of `perf_counter`.
 
     An answer that comes in one piece has no events.
@@ -140,16 +140,17 @@ class _Connection(asyncio.Protocol):
     """A connection, on which one request follows the other."""
 
     transport: asyncio.WriteTransport
-    is_reusable = False
+    is_reusable = has_answered = False
     _over: asyncio.Future[str | None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.WriteTransport, transport)
 
-    async def exchange(self, request: bytes, answer: StreamedCompletion) -> str | None:
+    async def exchange(self, request: bytes, answer: Answer) -> str | None:
         """Send a request and feed its answer; return why the answer is incomplete."""
         self._answer, self._body, self._is_whole = answer, b"", False
-        self._parser, self.is_reusable = httptools.HttpResponseParser(self), False
+        self._parser = httptools.HttpResponseParser(self)
+        self.is_reusable = self.has_answered = False
         if self.transport.is_closing():
             return "the connection broke off"
         self._over = asyncio.get_running_loop().create_future()
@@ -158,7 +159,7 @@ class _Connection(asyncio.Protocol):
         return await self._over
 
     def data_received(self, data: bytes) -> None:
-        self._now = perf_counter()
+        self._now, self.has_answered = perf_counter(), True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -186,7 +187,6 @@ class _Connection(asyncio.Protocol):
         self._end(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.is_reusable = False
         self._end(f"the connection broke off{f': {exc}' if exc else ''}")
 
     def _end(self, error: str | None) -> None:
@@ -204,14 +204,18 @@ class Client:
         self._target, self._limit, self._route = target, limit, route
         self._idle: list[_Connection] = []
 
-    async def ask(self, body: bytes) -> StreamedCompletion:
+    async def ask(self, body: bytes) -> Answer:
         """Request one answer. A failure, or more than `limit` seconds, sets its `error`."""
-        answer, connection = StreamedCompletion(), None
+        answer, connection = Answer(), None
         request = self._target.request(body, self._route, "keep-alive")
         try:
             async with asyncio.timeout(self._limit):
-                connection = await self._connect()
-                failure = await connection.exchange(request, answer)
+                if self._idle:
+                    connection = self._idle.pop()
+                    failure = await connection.exchange(request, answer)
+                if connection is None or not connection.has_answered:  # the server had closed it
+                    connection = await self._open()
+                    failure = await connection.exchange(request, answer)
         except TimeoutError:
             failure = f"no whole answer within {self._limit:g} s"
         except OSError as error:
@@ -225,10 +229,7 @@ class Client:
             answer.fail(failure)
         return answer
 
-    async def _connect(self) -> _Connection:
-        while self._idle:
-            if (connection := self._idle.pop()).is_reusable:
-                return connection
+    async def _open(self) -> _Connection:
         loop, target = asyncio.get_running_loop(), self._target
         _, connection = await loop.create_connection(
             _Connection, target.host, target.port, ssl=target.secure or None
@@ -241,7 +242,7 @@ class Client:
             connection.transport.abort()
 
 
-async def complete(target: Target, body: bytes, limit: float) -> StreamedCompletion:
+async def complete(target: Target, body: bytes, limit: float) -> Answer:
     """Request one completion over a connection of its own; see `Client.ask`."""
     with closing(Client(target, limit)) as client:
         return await client.ask(body)

@@ -31,6 +31,7 @@ class FakeCompletions:
         self.connections: set[tuple[str, int]] = set()
         self.step: threading.Semaphore | None = None
         self.breaks_off = self.closes = False  # before an answer's end, after it
+        self.says_so = True  # that it closes
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -68,7 +69,7 @@ class FakeCompletions:
         if isinstance(pieces, dict):
             pieces = [json.dumps(pieces).encode()]
             handler.send_header("Content-Type", "application/json")
-        if self.closes:
+        if self.closes and self.says_so:
             handler.send_header("Connection", "close")
         handler.send_header("Transfer-Encoding", "chunked")
         handler.end_headers()

@@ -42,7 +42,7 @@ from kvasir.loadtest.locust.traffic import (
     draw_words,
     parse_slo,
 )
-from kvasir.loadtest.sse_client import StreamedCompletion, error_message
+from kvasir.loadtest.sse_client import Answer, error_message
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 KEY = os.environ.get("KVASIR_API_KEY")
@@ -140,7 +140,7 @@ class Kvasir(FastHttpUser):
             body["truncate_prompt_tokens"] = self.longest - n_tokens
         body |= {"max_tokens": n_tokens, "ignore_eos": True, "stream": True}
         body["stream_options"] = {"include_usage": True}
-        answer = StreamedCompletion(sent=perf_counter())
+        answer = Answer(sent=perf_counter())
         # Locust reports a response only in a `with` block, and never one whose stream is killed: we
         # report all.
         options = {"headers": HEADERS, "stream": True, "catch_response": True}
@@ -163,7 +163,7 @@ class Kvasir(FastHttpUser):
         if (answer.error or "").startswith("no answer"):
             gevent.sleep(_RETRY_AFTER)
 
-    def read(self, stream: Any, answer: StreamedCompletion, last_event: int | None) -> None:
+    def read(self, stream: Any, answer: Answer, last_event: int | None) -> None:
         """Feed a stream to `answer`, to its end or to the last event wanted."""
         while line := stream.readline(b"\n"):
             answer.feed(line, perf_counter())
@@ -173,7 +173,7 @@ class Kvasir(FastHttpUser):
         if not answer.usage:
             answer.fail("the stream ended without its usage")
 
-    def report(self, scenario: str, path: str, answer: StreamedCompletion) -> None:
+    def report(self, scenario: str, path: str, answer: Answer) -> None:
         """Report a request to Locust's statistics, and keep it for the picture."""
         times = [("POST", f"{path} ({scenario})", (answer.ended or perf_counter()) - answer.sent)]
         if answer.error is None:

@@ -13,36 +13,35 @@ from matplotlib.ticker import StrMethodFormatter
 from numpy.typing import NDArray
 
 from kvasir.loadtest.locust.traffic import Limit
-from kvasir.loadtest.sse_client import StreamedCompletion
+from kvasir.loadtest.sse_client import Answer
 
 Floats = NDArray[np.float64]
-Answers = list[StreamedCompletion]
+Answers = list[Answer]
 
 PERCENTILES = {50: "#1b4965", 90: "#4f93b8", 99: "#a9cfe3"}  # and their colours
 TOKENS, FAILED = "#2a9d8f", "#d1495b"
 TITLES = {"ttft": "Time to first token", "itl": "Time between tokens", "e2e": "Whole answer"}
 STYLE: Any = {
-    "font.size": 10, "axes.titlesize": 11, "axes.titlelocation": "left",
-    "axes.titleweight": "bold", "axes.spines.top": False, "axes.spines.right": False,
-    "axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.25, "legend.frameon": False,
-    "lines.linewidth": 1.8, "patch.linewidth": 1.8,
+    "axes.titlelocation": "left", "axes.titleweight": "bold", "axes.spines.top": False,
+    "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "legend.frameon": False,
 }  # fmt: skip
 
 
 def draw(answers: Answers, path: Path, limits: list[Limit]) -> None:
-    """Draw four panels to a file. Raises ValueError if there is no answer."""
-    if not answers:
-        raise ValueError("no request was sent")
-    start = min(answer.sent for answer in answers)
-    edges = windows(answers)
+    """Draw four panels to a file."""
+    start, edges = min(answer.sent for answer in answers), windows(answers)
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(16, 8), layout="constrained")
         panels = list(figure.subplots(2, 2).flat)
         for axes, kind in zip(panels, TITLES, strict=False):
-            _draw_latency(axes, *latencies(answers, kind), edges, kind, limits)
-        _draw_tokens(panels[-1], answers, edges)
+            times, values = latencies(answers, kind)
+            axes.set(title=TITLES[kind], ylabel="milliseconds", xlabel="seconds")
+            if len(values):
+                kept = [limit for limit in limits if limit.kind == kind]
+                _draw_latency(axes, times - start, values, edges, kept)
+        _draw_tokens(panels[-1], answers, edges, start)
         for axes in panels:
-            axes.set(xlim=(0, edges[-1] - start))
+            axes.set(xlim=(0, edges[-1]))
             axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         figure.suptitle(summary(answers), x=0.01, ha="left", fontsize=13, fontweight="bold")
         figure.savefig(path, dpi=110)
@@ -80,7 +79,7 @@ def windows(answers: Answers) -> Floats:
     """Return the edges of 6 to 40 equal windows, with about 100 requests in each if possible."""
     start = min(answer.sent for answer in answers)
     until = max(max(answer.sent, answer.ended, *answer.event_times, 0.0) for answer in answers)
-    return np.linspace(start, max(until, start + 1e-3), min(40, max(6, len(answers) // 100)) + 1)
+    return np.linspace(0, max(until - start, 1e-3), min(40, max(6, len(answers) // 100)) + 1)
 
 
 def over_time(
@@ -95,8 +94,7 @@ def over_time(
 
 def summary(answers: Answers) -> str:
     """Describe a load test in a line."""
-    edges = windows(answers)
-    seconds = edges[-1] - edges[0]
+    seconds = windows(answers)[-1]
     n_failed = sum(answer.error is not None for answer in answers)
     parts = [f"{len(answers):,} requests in {seconds:.0f} s, {n_failed:,} failed"]
     parts.append(f"{sum(answer.n_tokens for answer in answers) / seconds:,.0f} output tokens/s")
@@ -107,37 +105,33 @@ def summary(answers: Answers) -> str:
 
 
 def _draw_latency(
-    axes: Axes, times: Floats, values: Floats, edges: Floats, kind: str, limits: list[Limit]
+    axes: Axes, times: Floats, values: Floats, edges: Floats, limits: list[Limit]
 ) -> None:
-    axes.set(title=TITLES[kind], ylabel="milliseconds", xlabel="seconds")
-    if not len(values):
-        return
     middles, lines = over_time(times, values, edges)
     for percentile, line in reversed(lines.items()):
         colour = PERCENTILES[percentile]
         label = f"p{percentile} {np.percentile(values, percentile):,.0f} ms"
-        axes.fill_between(middles - edges[0], line, color=colour, alpha=0.25, linewidth=0)
-        axes.plot(middles - edges[0], line, color=colour, label=label, marker="o", markersize=3)
+        axes.fill_between(middles, line, color=colour, alpha=0.25, linewidth=0)
+        axes.plot(middles, line, color=colour, label=label, marker="o", markersize=3)
     top = max(lines[99])
     for limit in limits:
-        if limit.kind == kind:
-            label = f"p{limit.percentile:g} limit {limit.most:,.0f} ms"
-            is_near = limit.most < 2 * top  # one far above would flatten the lines
-            axes.axhline(limit.most if is_near else np.nan, ls="--", color=FAILED, label=label)
-            top = max(top, limit.most if is_near else 0)
+        label = f"p{limit.percentile:g} limit {limit.most:,.0f} ms"
+        axes.axhline(limit.most, ls="--", color=FAILED, label=label)
+        if limit.most < 2 * top:  # one far above would flatten the lines
+            top = max(top, limit.most)
     axes.set_ylim(0, 1.3 * top)
     axes.legend(ncols=2, loc="upper right")
     axes.set_xlabel(f"seconds; about {len(values) / len(middles):,.0f} values in each window")
 
 
-def _draw_tokens(axes: Axes, answers: Answers, edges: Floats) -> None:
+def _draw_tokens(axes: Axes, answers: Answers, edges: Floats, start: float) -> None:
     times, tokens = token_times(answers)
-    speed = np.histogram(times, edges, weights=tokens)[0] / np.diff(edges)
-    axes.stairs(speed, edges - edges[0], color=TOKENS, baseline=None)
-    failed = np.array([answer.sent for answer in answers if answer.error is not None])
-    if len(failed):
+    speed = np.histogram(times - start, edges, weights=tokens)[0] / np.diff(edges)
+    axes.stairs(speed, edges, color=TOKENS, baseline=None)
+    failed = [answer.sent - start for answer in answers if answer.error is not None]
+    if failed:
         label = f"sent, and failed: {len(failed):,}"
-        axes.plot(failed - edges[0], 0 * failed, "|", color=FAILED, markersize=20, label=label)
+        axes.plot(failed, [0] * len(failed), "|", color=FAILED, markersize=20, label=label)
         axes.legend(loc="upper right")
     axes.set(title="Throughput", ylabel="output tokens/s", xlabel="seconds")
     axes.set_ylim(0, 1.3 * max(1.0, *speed))

@@ -24,7 +24,7 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from kvasir.loadtest.sse_client import StreamedCompletion, Target
+from kvasir.loadtest.sse_client import Answer, Target
 from tests.deploy.checking import ROOT, FailedError, SkippedError, load
 from tests.deploy.monitoring import RULES
 from tests.deploy.rolling_restart import free_port, stream_tokens
@@ -98,7 +98,7 @@ class Stack:
         container = self.compose("ps", "--all", "--quiet", "server")
         return self.docker("inspect", f"--format={{{{{field}}}}}", container)
 
-    def stream(self, n_tokens: int, key: str | None = None) -> StreamedCompletion:
+    def stream(self, n_tokens: int, key: str | None = None) -> Answer:
         """Return a completion, which fails unless it has exactly so many tokens."""
         target = Target(f"http://127.0.0.1:{self.port}", key)
         return asyncio.run(stream_tokens(target, n_tokens))

@@ -23,7 +23,7 @@ from itertools import count
 from pathlib import Path
 from urllib.request import urlopen
 
-from kvasir.loadtest.sse_client import StreamedCompletion, Target, complete
+from kvasir.loadtest.sse_client import Answer, Target, complete
 from tests.faults.server_process import ServerProcess
 
 N_CLIENTS = 8
@@ -86,7 +86,7 @@ class Server:
         return await asyncio.to_thread(self._process.wait)
 
 
-async def stream_tokens(target: Target, n_tokens: int, **fields: int) -> StreamedCompletion:
+async def stream_tokens(target: Target, n_tokens: int, **fields: int) -> Answer:
     """Return a completion, which fails unless it has exactly so many tokens."""
     body = {"prompt": "def read(path):\n", "max_tokens": n_tokens, "ignore_eos": True, **fields}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -104,7 +104,7 @@ class Load:
         self._seeds = count()
         self.is_stopping = False
         self._ended = asyncio.Condition()
-        self.answers: list[StreamedCompletion] = []
+        self.answers: list[Answer] = []
 
     async def client(self) -> None:
         while not self.is_stopping:

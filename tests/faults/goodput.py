@@ -17,7 +17,7 @@ import typer
 import uvloop
 
 from kvasir.loadtest.load import Prompts, Workload, closed_loop, open_loop
-from kvasir.loadtest.sse_client import StreamedCompletion, Target, complete
+from kvasir.loadtest.sse_client import Answer, Target, complete
 from kvasir.server.process.local_server import serve_locally
 from tests.faults.server_process import EXAMPLE, Model
 
@@ -73,16 +73,16 @@ class Overload:
         self.lateness += [answer.e2e / deadline for answer in whole]
         self.ends += Counter(map(self._end, answers))
 
-    async def _ask(self, body: bytes) -> StreamedCompletion:
+    async def _ask(self, body: bytes) -> Answer:
         return await complete(self.target, body, _TIMEOUT)
 
-    def _end(self, answer: StreamedCompletion) -> str:
+    def _end(self, answer: Answer) -> str:
         if answer.error:
             return answer.error.partition(":")[0]
         return "whole" if answer.n_tokens == self.workload.output_len else _CUT
 
 
-def _rate(whole: list[StreamedCompletion], answers: list[StreamedCompletion]) -> float:
+def _rate(whole: list[Answer], answers: list[Answer]) -> float:
     """Return whole answers a second, from the first request to the last whole answer."""
     return len(whole) / (max(one.ended for one in whole) - min(one.sent for one in answers))
 

@@ -13,7 +13,7 @@ import sys
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 
-from kvasir.loadtest.sse_client import StreamedCompletion, Target
+from kvasir.loadtest.sse_client import Answer, Target
 
 _PAUSE = 0.05  # seconds between probes, and after a stream that was refused
 _TICK = 0.005
@@ -67,7 +67,7 @@ class _Watch:
     async def stream(self, i: int) -> None:
         """Stream again and again."""
         while True:
-            answer = StreamedCompletion()
+            answer = Answer()
             try:
                 async with asyncio.timeout(_LIMIT):
                     await self._read(i, answer)
@@ -79,7 +79,7 @@ class _Watch:
             elif not answer.ended:
                 self.seen.errors.append(f"a stream broke off: {answer.error}")
 
-    async def _read(self, i: int, answer: StreamedCompletion) -> None:
+    async def _read(self, i: int, answer: Answer) -> None:
         reader, writer = await asyncio.open_connection(self._target.host, self._target.port)
         try:
             writer.write(self._target.request(self._request))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvasir.loadtest.load import SUITES, Prompts, Workload, closed_loop, open_loop
-from kvasir.loadtest.sse_client import StreamedCompletion
+from kvasir.loadtest.sse_client import Answer
 
 
 def test_workloads_are_written_as_they_are_parsed() -> None:
@@ -98,14 +98,14 @@ class Clients:
         self.arrived = asyncio.Semaphore(0)
         self.most = 0
 
-    async def ask(self, _: bytes) -> StreamedCompletion:
+    async def ask(self, _: bytes) -> Answer:
         answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.waiting.append(answered)
         self.most = max(self.most, len(self.waiting))
         self.arrived.release()
         await answered
         self.waiting.remove(answered)
-        return StreamedCompletion()
+        return Answer()
 
 
 async def test_a_closed_loop_sends_the_next_request_when_one_is_answered() -> None:

@@ -14,16 +14,16 @@ import pytest
 
 from kvasir.loadtest.locust.report import draw, latencies, over_time, summary, token_times, windows
 from kvasir.loadtest.locust.traffic import parse_slo
-from kvasir.loadtest.sse_client import StreamedCompletion
+from kvasir.loadtest.sse_client import Answer
 
 
-def random_answers(seed: int, n: int = 80) -> list[StreamedCompletion]:
+def random_answers(seed: int, n: int = 80) -> list[Answer]:
     """Draw answers: one in five fails, half of these without text; some others are cancelled."""
     random, answers = Random(seed), []
     for i in range(n):
         sent = 100.0 + random.uniform(0, 10)
         times = [*accumulate(random.uniform(0.01, 0.2) for _ in range(random.randint(1, 9)))]
-        answer = StreamedCompletion(sent, [sent + time for time in times], sent + times[-1] + 0.1)
+        answer = Answer(sent, [sent + time for time in times], sent + times[-1] + 0.1)
         if i % 5 == 0:
             answer.fail("HTTP 429: full")
             answer.event_times = answer.event_times[: i % 2 * 9]
@@ -52,7 +52,7 @@ def test_percentiles_are_of_their_window(seed: int) -> None:
 
 @pytest.mark.parametrize(("n", "wanted"), [(1, 6), (599, 6), (1250, 12), (9999, 40)])
 def test_windows_are_fewer_where_they_would_hold_little(n: int, wanted: int) -> None:
-    edges = windows([StreamedCompletion(float(i), [i + 1.0], i + 2.0) for i in range(n)])
+    edges = windows([Answer(float(i), [i + 1.0], i + 2.0) for i in range(n)])
     assert len(edges) == wanted + 1
     assert (edges[0], edges[-1]) == (0, n + 1)
 

@@ -18,18 +18,18 @@ from kvasir.loadtest.serve_figures import (
     parse_limits,
     ratios,
 )
-from kvasir.loadtest.sse_client import StreamedCompletion
+from kvasir.loadtest.sse_client import Answer
 
 WORKLOAD = Workload(4, 10, 8)
 
 
 def answer(
     rng: random.Random, start: float = 0.0, *, n_tokens: int = 8, n_events: int = 8
-) -> StreamedCompletion:
+) -> Answer:
     sent = start + rng.random()
     times = sorted(sent + rng.random() * 3 for _ in range(n_events))
     usage = {"prompt_tokens": 10, "completion_tokens": n_tokens}
-    return StreamedCompletion(sent, times, times[-1] + rng.random() / 10, usage)
+    return Answer(sent, times, times[-1] + rng.random() / 10, usage)
 
 
 def percentile(values: list[float], p: float) -> float:
@@ -95,8 +95,8 @@ def test_an_invalid_limit_is_named(text: str) -> None:
 def test_failed_requests_count_nowhere_but_are_noted() -> None:
     rng = random.Random(0)
     good = [answer(rng) for _ in range(4)]
-    full = StreamedCompletion(sent=-100.0, event_times=[1.0], error="HTTP 429: full")
-    other = StreamedCompletion(error="other")
+    full = Answer(sent=-100.0, event_times=[1.0], error="HTTP 429: full")
+    other = Answer(error="other")
     waves = [[full, *good], [other]]
     assert figures(waves, {}) == figures([good], {})
     measured = Measured(WORKLOAD, {}, [waves])
@@ -155,7 +155,7 @@ def test_rows_have_medians_over_rounds_and_ratios_of_two_servers() -> None:
 
 
 def test_an_answer_in_one_piece_has_only_its_end() -> None:
-    whole = StreamedCompletion(1.0, [], 1.5, {"prompt_tokens": 7})
+    whole = Answer(1.0, [], 1.5, {"prompt_tokens": 7})
     found = figures([[whole, whole]], {})
     assert latency_names(found) == {"e2e"}
     assert found["requests_per_second"] == 4

@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 
-from kvasir.loadtest.sse_client import Client, StreamedCompletion, Target, complete
+from kvasir.loadtest.sse_client import Answer, Client, Target, complete
 from tests.fake_completions import DONE, event, fake_completions, usage, well
 from tests.fake_runner import TIMEOUT
 
 BODY = b'{"prompt": [1, 2], "max_tokens": 3}'
 
 
-def ask(url: str, limit: float = TIMEOUT) -> StreamedCompletion:
+def ask(url: str, limit: float = TIMEOUT) -> Answer:
     return asyncio.run(complete(Target(url, api_key="secret"), BODY, limit))
 
 
 def test_figures_follow_their_definitions() -> None:
-    answer = StreamedCompletion(sent=10.0)
+    answer = Answer(sent=10.0)
     for now, data in [
         (10.5, event("a")),
         (11.0, event("b") + event("")),
@@ -46,7 +46,7 @@ def test_a_stream_means_the_same_wherever_it_is_cut(line_end: bytes) -> None:
     stream = others[0] + event("é\n") + others[1] + event("b") + usage(2, 2) + DONE
     stream = stream.replace(b"\n\n", 2 * line_end)
     for cut in range(len(stream) + 1):
-        answer = StreamedCompletion()
+        answer = Answer()
         answer.feed(stream[:cut], 1.0)
         answer.feed(stream[cut:], 2.0)
         answer.finish(2.0)
@@ -55,7 +55,7 @@ def test_a_stream_means_the_same_wherever_it_is_cut(line_end: bytes) -> None:
 
 def test_a_chat_holds_its_text_in_deltas() -> None:
     deltas: list[dict[str, str] | None] = [{"role": "assistant"}, {"content": ""}, None]
-    answer = StreamedCompletion()
+    answer = Answer()
     for now, delta in enumerate([*deltas, {"content": "a"}, {"content": "b"}]):
         answer.feed(b"data: " + json.dumps({"choices": [{"delta": delta}]}).encode() + b"\n\n", now)
     answer.finish(5.0)
@@ -73,14 +73,14 @@ def test_an_event_in_two_packets_arrives_with_the_second(monkeypatch: pytest.Mon
     with fake_completions(lambda _: (200, [whole[:20], whole[20:], DONE])) as fake:
         fake.step = step = threading.Semaphore(0)
         seen: list[int] = []
-        feed = StreamedCompletion.feed
+        feed = Answer.feed
 
-        def feeding(answer: StreamedCompletion, data: bytes, now: float) -> None:
+        def feeding(answer: Answer, data: bytes, now: float) -> None:
             feed(answer, data, now)
             seen.append(len(answer.event_times))
             step.release()
 
-        monkeypatch.setattr(StreamedCompletion, "feed", feeding)
+        monkeypatch.setattr(Answer, "feed", feeding)
         assert ask(fake.url).error is None
     assert seen == [0, 1, 1]
 
@@ -169,22 +169,22 @@ def test_a_broken_response_is_one_error(response: bytes) -> None:
     assert (answered.error or "").startswith(BROKEN[response])
 
 
-@pytest.mark.parametrize("keeps_open", [True, False])
-def test_requests_that_follow_one_another_share_a_connection(keeps_open: bool) -> None:
+@pytest.mark.parametrize("closes", ["never", "after each answer", "without a word"])
+def test_requests_that_follow_one_another_share_a_connection(closes: str) -> None:
     def respond(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         n_prompt = len(body["prompt"])
         return (
             (200, {"usage": {"prompt_tokens": n_prompt}}) if n_prompt else (429, {"error": "full"})
         )
 
-    async def ask_in_turn(url: str) -> list[StreamedCompletion]:
+    async def ask_in_turn(url: str) -> list[Answer]:
         with closing(Client(Target(url), TIMEOUT)) as client:
             return [await client.ask(b'{"prompt": %s}' % ids) for ids in (b"[7]", b"[]", b"[1, 2]")]
 
     with fake_completions(respond) as fake:
-        fake.closes = not keeps_open
+        fake.closes, fake.says_so = closes != "never", closes != "without a word"
         answers = asyncio.run(ask_in_turn(fake.url))
     assert [answer.error for answer in answers] == [None, "HTTP 429: full", None]
     assert [answer.usage and answer.usage["prompt_tokens"] for answer in answers] == [1, None, 2]
     assert all(answer.e2e > 0 and not answer.event_times for answer in answers[::2])
-    assert len(fake.connections) == (1 if keeps_open else 3)
+    assert len(fake.connections) == (1 if closes == "never" else 3)
