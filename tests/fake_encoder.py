@@ -17,6 +17,7 @@ from tokenizers.processors import TemplateProcessing
 from kvasir.model.bundle import EmbeddingDefaults, ModelBundle
 from kvasir.model.config import Pooling, Projection
 from kvasir.server.engine.encoder.engine import EncoderEngine
+from kvasir.server.engine.encoder.runner import EncoderRunner
 from kvasir.server.engine.encoder.sequence import EncoderSequence, Encoding
 from kvasir.server.engine.sampling import Floats
 from kvasir.server.process.app import create_app
@@ -69,7 +70,7 @@ def output_of(encoding: Encoding, pooling: Pooling, *, tokens: bool = False) -> 
     return values
 
 
-class FakeTextRunner:
+class FakeTextRunner(EncoderRunner):
     """A model of texts, whose runs a test can hold."""
 
     max_runs = 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, processors
 
+from kvasir.model.config import Pooling
 from kvasir.server.engine.encoder.engine import EncoderEngine
 from kvasir.server.engine.encoder.sequence import EncoderSequence, Encoding
 from kvasir.server.engine.sampling import Floats
@@ -30,37 +30,30 @@ from kvasir.server.requests.encoding import EncodingOptions, Side, encode
 from kvasir.server.requests.service import Service
 from kvasir.server.settings import load_settings
 from kvasir.server.telemetry.start_clock import StartClock
-from tests.fake_encoder import pair_tokenizer
+from tests.fake_encoder import FakeTextRunner, pair_tokenizer
 from tests.fake_runner import TIMEOUT
 from tests.serving import fake_bundle, small_tokenizer
 
 
-class FirstTokens:
-    """A runner whose vector of a text is its first token. It runs when it may."""
+class FirstTokens(FakeTextRunner):
+    """A runner whose vector of a text is its first token."""
 
-    max_model_len, max_runs = 64, 1
+    error: Exception | None = None
 
-    def __init__(self) -> None:
-        self.ran: list[int] = []
-        self.may_run, self.has_begun = threading.Event(), threading.Event()
-        self.may_run.set()
-        self.error: Exception | None = None
-
-    def run(self, texts: list[EncoderSequence], *, alone: bool = True) -> list[Floats]:  # noqa: ARG002
-        self.has_begun.set()
-        assert self.may_run.wait(TIMEOUT)
+    def run(self, texts: list[EncoderSequence], *, alone: bool = True) -> list[Floats]:
+        super().run(texts, alone=alone)
         if self.error:
             raise self.error
-        self.ran += [text.prompt_ids[0] for text in texts]
         return [np.array(text.prompt_ids[:1], dtype=np.float32) for text in texts]
 
-    def release_idle_memory(self) -> None:
-        """There is none."""
+    @property
+    def ran(self) -> list[int]:
+        return [text.prompt_ids[0] for text in self.texts]
 
 
 @asynccontextmanager
 async def served(**settings: Any) -> AsyncIterator[tuple[Service, FirstTokens]]:
-    runner = FirstTokens()
+    runner = FirstTokens(Pooling(kind="mean"))
     bundle = fake_bundle()
     service = Service(load_settings(model=bundle.path, **settings), bundle)
     engine = EncoderEngine(runner, token_budget=20, max_num_seqs=2)
@@ -68,7 +61,7 @@ async def served(**settings: Any) -> AsyncIterator[tuple[Service, FirstTokens]]:
     try:
         yield service, runner
     finally:
-        runner.may_run.set()
+        runner.gate.set()
         await service.engine.stop()
 
 
@@ -89,34 +82,34 @@ async def test_vectors_come_in_the_order_of_the_texts() -> None:
 
 async def test_texts_of_a_cancelled_task_never_run() -> None:
     async with served() as (service, runner):
-        runner.may_run.clear()
+        runner.gate.clear()
         task = asyncio.create_task(service.embed(texts([1, 2, 3, 4, 5, 6])))
-        assert await asyncio.to_thread(runner.has_begun.wait, TIMEOUT)
+        assert await asyncio.to_thread(runner.begun.wait, TIMEOUT)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert service.admission.n_inside == 0
-        runner.may_run.set()
+        runner.gate.set()
         await service.embed(texts([7]))
         assert set(runner.ran) < {1, 2, 3, 4, 5, 6, 7}
 
 
 async def test_a_deadline_ends_a_request_that_waits() -> None:
     async with served() as (service, runner):
-        runner.may_run.clear()
+        runner.gate.clear()
         first = asyncio.create_task(service.embed(texts([1])))
-        assert await asyncio.to_thread(runner.has_begun.wait, TIMEOUT)
+        assert await asyncio.to_thread(runner.begun.wait, TIMEOUT)
         abort = service.engine.abort
 
         def aborting(*arguments: Any) -> None:
             abort(*arguments)
-            runner.may_run.set()
+            runner.gate.set()
 
         service.engine.abort = aborting  # type: ignore[assignment,method-assign]
         for seconds in (-1.0, 0.01):
             with pytest.raises(DeadlineExceededError):
                 await service.embed(texts([2], deadline=perf_counter() + seconds))
-        runner.may_run.set()
+        runner.gate.set()
         await first
         assert runner.ran == [1]
 
