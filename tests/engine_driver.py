@@ -21,6 +21,15 @@ def make_sequence(
     return Sequence(sequence_id, prompt_ids, params, ending, 0.0)
 
 
+def sampled_sequence(
+    params: SamplingParams, output_ids: Iterable[int] = (), ending_ids: Iterable[int] = ()
+) -> Sequence:
+    """Return a sequence with so much output, for a sampler without an engine."""
+    sequence = Sequence(0, [1, 2, 3], params, frozenset(ending_ids), 0.0)
+    sequence.output_ids = list(output_ids)
+    return sequence
+
+
 @dataclass
 class Result:
     """Everything that came out for one sequence."""

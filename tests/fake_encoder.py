@@ -18,6 +18,7 @@ from kvasir.model.bundle import ModelBundle
 from kvasir.model.config import Pooling, Projection
 from kvasir.model.records import EmbeddingDefaults
 from kvasir.server.engine.encoder.engine import EncoderEngine
+from kvasir.server.engine.encoder.runner import EncoderRunner
 from kvasir.server.engine.encoder.sequence import EncoderSequence, Encoding
 from kvasir.server.engine.sampling import Floats
 from kvasir.server.process.app import create_app
@@ -70,7 +71,7 @@ def output_of(encoding: Encoding, pooling: Pooling, *, tokens: bool = False) -> 
     return values
 
 
-class FakeTextRunner:
+class FakeTextRunner(EncoderRunner):
     """A model of texts, whose runs a test can hold."""
 
     max_runs = 1

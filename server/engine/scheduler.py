@@ -139,7 +139,8 @@ class Scheduler:
                 self._n_steps = 0
             if sequence.is_scored or not is_last:
                 break
-            room -= self._cost(chunk)
+            n_cached = sequence.n_cached if chunk.begins_prompt else 0
+            room -= self.kv.step_share(count, n_cached, self.chunk_size)
             sequence = self._admit(room, chunks)
         return chunks
 
@@ -160,11 +161,6 @@ class Scheduler:
     def _is_due(self) -> bool:
         """True if a prompt in the background may run in this step."""
         return self._n_steps >= _STEPS_PER_BACKGROUND
-
-    def _cost(self, chunk: Chunk) -> int:
-        """Return the share of a step that a chunk takes, in tokens."""
-        n_copied = chunk.sequence.n_cached if chunk.begins_prompt else 0
-        return self.kv.step_share(chunk.count, n_copied, self.chunk_size)
 
     def _admit(self, room: int, chunks: list[Chunk]) -> Sequence | None:
         """Admit the next sequence of the queue; None if it has to wait.

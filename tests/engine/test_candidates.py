@@ -11,7 +11,7 @@ from kvasir.server.engine.candidates import candidate_logprobs, choose_rows
 from kvasir.server.engine.logits import Candidates
 from kvasir.server.engine.sampler import sample
 from kvasir.server.engine.sampling import Floats, SamplingParams, token_logprobs
-from kvasir.server.engine.sequence import Sequence
+from tests.engine_driver import sampled_sequence
 
 K = 128
 
@@ -63,12 +63,6 @@ def random_params(generator: np.random.Generator) -> SamplingParams:
     )
 
 
-def make_sequence(params: SamplingParams, output_ids: list[int]) -> Sequence:
-    sequence = Sequence(0, [1, 2, 3], params, frozenset({4}), 0.0)
-    sequence.output_ids = list(output_ids)
-    return sequence
-
-
 @pytest.mark.parametrize("vocab", [100, 300, 5000])
 def test_tokens_and_random_numbers_are_those_of_whole_rows(vocab: int) -> None:
     """All parameters in mixed batches; ties; what is undecided has drawn no random number."""
@@ -81,7 +75,8 @@ def test_tokens_and_random_numbers_are_those_of_whole_rows(vocab: int) -> None:
         candidates = candidates_of(logits, params, generator)
         outputs = [generator.integers(vocab, size=generator.integers(6)).tolist() for _ in range(n)]
         here, there = (
-            [make_sequence(*pair) for pair in zip(params, outputs, strict=True)] for _ in range(2)
+            [sampled_sequence(*pair, {4}) for pair in zip(params, outputs, strict=True)]
+            for _ in range(2)
         )
         for _ in range(3):
             found = choose_rows(candidates, list(enumerate(here)), vocab)
@@ -123,7 +118,7 @@ def test_a_peaked_row_is_decided(filters: dict[str, Any]) -> None:
     logits = (generator.standard_normal((200, 5000)) * 3).astype(np.float32)
     logits[:, :30] += 12
     params = [SamplingParams(max_tokens=1, seed=i, **filters) for i in range(200)]
-    sequences = [make_sequence(of, []) for of in params]
+    sequences = [sampled_sequence(of) for of in params]
     candidates = candidates_of(logits, params, generator)
     assert len(choose_rows(candidates, list(enumerate(sequences)), 5000)) > 190
 
@@ -135,7 +130,7 @@ def test_rows_without_finite_logits_are_read_whole(broken: float, temperature: f
     logits = random_rows(generator, 3, 300)
     logits[1] = broken
     params = SamplingParams(max_tokens=1, temperature=temperature, top_k=3)
-    sequences = [make_sequence(params, []) for _ in range(3)]
+    sequences = [sampled_sequence(params) for _ in range(3)]
     candidates = candidates_of(logits, [params] * 3, generator)
     found = choose_rows(candidates, list(enumerate(sequences)), 300)
     assert 1 not in found

@@ -79,14 +79,14 @@ class EngineMachine(RuleBasedStateMachine):
         period: int | None,
     ) -> None:
         # By the longest request, whose prompt counts twice, once in floats.
-        n_needed = 30 * (5 if int8 else 2) + 10
+        largest = 30 * (5 if int8 else 2) + 10
         self.engine, self.runner = make_engine(
             chunk_size,
             cache_blocks,
             speculate=period is not None,
             max_model_len=40,
             max_num_seqs=max_num_seqs,
-            budget_tokens=n_needed + room,
+            budget_tokens=largest + room,
             int8=int8,
             next_token=None if period is None else repeating(period),
         )

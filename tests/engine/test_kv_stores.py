@@ -28,8 +28,8 @@ def sources(budget: int) -> KVStore:
 
 
 def blocks(budget: int) -> KVStore:
-    sizes = {"max_num_seqs": N_ROWS, "max_model_len": LONGEST}
-    return KVBlocks(n_blocks=budget // 4, block_size=4, **sizes)
+    n_blocks = budget // 4
+    return KVBlocks(n_blocks=n_blocks, block_size=4, max_num_seqs=N_ROWS, max_model_len=LONGEST)
 
 
 STORES: dict[str, Callable[[int], KVStore]] = {

@@ -16,17 +16,10 @@ from numpy.typing import NDArray
 from kvasir.server.engine import sampler
 from kvasir.server.engine.sampling import Floats, SamplingParams, token_logprobs
 from kvasir.server.engine.sequence import Sequence
+from tests.engine_driver import sampled_sequence
 
 SHARES = ("top_p", "min_p", "typical_p")
 VOCAB = 700  # more than two of the sampler's blocks, and not a whole number of them
-
-
-def make_sequence(
-    params: SamplingParams, output_ids: list[int] | None = None, ending: set[int] | None = None
-) -> Sequence:
-    sequence = Sequence(0, [1, 2, 3], params, frozenset(ending or ()), 0.0)
-    sequence.output_ids = list(output_ids or [])
-    return sequence
 
 
 def kept_by_definition(logits: NDArray[np.float32], params: SamplingParams) -> dict[int, float]:
@@ -120,7 +113,7 @@ def test_drawn_tokens_equal_the_definition_row_by_row(
 ) -> None:
     logits = random_logits(seed % 1000, len(rows))
     params = [SamplingParams(max_tokens=1, seed=seed + i, **row) for i, row in enumerate(rows)]  # type: ignore[arg-type]
-    tokens = sample(logits, [make_sequence(p) for p in params])
+    tokens = sample(logits, [sampled_sequence(p) for p in params])
     for token, row, p in zip(tokens, logits, params, strict=True):
         assert token in draws_by_definition(row, p, 1)[0]
 
@@ -146,7 +139,7 @@ def test_a_nucleus_is_the_smallest_whatever_the_distribution(
     params = SamplingParams(
         max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
     )
-    sequences = [make_sequence(replace(params, sample_index=i)) for i in range(12)]
+    sequences = [sampled_sequence(replace(params, sample_index=i)) for i in range(12)]
     tokens = sample(np.tile(logits, (12, 1)), sequences)
     for token, expected in zip(tokens, draws_by_definition(logits, params, 12), strict=True):
         assert token in expected
@@ -160,7 +153,7 @@ def test_ties_at_a_threshold_are_all_kept(filters: dict[str, float], vocab: int)
     """Would catch a filter that prefers small ids: two of three equal tokens would do."""
     logits = np.full((1, vocab), -30.0, dtype=np.float32)
     logits[0, [1, 4, 7]] = 2.0
-    sequence = make_sequence(SamplingParams(max_tokens=1, seed=3, **filters))  # type: ignore[arg-type]
+    sequence = sampled_sequence(SamplingParams(max_tokens=1, seed=3, **filters))  # type: ignore[arg-type]
     assert {sample(logits, [sequence])[0] for _ in range(100)} == {1, 4, 7}
 
 
@@ -169,7 +162,7 @@ def test_greedy_takes_the_likeliest_and_leaves_the_logits_alone() -> None:
     before = logits.copy()
     greedy = SamplingParams(max_tokens=1, temperature=0.0, logit_bias={5: 100.0})
     plain = replace(greedy, logit_bias={})
-    assert sample(logits, [make_sequence(p) for p in (plain, greedy, plain)]) == [
+    assert sample(logits, [sampled_sequence(p) for p in (plain, greedy, plain)]) == [
         int(before[0].argmax()),
         5,
         int(before[2].argmax()),
@@ -180,7 +173,7 @@ def test_greedy_takes_the_likeliest_and_leaves_the_logits_alone() -> None:
 def test_draws_follow_the_distribution() -> None:
     """Would catch a generator that is restarted for every token, or a biased search."""
     logits = np.log(np.array([[0.5, 0.25, 0.125, 0.125]], dtype=np.float32))
-    sequence = make_sequence(SamplingParams(max_tokens=1, seed=7))
+    sequence = sampled_sequence(SamplingParams(max_tokens=1, seed=7))
     tokens = [sample(logits, [sequence])[0] for _ in range(4000)]
     drawn = np.array([tokens.count(i) for i in range(4)]) / 4000
     assert np.abs(drawn - [0.5, 0.25, 0.125, 0.125]).max() < 0.03  # four standard deviations
@@ -205,7 +198,7 @@ def test_penalties_and_bias_by_definition() -> None:
     expected[8] -= 2.5
     for _ in range(40):  # compare the whole order: ban the winner, ask again
         token = int(expected.argmax())
-        assert sample(logits, [make_sequence(params, output_ids)]) == [token]
+        assert sample(logits, [sampled_sequence(params, output_ids)]) == [token]
         expected[token] = -np.inf
         params = replace(params, logit_bias={**params.logit_bias, token: -1e9})
 
@@ -215,7 +208,7 @@ def test_min_tokens_bans_endings_until_there_are_enough(n_output: int) -> None:
     logits = np.zeros((1, VOCAB), dtype=np.float32)
     logits[0, 9] = 10.0
     params = SamplingParams(max_tokens=9, temperature=0.0, min_tokens=2)
-    token = sample(logits, [make_sequence(params, [4] * n_output, ending={9})])[0]
+    token = sample(logits, [sampled_sequence(params, [4] * n_output, {9})])[0]
     assert (token == 9) == (n_output >= 2)
 
 
@@ -252,11 +245,11 @@ def test_penalties_keep_up_with_a_growing_output() -> None:
         frequency_penalty=0.6,
         presence_penalty=-0.3,
     )
-    growing = make_sequence(params)
+    growing = sampled_sequence(params)
     for step in range(40):
         logits = random_logits(step % 3)  # the same winners come back
         chosen = sample(logits, [growing])
-        assert chosen == sample(logits, [make_sequence(params, growing.output_ids)])
+        assert chosen == sample(logits, [sampled_sequence(params, growing.output_ids)])
         growing.output_ids += [token for token in chosen if token is not None]
 
 
@@ -268,9 +261,9 @@ def test_a_row_without_a_token_to_choose_is_told_apart_from_its_neighbours(
     """An overflow of the model or a ban of every token does not end the other sequences."""
     logits = random_logits(0, 3)
     params = SamplingParams(max_tokens=1, temperature=temperature)
-    expected = sample(logits, [make_sequence(params) for _ in range(3)])
+    expected = sample(logits, [sampled_sequence(params) for _ in range(3)])
     logits[1] = broken
-    assert sample(logits, [make_sequence(params) for _ in range(3)]) == [
+    assert sample(logits, [sampled_sequence(params) for _ in range(3)]) == [
         expected[0],
         None,
         expected[2],

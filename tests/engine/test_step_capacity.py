@@ -142,17 +142,16 @@ def test_steps_with_streams_keep_to_the_target(name: str, n_decodes: float | Non
         assert load.collector.results[i].token_ids == load.runner.greedy(sequence, 2)
 
 
-@pytest.mark.parametrize("target", [None, 1e-6, 0.03])
-def test_prompts_without_streams_run_in_whole_chunks(target: float | None) -> None:
+@pytest.mark.parametrize(
+    ("target", "n_streams"), [(None, 0), (1e-6, 0), (0.03, 0), (0.0, 4)], ids=str
+)
+def test_prompts_without_streams_or_a_target_run_in_whole_chunks(
+    target: float | None, n_streams: int
+) -> None:
     """Would catch a time to first token that pays for streams that do not exist."""
     load = with_streams(Machine(), target)
-    for i in range(4):
+    for i in range(n_streams, 4):
         load.engine.abort(i)
-    assert [step.n_prefill for step in load.serve(600)] == [CHUNK, CHUNK, 88, 0]
-
-
-def test_no_target_leaves_chunks_as_they_are() -> None:
-    load = with_streams(Machine(), 0.0)
     assert [step.n_prefill for step in load.serve(600)] == [CHUNK, CHUNK, 88, 0]
 
 

@@ -10,28 +10,18 @@ from bisect import insort
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from time import perf_counter
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvasir.server.engine.encoder.sequence import EncoderOutput, EncoderSequence
 from kvasir.server.engine.engine import StepStats
 from kvasir.server.engine.sampling import Floats
 from kvasir.server.engine.sequence import FinishReason, SequenceStatus
 
+if TYPE_CHECKING:  # it imports ONNX Runtime
+    from kvasir.server.engine.encoder.runner import EncoderRunner
+
 TOKEN_BUDGET = 256  # of a run, unless another one is set
 MAX_PADDING = 1.5  # ratio of the positions of a run's rows to its tokens
-
-
-class TextRunner(Protocol):
-    """A model of texts: `EncoderRunner`, or a function in tests."""
-
-    max_model_len: int
-    max_runs: int  # at a time, each with one thread
-
-    def run(self, texts: list[EncoderSequence], *, alone: bool = True) -> list[Floats]:
-        """Return what each text asks for. alone: no other run happens at the same time."""
-
-    def release_idle_memory(self) -> None:
-        """Return memory that only runs need."""
 
 
 class EncoderEngine:
@@ -43,7 +33,7 @@ class EncoderEngine:
 
     def __init__(
         self,
-        runner: TextRunner,
+        runner: EncoderRunner,
         *,
         token_budget: int,
         max_num_seqs: int,

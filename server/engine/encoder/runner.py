@@ -25,8 +25,9 @@ class EncoderRunner:
     """Two sessions: with all threads for one run, and with one thread for each of several runs.
 
     The second one is opened when runs first overlap, and closed when the engine is idle. If the
-    files have changed since, the first session runs these too. fits_16_bits: as the manifest has
-    it. Raises ValueError for a limit that the model cannot meet.
+    files have changed since, the first session runs these too. max_runs: at a time, each with one
+    thread. fits_16_bits: as the manifest has it. Raises ValueError for a limit that the model
+    cannot meet.
     """
 
     def __init__(

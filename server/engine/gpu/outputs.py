@@ -17,23 +17,22 @@ class DeviceOutputs:
     def __init__(
         self, session: onnxruntime.InferenceSession, stream: CudaStream, n_rows: int
     ) -> None:
-        self._outputs = [
-            _Output(value.name, stream, n_rows, int(value.shape[-1]))
+        self._outputs = {
+            value.name: _Output(value.name, stream, n_rows, int(value.shape[-1]))
             for value in session.get_outputs()
             if value.name in ("logits", CANDIDATES_OUTPUT)
-        ]
-        self._by_name = {output.name: output for output in self._outputs}
+        }
 
     def bind(self, binding: onnxruntime.IOBinding, first_row: int, n_rows: int) -> None:
         """Bind the outputs of a run that writes `n_rows` rows from `first_row` on."""
-        for output in self._outputs:
+        for output in self._outputs.values():
             output.bind(binding, first_row, n_rows)
 
     def take(self, n_rows: int) -> Logits:
         """Copy the candidates of all rows, and return those and what reads logits."""
-        packed = self._by_name.get(CANDIDATES_OUTPUT)
+        packed = self._outputs.get(CANDIDATES_OUTPUT)
         candidates = None if packed is None else Candidates.unpack(packed.read(0, n_rows))
-        return Logits(n_rows, self._by_name["logits"].read, candidates)
+        return Logits(n_rows, self._outputs["logits"].read, candidates)
 
 
 class _Output:
