@@ -6,9 +6,8 @@ HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE mean what they mean to hugging
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,83 +15,16 @@ from typing import Any
 from kvasir.model.download.choice import choose_files
 from kvasir.model.download.reference import DownloadError, Reference
 from kvasir.model.download.transfer import CHUNK, INDEX_BYTES, LONGEST_WAIT, digest, read_whole
-from kvasir.model.progress import Progress, interruptible
+from kvasir.model.progress import interruptible
 
 _LEAST_SPEED = 2**14  # bytes a second of a whole file: the library does not show its chunks
 
 
-@dataclass(frozen=True, slots=True)
-class HubModel:
-    """A revision of a model. sizes and hashes: those of its files, none for a copy in the cache."""
-
-    reference: Reference
-    revision: str
-    sizes: dict[str, int]
-    hashes: dict[str, str]
-    cached: Path | None = None
-
-    def pull(self, _: Progress) -> tuple[Path, list[str]]:
-        """Return the folder of its files, which are verified, and their names in it.
-
-        Raises DownloadError.
-        """
-        from huggingface_hub.utils.tqdm import disable_progress_bars  # noqa: PLC0415  of the extra hub
-
-        reference = self.reference
-        if (kept := self.cached) is not None:
-            names = {path.relative_to(kept).as_posix() for path in kept.rglob("*.*")}
-            return kept, choose_files(reference, names, lambda name: (kept / name).read_bytes())
-        if not sys.stderr.isatty():
-            disable_progress_bars()
-        with _in_words(reference):
-
-            def read(name: str) -> bytes:
-                if self.sizes[name] > INDEX_BYTES:
-                    raise DownloadError(f"{reference}: {name} has {self.sizes[name]:,} bytes")
-                return self._download(name, self.revision).read_bytes()
-
-            chosen = choose_files(reference, self.hashes, read)
-            for name in chosen:
-                path = self._download(name, self.revision)
-            folder = path.parents[name.count("/")]
-            # By the name of its branch or tag, which the cache then finds offline.
-            self._download(name, reference.revision)
-        wrong = [name for name in chosen if not _matches(folder / name, self.hashes[name])]
-        for name in wrong:
-            (folder / name).resolve().unlink()
-        if wrong:
-            raise DownloadError(
-                f"{reference}: {', '.join(wrong)} does not match its hash; run this again"
-            )
-        return folder, chosen
-
-    def _download(self, name: str, revision: str | None) -> Path:
-        """Return a file in the hub's cache. Raises DownloadError for more than its size."""
-        import huggingface_hub as hub  # noqa: PLC0415
-        from huggingface_hub.utils.tqdm import tqdm  # noqa: PLC0415
-
-        reference, size = self.reference, self.sizes[name]
-
-        class Bounded(tqdm):
-            n_bytes = 0
-
-            def update(self, n: float | None = 1) -> bool | None:
-                self.n_bytes += int(n or 0)
-                if self.n_bytes > size:
-                    raise DownloadError(f"{reference}: {name} has more than its {size:,} bytes")
-                return bool(super().update(n))
-
-            def update_transfer(self, *_: object, **__: object) -> None:
-                """Ignore what the network brings: only what reaches the file counts."""
-
-            set_transfer_postfix_str = update_transfer
-
-        ask = partial(hub.hf_hub_download, reference.name, name, revision=revision)
-        longest = LONGEST_WAIT + size / _LEAST_SPEED
-        return Path(interruptible(lambda _: ask(tqdm_class=Bounded), longest))
+# Brings a model; returns the folder of its files, which are verified, and their names in it.
+Pull = Callable[[], tuple[Path, list[str]]]
 
 
-def find_hub_model(reference: Reference) -> HubModel:
+def find_hub_model(reference: Reference) -> tuple[str, Pull]:
     """Return the revision that the hub has now, or offline the cache. Raises DownloadError."""
     import huggingface_hub as hub  # noqa: PLC0415  of the extra hub
     from huggingface_hub import constants  # noqa: PLC0415
@@ -107,7 +39,7 @@ def find_hub_model(reference: Reference) -> HubModel:
                 f"is set; run once without it: kvasir pull {reference}"
             )
         folder = Path(cached.removesuffix(name))
-        return HubModel(reference, folder.name, {}, {}, folder)
+        return folder.name, partial(_choose_cached, reference, folder)
     hooks = hub.get_session().event_hooks["response"]
     if _read_small not in hooks:
         hooks.append(_read_small)
@@ -116,7 +48,66 @@ def find_hub_model(reference: Reference) -> HubModel:
     files = info.siblings or ()
     hashes = {f.rfilename: f.lfs.sha256 if f.lfs else f.blob_id or "" for f in files}
     sizes = {f.rfilename: f.size or 0 for f in files}
-    return HubModel(reference, info.sha or "", sizes, hashes)
+    return info.sha or "", partial(_pull, reference, info.sha or "", sizes, hashes)
+
+
+def _choose_cached(reference: Reference, folder: Path) -> tuple[Path, list[str]]:
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*.*")}
+    return folder, choose_files(reference, names, lambda name: (folder / name).read_bytes())
+
+
+def _pull(
+    reference: Reference, revision: str, sizes: dict[str, int], hashes: dict[str, str]
+) -> tuple[Path, list[str]]:
+    from huggingface_hub.utils.tqdm import disable_progress_bars  # noqa: PLC0415  of the extra hub
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    with _in_words(reference):
+
+        def read(name: str) -> bytes:
+            if sizes[name] > INDEX_BYTES:
+                raise DownloadError(f"{reference}: {name} has {sizes[name]:,} bytes")
+            return download(reference, name, sizes[name], revision).read_bytes()
+
+        chosen = choose_files(reference, hashes, read)
+        for name in chosen:
+            path = download(reference, name, sizes[name], revision)
+        folder = path.parents[name.count("/")]
+        # By the name of its branch or tag, which the cache then finds offline.
+        download(reference, name, sizes[name], reference.revision)
+    wrong = [name for name in chosen if not _matches(folder / name, hashes[name])]
+    for name in wrong:
+        (folder / name).resolve().unlink()
+    if wrong:
+        raise DownloadError(
+            f"{reference}: {', '.join(wrong)} does not match its hash; run this again"
+        )
+    return folder, chosen
+
+
+def download(reference: Reference, name: str, size: int, revision: str | None) -> Path:
+    """Return a file in the hub's cache. Raises DownloadError for more than its size."""
+    import huggingface_hub as hub  # noqa: PLC0415
+    from huggingface_hub.utils.tqdm import tqdm  # noqa: PLC0415
+
+    class Bounded(tqdm):
+        n_bytes = 0
+
+        def update(self, n: float | None = 1) -> bool | None:
+            self.n_bytes += int(n or 0)
+            if self.n_bytes > size:
+                raise DownloadError(f"{reference}: {name} has more than its {size:,} bytes")
+            return bool(super().update(n))
+
+        def update_transfer(self, *_: object, **__: object) -> None:
+            """Ignore what the network brings: only what reaches the file counts."""
+
+        set_transfer_postfix_str = update_transfer
+
+    ask = partial(hub.hf_hub_download, reference.name, name, revision=revision)
+    longest = LONGEST_WAIT + size / _LEAST_SPEED
+    return Path(interruptible(lambda _: ask(tqdm_class=Bounded), longest))
 
 
 def _read_small(response: Any) -> None:

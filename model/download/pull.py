@@ -8,19 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvasir.model.download.choice import choose_files
-from kvasir.model.download.hub import HubModel, find_hub_model
+from kvasir.model.download.hub import find_hub_model
 from kvasir.model.download.oci import list_oci
 from kvasir.model.download.reference import DownloadError, Reference
 from kvasir.model.download.s3 import list_s3
-from kvasir.model.download.transfer import INDEX_BYTES, RemoteFile, in_time, read_whole, transfer
+from kvasir.model.download.transfer import INDEX_BYTES, in_time, read_whole, transfer
 from kvasir.model.progress import Progress, interruptible
 
 _LIST_SECONDS = 120.0
-_LISTS: dict[str, Callable[[Reference], HubModel | tuple[str, dict[str, RemoteFile]]]] = {
-    "hf": find_hub_model,
-    "oci": list_oci,
-    "s3": list_s3,
-}
+_LISTS = {"oci": list_oci, "s3": list_s3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +45,14 @@ def find(reference: Reference, cache: Path) -> Found:
     Raises DownloadError, and ModuleNotFoundError for an extra that is not installed.
     """
     try:
-        listed = interruptible(lambda _: _LISTS[reference.scheme](reference), _LIST_SECONDS)
+        if reference.scheme == "hf":
+            revision, pull_hub = interruptible(lambda _: find_hub_model(reference), _LIST_SECONDS)
+            return Found(reference, revision, lambda _: pull_hub())
+        revision, files = interruptible(
+            lambda _: _LISTS[reference.scheme](reference), _LIST_SECONDS
+        )
     except TimeoutError as error:
         raise DownloadError(f"{reference} cannot be listed: {error}; try again later") from None
-    if isinstance(listed, HubModel):
-        return Found(reference, listed.revision, listed.pull)
-    revision, files = listed
     folder = cache / reference.scheme / reference.place.replace(":", "_") / revision
 
     def read(name: str) -> bytes:

@@ -260,13 +260,12 @@ def test_a_file_in_chunks_of_the_hub_is_counted_as_it_is_written(
         return "file"
 
     name, reference = "model.safetensors", Reference("hf", "org/name", "org/name")
-    model = hub.HubModel(reference, "main", {name: len(WEIGHTS)}, {})
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     n_written = len(WEIGHTS)
-    assert model._download(name, "main") == Path("file")
+    assert hub.download(reference, name, len(WEIGHTS), "main") == Path("file")
     n_written += 1
     with pytest.raises(DownloadError, match="more than its"):
-        model._download(name, "main")
+        hub.download(reference, name, len(WEIGHTS), "main")
 
 
 @pytest.mark.parametrize("part", ["/manifests/", "/blobs/"])

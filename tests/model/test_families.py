@@ -14,9 +14,12 @@ import pytest
 from kvasir.model.config import ConfigError, RopeScaling, TransformerConfig
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.families.decoders import DECODERS
+from kvasir.model.importing.families.encoder_decoders import ENCODER_DECODERS
+from kvasir.model.importing.families.encoders import ENCODERS
 from kvasir.model.importing.families.family import NEUTRAL
 from kvasir.model.presets import preset
 from tests.huggingface_checkpoints import FAMILIES as CHECKPOINTS
+from tests.huggingface_checkpoints import transformers
 
 
 def config_of(family: str, **values: Any) -> TransformerConfig:
@@ -256,41 +259,19 @@ def test_the_older_style_of_rotary_parameters_is_the_same(name: str) -> None:
     assert config_of(family, **old) == config_of(family, **new)
 
 
-@pytest.mark.parametrize("family", sorted(DECODERS.keys() - {"granitemoehybrid"}))  # has experts
-def test_a_file_that_leaves_everything_out_has_the_familys_own_shape(family: str) -> None:
-    config = config_of(family)
-    assert config.n_layer >= 12 or family == "bloom"
-    tied = {"gpt2", "opt", "smollm3", "gemma", "gemma2", "gemma3_text", "starcoder2", "falcon"}
-    assert config.tied_embeddings == (family in tied | {"bloom"})
+ALL = DECODERS | ENCODERS | ENCODER_DECODERS
 
 
-@pytest.mark.parametrize(
-    ("family", "field", "expected"),
-    [
-        ("gpt_neox", "rotary_dim", 24),  # a quarter of 96
-        ("gemma", "head_dim", 256),
-        ("gemma", "embedding_scale", math.sqrt(3072)),
-        ("gemma2", "attention_scale", 1 / 16),
-        ("gemma2", "sliding_window_layers", tuple(range(0, 26, 2))),
-        ("gemma2", "logit_softcap", 30.0),
-        ("qwen3", "head_dim", 128),
-        ("qwen2", "sliding_window", None),
-        ("mistral", "sliding_window", 4096),
-        ("mistral", "sliding_window_layers", None),
-        ("smollm3", "rope_theta", 2e6),
-        ("smollm3", "layers_without_rotary", tuple(range(3, 36, 4))),
-        ("phi3", "norm_eps", 1e-5),
-        ("gpt2", "d_ff", 3072),
-        ("qwen3_moe", "n_experts", 128),
-        ("qwen3_moe", "dense_layers", ()),
-        ("gpt_oss", "sliding_window_layers", tuple(range(0, 36, 2))),
-        ("gpt_oss", "n_experts_per_token", 4),
-    ],
-)
-def test_what_a_file_leaves_out_is_the_familys_default(
-    family: str, field: str, expected: object
-) -> None:
-    assert getattr(config_of(family), field) == expected
+@pytest.mark.parametrize("name", sorted(ALL.keys() - {"granitemoehybrid"}))  # which has experts
+def test_what_a_file_leaves_out_is_what_transformers_takes(name: str) -> None:
+    """A config.json leaves out what is the default of its class."""
+    family, values = ALL[name], transformers.AutoConfig.for_model(name).to_dict()
+    tokens: dict[str, Any] = {"bos_token_id": None, "eos_token_ids": []}
+    tokens |= {"target_prefix": (1,)} if family.encoder else {}
+    assert family.config({}, **tokens) == family.config(values, **tokens)
+    if name in DECODERS:
+        for key in ("bos_token_id", "eos_token_id"):
+            assert family.options({})[key] == values[key]
 
 
 EVEN_WINDOWS = {"sliding_window": None, "sliding_window_layers": None}

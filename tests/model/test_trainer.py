@@ -144,22 +144,6 @@ def test_steps_are_chosen_by_the_text_the_network_and_the_warm_up() -> None:
     assert given.completed(100, 1_001, 10**9) == given
 
 
-def test_weight_decay_acts_on_matrices_only(data: TokenData) -> None:
-    """Decaying gains and biases pulls norms towards zero."""
-    trainer = make_trainer(
-        data, position="learned", norm="layernorm", qkv_bias=True, feed_forward_bias=True
-    )
-    decays = {
-        id(parameter): group["weight_decay"]
-        for group in trainer.optimizer.param_groups
-        for parameter in group["params"]
-    }
-    for name, parameter in trainer.decoder.named_parameters():
-        matrix = name.endswith("weight") and "norm" not in name
-        assert decays.pop(id(parameter)) == (SETTINGS.weight_decay if matrix else 0.0), name
-    assert not decays
-
-
 def adamw_by_formula(
     decoder: Transformer, batches: list[Tensor], settings: TrainSettings
 ) -> list[tuple[float, float]]:

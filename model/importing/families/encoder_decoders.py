@@ -227,13 +227,14 @@ def _like_bart(architecture: str, **changes: Any) -> Family:
     return replace(of_both[0], encoder=of_both[1])
 
 
+_MT5_SHAPE = (250112, 512, 1024, 8, 6, None, 512)
 _PRE: dict[str, Any] = {"norm_placement": "pre", "embedding_norm": False}
 ENCODER_DECODERS: dict[str, Family] = {
     "t5": _T5,
     "mt5": replace(
-        _T5, architectures=("MT5ForConditionalGeneration",), scales={},
+        _T5, architectures=("MT5ForConditionalGeneration",), scales={}, shape=_MT5_SHAPE,
         defaults=_T5.defaults | {"feed_forward_proj": "gated-gelu"},
-        encoder=replace(_T5_ENCODER, defaults=_T5_ENCODER.defaults | {
+        encoder=replace(_T5_ENCODER, shape=_MT5_SHAPE, defaults=_T5_ENCODER.defaults | {
             "feed_forward_proj": "gated-gelu"}),
     ),
     "bart": _BART,

@@ -104,8 +104,10 @@ ENCODERS: dict[str, Family] = {
             up="ffn.lin1", down="ffn.lin2", feed_forward_norm="output_layer_norm"),
     ),
     "roberta": _ROBERTA,
-    "xlm-roberta": replace(_ROBERTA, architectures=_architectures("XLMRoberta")),
-    "camembert": replace(_ROBERTA, architectures=_architectures("Camembert")),
+    "xlm-roberta": replace(
+        _ROBERTA, architectures=_architectures("XLMRoberta"), shape=(30522, *_ROBERTA.shape[1:])),
+    "camembert": replace(
+        _ROBERTA, architectures=_architectures("Camembert"), shape=(30522, *_ROBERTA.shape[1:])),
     "mpnet": Family(
         architectures=_architectures("MPNet"),
         shape=(30527, 768, 3072, 12, 12, None, 512), tokens=(None, None),

@@ -35,7 +35,10 @@ def read_gguf_model(source: Path) -> Contents:
         )
     template = gguf.values.get("tokenizer.chat_template")
     if template is None and (beside := source.with_name(CHAT_TEMPLATE_FILE)).is_file():
-        template = read_limited(beside).decode()
+        try:
+            template = read_limited(beside).decode()
+        except UnicodeDecodeError:
+            raise UnsupportedError(f"{beside.name} beside it is not UTF-8 text") from None
     if not isinstance(template, str | None):
         raise UnsupportedError("its key tokenizer.chat_template is not a text")
     if further := sorted(key for key in gguf.values if key.startswith("tokenizer.chat_template.")):
