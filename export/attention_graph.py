@@ -150,7 +150,7 @@ def _add_lens(graph: ir.Graph, indices: ir.Value) -> None:
     select = next(node for node in graph if node.op_type == "Gather" and _reads(node, indices))
     flatten = select.inputs[0].producer() if select.inputs[0] else None
     assert flatten is not None
-    last, known = flatten.inputs[0], {select.outputs[0]}
+    last, reached = flatten.inputs[0], {select.outputs[0]}
     assert last is not None
     nodes: list[ir.Node] = []
     rows = [
@@ -160,9 +160,9 @@ def _add_lens(graph: ir.Graph, indices: ir.Value) -> None:
     nodes.append(ir.node("Concat", rows, {"axis": 0}))
     tail = []
     for node in graph:
-        if known.intersection(node.inputs):
+        if reached.intersection(node.inputs):
             tail.append(node)
-            known.update(node.outputs)
+            reached.update(node.outputs)
     lens = _repeat(tail, select.outputs[0], nodes[-1].outputs[0], nodes)
     graph.insert_after(tail[-1], nodes)
     _add_output(graph, lens, LENS_OUTPUT, ["layers · rows", "vocab_size"])
@@ -185,7 +185,8 @@ def _between_layers(graph: ir.Graph) -> list[ir.Value]:
     outputs: dict[int, ir.Value] = {}
     positions: dict[ir.Value | None, int] = {}
     for position, node in enumerate(graph):
-        own = [int(found[1]) for of in node.inputs if of and (found := _LAYER.search(str(of.name)))]
+        names = (str(value.name) for value in node.inputs if value)
+        own = [int(match[1]) for name in names if (match := _LAYER.search(name))]
         layer = max([-1, *own, *(layers.get(value, -1) for value in node.inputs)])
         for value in node.inputs:
             before = layers.get(value, -1)
@@ -223,7 +224,7 @@ def _spell_out(graph: ir.Graph, node: ir.Node) -> ir.Value:
     joined = constant(graph, "heads_joined", np.array([0, 0, -1]))
     tape = Tape()
     op, axis = tape.op, {"axis": 1}
-    keys, values = (op("Gather", [of, shared], axis) for of in (keys, values))
+    keys, values = (op("Gather", [rows, shared], axis) for rows in (keys, values))
     query = op("Reshape", [query, apart])  # [batch, n, n_head, head_dim]
     scores = op("Einsum", [query, keys], {"equation": "bnhd,bhsd->bhns"})
     weights = op("Softmax", [scores], {"axis": -1})

@@ -128,8 +128,8 @@ def _check_options(
     """Raise ValueError for options that are not for a device or a precision."""
     check_precision(precision, device)
     if kv_cache is not None and (device != "cuda" or kv_cache not in KV_DTYPES):
-        known = ", ".join(KV_DTYPES)
-        raise ValueError(f"no kv cache {kv_cache!r} on {device}; on cuda there are {known}")
+        dtypes = ", ".join(KV_DTYPES)
+        raise ValueError(f"no kv cache {kv_cache!r} on {device}; on cuda there are {dtypes}")
     if not int8_prompts and (device, precision) != ("cpu", "int4"):
         raise ValueError(f"{precision} on {device} has no int8 prompts; only int4 on cpu has")
 
@@ -163,8 +163,8 @@ def _check_encoder(
 def check_precision(precision: str, device: Device) -> None:
     """Raise ValueError for a precision that the device has not."""
     if precision not in PRECISIONS[device]:
-        known = ", ".join(PRECISIONS[device])
-        raise ValueError(f"no precision {precision!r} for {device}; there are {known}")
+        precisions = ", ".join(PRECISIONS[device])
+        raise ValueError(f"no precision {precision!r} for {device}; there are {precisions}")
 
 
 def verify_directory(
@@ -258,5 +258,5 @@ def _describe_source(checkpoint: Checkpoint) -> dict[str, str | int | float]:
     """Return which weights these are, and what their training noted: steps, tokens, hours."""
     progress, path = checkpoint.progress, checkpoint.path.absolute()
     name = path.parent.name if progress else path.name
-    known = {_NOTES[key]: progress[key] for key in _NOTES if progress.get(key) is not None}
-    return {"name": name, "sha256": hash_weights(checkpoint.weight_files), **known}
+    notes = {_NOTES[key]: progress[key] for key in _NOTES if progress.get(key) is not None}
+    return {"name": name, "sha256": hash_weights(checkpoint.weight_files), **notes}

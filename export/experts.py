@@ -34,7 +34,7 @@ def place_experts(model: ir.Model, weights: Weights, precision: str) -> None:
         rows, routes, *parts = cast("tuple[ir.Value, ...]", given)
         tape = Tape()
         if precision != "int8":
-            rows, routes = (tape.op("Concat", [of, of], {"axis": 0}) for of in (rows, routes))
+            rows, routes = (tape.op("Concat", [x, x], {"axis": 0}) for x in (rows, routes))
         attributes = {name: attribute.value for name, attribute in node.attributes.items()}
         if precision == "fp32":
             inputs = [rows, routes, *parts]

@@ -119,7 +119,9 @@ def load_weights(config: TransformerConfig, path: Path) -> Mapping[str, Tensor]:
         values = values.t() if initializer.endswith(TRANSPOSED) else values
         return values / torch.from_numpy(scales[name]) if name in scales else values
 
-    return LazyWeights({name: partial(read, name, of) for name, of in names.items()})
+    return LazyWeights(
+        {name: partial(read, name, initializer) for name, initializer in names.items()}
+    )
 
 
 def _query_scales(
@@ -136,8 +138,8 @@ def _query_scales(
     of_parts = {part: factors, of_source: np.full(1, config.query_scale, dtype=np.float32)}
     # [rows, 1] for matrices
     return {
-        name: of[:, None] if name.endswith("weight") else of
+        name: scales[:, None] if name.endswith("weight") else scales
         for name in names
-        for part, of in of_parts.items()
+        for part, scales in of_parts.items()
         if part in name
     }

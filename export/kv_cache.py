@@ -48,7 +48,7 @@ class KVScales:
         if self._rotates:  # sqrt(x_c² + x_c'²) for both channels of every pair
             keys = torch.hypot(*keys.chunk(2, dim=-1)).repeat(1, 1, 2)
         # A NaN or an infinity is for verification to find.
-        magnitudes = [of.abs().nan_to_num(0.0, 0.0).amax(dim=1) for of in (keys, values)]
+        magnitudes = [rows.abs().nan_to_num(0.0, 0.0).amax(dim=1) for rows in (keys, values)]
         largest = torch.maximum(self._largest[layer], torch.stack(magnitudes).cpu())
         self._largest[layer] = largest
 
@@ -62,7 +62,7 @@ def scale_kv_channels(weights: Weights, config: TransformerConfig, scales: Float
     """Divide keys and values by their scales, and multiply what meets them: logits stay equal."""
     for layer in range(config.n_layer):
         keys, values = scales[2 * layer : 2 * layer + 2]  # [n_kv_head, head_dim]
-        by_query, by_output = (of.repeat(config.n_groups, axis=0) for of in (keys, values))
+        by_query, by_output = (steps.repeat(config.n_groups, axis=0) for steps in (keys, values))
         prefix = f"blocks.{layer}.attention"
         if config.qk_norm:
             weights.scale(f"{prefix}.query_norm.weight", by_query)
@@ -98,8 +98,8 @@ def quantize_kv_cache(model: ir.Model, config: TransformerConfig, *, whole_layer
             in_floats[position] = floats
             running.type = ir.TensorType(ir.DataType.INT8)
         inputs[-2:] = [scale, scale]
-        made = [value for one in part for value in one.outputs if value not in node.outputs[1:]]
-        read = [of for of in made if any(user not in part for user, _ in of.uses())]
+        made = [value for inner in part for value in inner.outputs if value not in node.outputs[1:]]
+        read = [value for value in made if any(user not in part for user, _ in value.uses())]
         branches = {
             "then_branch": _branch(part, node, inputs, read, config, f"decode.{layer}"),
             "else_branch": _branch(part, node, in_floats, read, config, f"{PROMPT}{layer}"),
@@ -161,7 +161,7 @@ def _branch(
     shape, dtype = (1, config.n_kv_head, 0, config.head_dim), np.float32 if decodes else np.int8
     nothing = ir.tensor(np.zeros(shape, dtype=dtype))
     constants = [ir.node("Constant", [], attributes={"value": nothing}) for _ in rows]
-    empty = [of.outputs[0] for of in constants]
+    empty = [constant.outputs[0] for constant in constants]
     outputs = [copies[value] for value in read] + (rows + empty if decodes else empty + rows)
     kinds = [ir.DataType.INT8] * 2 + [ir.DataType.FLOAT] * 2
     types = [value.type for value in read] + [ir.TensorType(kind) for kind in kinds]

@@ -89,7 +89,9 @@ def export_paged_graph(
     """
     on_webgpu = device == "webgpu"
     dtype = torch.float16 if on_webgpu else DTYPES[precision]
-    inputs = {n: of for n, of in RUN_INPUTS.items() if not (on_webgpu and n == _NOT_IN_WEBGPU)}
+    inputs = dict(RUN_INPUTS)
+    if on_webgpu:
+        del inputs[_NOT_IN_WEBGPU]
     check_pageable(config)
     converted = Weights(weights, dtype)
     if kv_cache is not None:
@@ -99,8 +101,8 @@ def export_paged_graph(
     decoder = make_skeleton(config, dtype)
     for name, module in decoder.named_modules():
         if isinstance(module, Attention) and config.qk_norm and not config.qk_norm_across_heads:
-            norms = (converted.read(f"{name}.{of}_norm.weight") for of in ("query", "key"))
-            module.norms_in_operator = all(bool((of == of[0]).all()) for of in norms)
+            norms = (converted.read(f"{name}.{kind}_norm.weight") for kind in ("query", "key"))
+            module.norms_in_operator = all(bool((norm == norm[0]).all()) for norm in norms)
     kv_dtype = dtype if kv_cache is None else KV_DTYPES[kv_cache]
     blocks: list[int | str] = ["num_blocks", KV_BLOCK_SIZE, config.n_kv_head, config.head_dim]
     model = trace(decoder, converted, PagedInputs, inputs, (kv_dtype, blocks))

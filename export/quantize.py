@@ -262,5 +262,5 @@ class _Int8:
         shapes = weight.shape.numpy(), [_sizes(weight)[1]]
         if weight.name == _EMBEDDING:
             rounder = quantize_rows
-        of = self._graph, self._weights, weight
-        return rounded_weight(*of, "int8", rounder, torch.int8, shapes)
+        graph, weights = self._graph, self._weights
+        return rounded_weight(graph, weights, weight, "int8", rounder, torch.int8, shapes)

@@ -66,7 +66,7 @@ def owner_of(node: ir.Node) -> ir.Graph:
 def branches(graph: ir.Graph) -> list[ir.Graph]:
     """Return both branches of every `If`."""
     choices = (node for node in graph if node.op_type == "If")
-    return [of.as_graph() for node in choices for of in node.attributes.values()]
+    return [branch.as_graph() for node in choices for branch in node.attributes.values()]
 
 
 def name_inner_values(graph: ir.Graph) -> None:
@@ -100,7 +100,7 @@ def take_branch(choice: ir.Node, name: str) -> None:
     for attribute in choice.attributes.values():  # else what only branches used looks used
         for node in attribute.as_graph():
             node.resize_inputs(0)
-    unused = [node for node in nodes if not any(of.uses() for of in node.outputs)]
+    unused = [node for node in nodes if not any(value.uses() for value in node.outputs)]
     graph.remove(unused, safe=True)
 
 

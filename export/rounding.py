@@ -62,8 +62,8 @@ def quantize_blocks(matrix: Tensor, bits: int = 4) -> tuple[Tensor, Tensor]:
     scales = (largest / -reach).masked_fill_(largest == 0.0, SMALLEST_SCALE)
     if bits == 4:
         sizes, some = largest.abs(), slice(None, None, -(-len(blocks) // 16))
-        found = _earlier_scales(blocks[some], sizes[some], scales[some])
-        if not torch.equal(found, scales[some]):  # a matrix was rounded as a whole, or not at all
+        earlier = _earlier_scales(blocks[some], sizes[some], scales[some])
+        if not torch.equal(earlier, scales[some]):  # a matrix was rounded as a whole, or not at all
             scales = _earlier_scales(blocks, sizes, scales)
     integers = (blocks / scales).round_().clamp_(-reach, reach - 1).add_(reach).to(torch.uint8)
     packed = integers if bits == 8 else integers[..., ::2] | integers[..., 1::2] << 4
@@ -77,16 +77,16 @@ def _earlier_scales(blocks: Tensor, largest: Tensor, scales: Tensor) -> Tensor:
     often has 7. The scale is then largest / n for that n from 8 to 1. In float32 a product of four
     bits and a scale of at most 20 is exact, and so is the quotient.
     """
-    found, scales = torch.zeros(scales.numel(), dtype=torch.bool), scales.clone()
+    is_done, scales = torch.zeros(scales.numel(), dtype=torch.bool), scales.clone()
     rows, flat = blocks.reshape(-1, BLOCK), scales.view(-1)
     for n in range(8, 0, -1):
         scale = flat if n == 8 else (largest / n).clamp(min=SMALLEST_SCALE).view(-1)
-        exact = ~found
+        exact = ~is_done
         for part in (slice(0, 4), slice(4, None)):  # few blocks get past the first
             chosen = exact.nonzero()[:, 0]
-            values, of = rows[chosen, part], scale[chosen, None]
-            integers = (values / of).round_().clamp_(-8, 7)
-            exact[chosen] = (integers * of == values).all(dim=1)
+            values, steps = rows[chosen, part], scale[chosen, None]
+            integers = (values / steps).round_().clamp_(-8, 7)
+            exact[chosen] = (integers * steps == values).all(dim=1)
         flat[exact] = scale[exact]
-        found |= exact
+        is_done |= exact
     return scales

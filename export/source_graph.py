@@ -78,7 +78,7 @@ def encoder_weights(
     own = {name: name.removeprefix("encoder.") for name in weights if name.startswith("encoder.")}
     if config.shared_embedding:
         own["embedding.weight"] = "embedding.weight"
-    makers = {of: partial(weights.__getitem__, name) for name, of in own.items()}
+    makers = {name: partial(weights.__getitem__, stored) for stored, name in own.items()}
     kinds = ("weight", "bias") if config.qkv_bias else ("weight",)
     return LazyWeights(makers | {f"{_MADE}.{kind}": partial(stack, kind) for kind in kinds})
 

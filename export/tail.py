@@ -47,7 +47,7 @@ def add_candidates(graph: ir.Graph, vocab_size: int) -> None:
     if parts > 1:
         of_row = whole("row", -1, parts * k)
         firsts = whole("firsts", *np.repeat(np.arange(parts) * (vocab_size // parts), k).tolist())
-        values, ids = (add("Reshape", of, of_row).outputs[0] for of in (values, ids))
+        values, ids = (add("Reshape", x, of_row).outputs[0] for x in (values, ids))
         values, places = largest(values)
         ids = add("GatherElements", add("Add", ids, firsts).outputs[0], places, axis=1).outputs[0]
     first, one = whole("first", 0), whole("one", 1)

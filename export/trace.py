@@ -130,7 +130,7 @@ def trace_module(
     def is_traced(name: str) -> bool:
         return (_layer_of(name) or 0) < len(firsts)
 
-    traced = {name: of for name, of in tensors.items() if is_traced(name)}
+    traced = {name: spec for name, spec in tensors.items() if is_traced(name)}
     model, parameters = _export(module, traced, list(filter(is_traced, outputs)))
     network.blocks = blocks
     graph = model.graph
@@ -195,16 +195,18 @@ def _export(
 def _kind_of(block: nn.Module) -> str:
     """Return what the nodes of a block depend on: equal for blocks that become equal graphs."""
     modules = [
-        (name, type(of), {key: value for key, value in vars(of).items() if key[0] != "_"})
-        for name, of in block.named_modules()
+        (name, type(part), {key: value for key, value in vars(part).items() if key[0] != "_"})
+        for name, part in block.named_modules()
     ]
-    return repr((modules, [(name, of.shape) for name, of in block.named_parameters()]))
+    return repr(
+        (modules, [(name, parameter.shape) for name, parameter in block.named_parameters()])
+    )
 
 
 def _layer_of(name: str) -> int | None:
     """Return the layer that a parameter, or an input or output of the graph, belongs to."""
-    found = _LAYER.search(name)
-    return int(found[2]) if found else None
+    match = _LAYER.search(name)
+    return int(match[2]) if match else None
 
 
 def _repeat_layers(
@@ -222,9 +224,9 @@ def _repeat_layers(
     owners |= {node.outputs[0]: layer for layer, node in enumerate(begins)}
     nodes: list[list[onnx_ir.Node]] = [[] for _ in begins]
     for node in graph:  # those that read no layer's input, parameters or cache are shared
-        found = {owners[value] for value in node.inputs if value in owners}
-        if found and node not in marks:
-            (layer,) = found
+        layers = {owners[value] for value in node.inputs if value in owners}
+        if layers and node not in marks:
+            (layer,) = layers
             nodes[layer].append(node)
             owners |= dict.fromkeys(node.outputs, layer)
     x, copies = cast("onnx_ir.Value", begins[0].inputs[0]), list[onnx_ir.Node]()

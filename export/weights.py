@@ -28,18 +28,19 @@ class Weights:
         """Multiply a parameter by factors that broadcast to it."""
         self._factors[name].append(torch.from_numpy(factors))
 
-    def slices(self, name: str) -> Iterator[Tensor]:
-        """Return some rows after others in float32, which may be overwritten."""
-        return self._slices(name, self._stored[name])
+    def slices(self, name: str, stored: Tensor | None = None) -> Iterator[Tensor]:
+        """Return some rows after others in float32, which may be overwritten.
 
-    def _slices(self, name: str, stored: Tensor) -> Iterator[Tensor]:
+        stored: the parameter, if it has been read.
+        """
+        stored = self._stored[name] if stored is None else stored
         n_rows = len(stored)
         step = max(1, _SLICE * n_rows // max(1, stored.numel()))
-        factors = [of.expand(n_rows, *of.shape[1:]) for of in self._factors[name]]
+        factors = [factor.expand(n_rows, *factor.shape[1:]) for factor in self._factors[name]]
         for start in range(0, n_rows, step):
             rows = stored[start : start + step].to(torch.float32, copy=True)
-            for of in factors:
-                rows *= of[start : start + step]
+            for factor in factors:
+                rows *= factor[start : start + step]
             yield rows if self.dtype == torch.float32 else rows.to(self.dtype).float()
 
     def read(self, name: str, *, transposed: bool = False) -> Tensor:
@@ -49,7 +50,7 @@ class Weights:
             return stored.contiguous()
         result = torch.empty(stored.shape[::-1] if transposed else stored.shape, dtype=self.dtype)
         rows_of_result, start = result.t() if transposed else result, 0
-        for rows in self._slices(name, stored):
+        for rows in self.slices(name, stored):
             rows_of_result[start : start + len(rows)] = rows
             start += len(rows)
         return result

@@ -29,10 +29,17 @@ def attackers() -> Iterator[Child]:
 
 
 @pytest.fixture(scope="module")
-def usual() -> Iterator[Attacked]:
-    """A server for most attacks, one after the other, and the clients beside them."""
-    with _serving("nothing") as attacked:
-        yield attacked
+def usual(attackers: Child) -> Iterator[Attacked]:
+    """A server for most attacks, one after the other, and the clients beside them.
+
+    It ends in the middle of all attacks at once.
+    """
+    with _serving("nothing") as (server, watch):
+        yield server, watch
+        names = [name for name in SHORT if ATTACKS[name].is_usual]
+        attackers.tell(job(names, server, 0, few=True))
+        server.popen.terminate()
+        assert server.popen.wait(TIMEOUT) == 0
 
 
 @contextmanager
@@ -59,14 +66,6 @@ def test_a_server_stands(name: str, usual: Attacked, attackers: Child) -> None:
         assert row.lost + row.told.get("lost", []) + server.errors == []
         assert (row.grown or 0) < MOST_GROWTH
         assert row.told["tried"] >= 0.8 * ATTACKS[name].few
-
-
-def test_a_server_ends_in_the_middle_of_attacks() -> None:
-    names = [name for name in SHORT if ATTACKS[name].is_usual]
-    with serving(names, ROOT) as server, attacking() as attackers:
-        attackers.tell(job(names, server, 0, few=True))
-        server.popen.terminate()
-        assert server.popen.wait(TIMEOUT) == 0
 
 
 def test_every_route_with_a_body_gets_malformed_ones() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -59,13 +60,9 @@ class LayeredDecoder:
         sources: of a decoder with an encoder, the vectors of each row's, as `encode` returns them.
         """
         groups: list[list[int]] = []
-        for i, row in enumerate(rows):
-            last = groups[-1] if groups else []
-            alike = last and len(rows[last[0]]) == len(row)
-            if alike and (len(last) + 1) * len(row) <= _TOKENS:
-                last.append(i)
-            else:
-                groups.append([i])
+        for length, places in groupby(range(len(rows)), lambda i: len(rows[i])):
+            alike, size = list(places), max(1, _TOKENS // length)
+            groups += [alike[i : i + size] for i in range(0, len(alike), size)]
         batches = [torch.from_numpy(np.stack([rows[i] for i in group])) for group in groups]
         table = self._weights["embedding.weight"]  # once: it may be made of rounded ones
         hidden = [self._embed(table, batch) for batch in batches]

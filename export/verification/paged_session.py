@@ -94,15 +94,15 @@ class PagedSession:
         )
         shaped = np.zeros((*tokens.shape, self._vocab_size), dtype=np.float32)
         if with_logits:
-            shaped[real] = found = logits[:]
+            shaped[real] = rows = logits[:]
             if logits.candidates is not None:
-                _check(logits.candidates, found[-1])
+                _check(logits.candidates, rows[-1])
         return shaped
 
 
 def _check(candidates: Candidates, row: Floats) -> None:
     """Raise VerificationError if the last candidates are not those of `row`, the last logits."""
-    ids, largest, *totals = (of[-1] for of in candidates)
+    ids, largest, *totals = (field[-1] for field in candidates)
     total = np.logaddexp.reduce(row, dtype=np.float64)
     if (
         np.isfinite(total)

@@ -80,13 +80,10 @@ def sample_pairs(checkpoint: Checkpoint, file: Path | None, precision: str) -> S
     tokenizer, ends = checkpoint.tokenizer, checkpoint.config.eos_token_ids[:1]
     sources = encode([source for source, _ in pairs], tokenizer, add_special_tokens=True)
     targets = encode([target for _, target in pairs], tokenizer)
-    both = zip(
-        (np.array(of.ids) for of in sources), (np.array(of.ids) for of in targets), strict=True
-    )
     kept = [
-        (source, np.append(target, ends).astype(np.int64))
-        for source, target in both
-        if len(source) * len(target)
+        (np.array(source.ids), np.append(target.ids, ends).astype(np.int64))
+        for source, target in zip(sources, targets, strict=True)
+        if source.ids and target.ids
     ]
     if not kept:
         raise ValueError(f"{name} has no tokens to measure on; give --text FILE")

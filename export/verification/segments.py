@@ -125,7 +125,7 @@ class SegmentedGraph:
         """Return what the decoder reads of the sources of each case."""
         if not any(case.sources for case in cases):
             return [{} for _ in cases]
-        session, found = open_cpu_session(self._encoder), list[Arrays]()
+        session, encoded = open_cpu_session(self._encoder), list[Arrays]()
         names = cache_names(SOURCE_OUTPUT, self._config.n_layer)
         for case in followed(cases, "encoding in ONNX Runtime", progress):
             inputs, ends = pack([source.tolist() for source in case.sources])
@@ -138,8 +138,8 @@ class SegmentedGraph:
                 rows[:, i, :, : lengths[i]] = of_source.transpose(1, 2, 0, 3)
             arrays: Arrays = dict(zip(names, rows, strict=True))
             arrays |= {"source_seqlens_k": lengths - 1}
-            found.append(arrays | {"source_total_length": np.array(lengths.max())})
-        return found
+            encoded.append(arrays | {"source_total_length": np.array(lengths.max())})
+        return encoded
 
     def _run(
         self,
@@ -194,15 +194,18 @@ def _cut(graph: onnx_ir.Graph) -> list[_Segment]:
 
     A node that does not depend on tokens belongs to every segment that needs it.
     """
-    captured, inputs = analyze_implicit_usage(graph), {str(of.name): of for of in graph.inputs}
-    caches = {of for name, of in inputs.items() if name.partition(".")[0] in CACHE_OUTPUTS}
+    captured, inputs = (
+        analyze_implicit_usage(graph),
+        {str(value.name): value for value in graph.inputs},
+    )
+    caches = {value for name, value in inputs.items() if name.partition(".")[0] in CACHE_OUTPUTS}
     of_tokens, of_choice = {inputs["input_ids"]}, {inputs["logits_indices"]}
     order: list[onnx_ir.Node] = []  # of the nodes that depend on tokens
     starts: list[int] = []  # of attentions and of the head, in this order
     last_reader: dict[onnx_ir.Value, int] = {}
     for node in graph:
-        branches = [of.as_graph() for of in node.attributes.values() if of.type == _GRAPH]
-        reads = {of for of in node.inputs if of}.union(*(captured[branch] for branch in branches))
+        parts = (part.as_graph() for part in node.attributes.values() if part.type == _GRAPH)
+        reads = {value for value in node.inputs if value}.union(*(captured[part] for part in parts))
         if reads & of_tokens:
             if reads & caches or (reads & of_choice and not of_tokens & of_choice):
                 starts.append(len(order))
@@ -214,7 +217,9 @@ def _cut(graph: onnx_ir.Graph) -> list[_Segment]:
     crossing, alive = list[list[str]](), list[onnx_ir.Value]()  # by the node after the cut
     for place, node in enumerate(order):
         crossing.append([str(value.name) for value in alive])
-        alive = [of for of in (*alive, *node.outputs) if last_reader.get(of, place) > place]
+        alive = [
+            value for value in (*alive, *node.outputs) if last_reader.get(value, place) > place
+        ]
     # The last of the best: between two layers and not between the halves of one.
     cuts = [
         min(range(start, before, -1), key=lambda place: len(crossing[place]))
@@ -231,8 +236,11 @@ def _cut(graph: onnx_ir.Graph) -> list[_Segment]:
 
 def _set_type(value: onnx_ir.Value, arrays: Sequence[NDArray[Any]]) -> None:
     """Give a value the type of examples, with the sizes that they share."""
-    sizes = [set(of) for of in zip(*(array.shape for array in arrays), strict=True)]
-    shape = [of.pop() if len(of) == 1 else f"{value.name}.{i}" for i, of in enumerate(sizes)]
+    axes = [set(sizes) for sizes in zip(*(array.shape for array in arrays), strict=True)]
+    shape = [
+        sizes.pop() if len(sizes) == 1 else f"{value.name}.{axis}"
+        for axis, sizes in enumerate(axes)
+    ]
     value.dtype = onnx_ir.DataType.from_numpy(arrays[0].dtype)
     value.shape = onnx_ir.Shape(shape)
 

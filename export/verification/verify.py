@@ -91,11 +91,11 @@ class Verifier:
             self.compute(progress)
         tests, rows = self._plan.tests, self._plan.rows
         runs = [(test, step) for test in tests for step in test.case.steps]
-        found = run([test.case for test in tests], progress)
+        results = run([test.case for test in tests], progress)
         tally, logits = _Tally(), list[Tensor]()
         wanted = list[tuple[int, int]]()  # rows and positions
         labels, spans = list[int](), list[tuple[bool, int]]()
-        for done, ((test, step), of_step) in enumerate(zip(runs, found, strict=True), 1):
+        for done, ((test, step), of_step) in enumerate(zip(runs, results, strict=True), 1):
             places = test.wanted(step)
             wanted += places
             labelled = test.for_perplexity
@@ -155,15 +155,15 @@ class _Tally:
         self.n_labels += int((labels != _NO_LABEL).sum())
         rows, is_label = torch.tensor([row for row, _ in places]), labels != _NO_LABEL
         self.labelled.update(rows[is_label].tolist())
-        for missed, of in zip(self.missed, (expected, actual), strict=True):
-            missed.update(rows[is_label & (of.argmax(dim=1) != labels)].tolist())
-        variance, mean = (of.item() for of in torch.var_mean(expected, correction=0))
+        for missed, logits in zip(self.missed, (expected, actual), strict=True):
+            missed.update(rows[is_label & (logits.argmax(dim=1) != labels)].tolist())
+        variance, mean = (moment.item() for moment in torch.var_mean(expected, correction=0))
         self.n_logits += expected.numel()
         self.sums += expected.numel() * np.array([mean, variance + mean**2])
         losses = torch.stack(
             [
-                functional.cross_entropy(of, labels, ignore_index=_NO_LABEL, reduction="none")
-                for of in (expected, actual)
+                functional.cross_entropy(logits, labels, ignore_index=_NO_LABEL, reduction="none")
+                for logits in (expected, actual)
             ]
         ).double()
         self.losses += losses.sum(dim=1).numpy()
@@ -171,7 +171,7 @@ class _Tally:
         errors = actual - expected
         error = torch.linalg.vector_norm(errors, torch.inf).item()
         self.largest_error = float(np.maximum(self.largest_error, error))  # max() may pass a NaN
-        squares = torch.stack([of.var(dim=1, correction=0) for of in (errors, expected)], dim=1)
+        squares = torch.stack([rows.var(dim=1, correction=0) for rows in (errors, expected)], dim=1)
         for span, pair in zip(spans, squares.numpy(), strict=True):
             self.by_span[span] += pair
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import yaml
 
-from tests.deploy.helm_render import render
-
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = "registry.example.com/kvasir"
 
@@ -24,6 +22,10 @@ class SkippedError(Exception):
 
 class FailedError(Exception):
     """A failed check, and the reason."""
+
+
+class RenderError(Exception):
+    """An error message of Helm."""
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -53,6 +55,18 @@ def fail_on_first(found: Iterator[str], place: str = "") -> None:
 
 
 def rendered(root: Path, values: dict[str, Any], release: str = "kvasir") -> list[dict[str, Any]]:
-    """Render the chart with values and, unless they have one, an image."""
+    """Render the chart, its test too, with values and, unless they have one, an image.
+
+    Raises RenderError.
+    """
+    import helm_python  # noqa: PLC0415
+
     image = {"repository": IMAGE} | values.get("image", {})
-    return render(root / "helm", values | {"image": image}, release)
+    try:
+        texts = helm_python.Chart.load(root / "helm").render(
+            values | {"image": image}, name=release, namespace="default"
+        )
+    except helm_python.HelmError as error:
+        raise RenderError(str(error).strip()) from None
+    yamls = (text for path, text in texts.items() if path.endswith(".yaml"))
+    return [document for text in yamls for document in yaml.safe_load_all(text) if document]

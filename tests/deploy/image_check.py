@@ -23,8 +23,8 @@ from typing import Any
 
 from kvasir.loadtest.sse_client import Target, complete
 from kvasir.server.process.local_server import run_server
+from tests.deploy.checking import ROOT, FailedError
 
-ROOT = Path(__file__).resolve().parents[2]
 BASE = "localhost/kvasir-base"
 OF_THE_BASE = "python3,python3-venv,ca-certificates"
 FOR_PIP = ("/etc/ssl/certs", "/etc/pip.conf")  # of this machine, mounted during the build
@@ -39,10 +39,6 @@ mount -t tmpfs tmpfs "$1/tmp" && mount --bind /dev "$1/dev" && root=$1 user=$2 &
 if touch "$root/written" 2>/dev/null; then echo "the root is not read-only" >&2; exit 1; fi &&
 exec chroot --userspec="$user" "$root" env -i "$@"
 """
-
-
-class FailedError(Exception):
-    """A defect of an image, or a failed build."""
 
 
 def run_command(*command: str | Path) -> str:

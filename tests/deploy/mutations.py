@@ -17,8 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from tests.deploy.checking import ROOT, FailedError, SkippedError
-from tests.deploy.helm_render import RenderError
+from tests.deploy.checking import ROOT, FailedError, RenderError, SkippedError
 from tests.deploy.validate import CHECKS
 
 TABLE = Path(__file__).with_suffix(".yaml")

@@ -31,14 +31,10 @@ def run(*command: str | Path, cwd: Path | str = ROOT) -> str:
 def environment(name: str, *packages: str | Path) -> Path:
     """Make an environment with packages, and return the folder of its commands."""
     venv.create(BUILD / name, clear=True, with_pip=True)
-    pip: list[str | Path] = [
-        BUILD / name / "bin/pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-    ]
-    run(*pip, "-c", ROOT / "constraints.txt", *packages)
-    return BUILD / name / "bin"
+    commands = BUILD / name / "bin"
+    options = ("--quiet", "--disable-pip-version-check", "-c", ROOT / "constraints.txt")
+    run(commands / "pip", "install", *options, *packages)
+    return commands
 
 
 def main() -> None:
@@ -57,23 +53,14 @@ def main() -> None:
     assert packages == {"kvasir"}, packages
     with tempfile.TemporaryDirectory() as empty:
         text = run(stranger / "python", "-c", _LIBRARY, cwd=empty)
-        command: list[str | Path] = [
-            "env",
-            "-C",
-            empty,
-            stranger / "kvasir",
-            "serve",
-            "--host",
-            "127.0.0.1",
-        ]
-        with run_server([*command, "--port", "0"]) as ready:
+        serve = (stranger / "kvasir", "serve", "--host", "127.0.0.1", "--port", "0")
+        with run_server(["env", "-C", empty, *serve]) as ready:
             body = {"prompt": "def ", "max_tokens": 4, "temperature": 0}
             url = f"http://127.0.0.1:{ready['port']}/v1/completions"
             with urlopen(Request(url, json.dumps(body).encode())) as answer:
                 served = json.load(answer)["choices"][0]["text"]
     assert text == served + "\n", (text, served)
     run(stranger / "pip", "uninstall", "--yes", "onnxruntime")
-    serve: list[str | Path] = [stranger / "kvasir", "serve"]
     refused = subprocess.run(serve, capture_output=True, text=True, check=False)
     assert refused.returncode == 1, refused
     assert refused.stderr.endswith("install it with: pip install 'kvasir-lm[cpu]'\n"), refused

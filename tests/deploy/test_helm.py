@@ -17,7 +17,6 @@ from kvasir.server.api.routes import ROUTES
 from kvasir.server.errors import StartupError
 from kvasir.server.settings import PREFIX, load_settings
 from tests.deploy.chart_relations import INTERNAL, is_below
-from tests.deploy.helm_render import RenderError, render
 from tests.deploy.helm_schema import settings_schema
 from tests.fake_encoder import encoder_app, encoder_bundle
 from tests.live import KEY, Live, live, live_app
@@ -106,18 +105,3 @@ def test_the_chart_s_test_asks_an_encoder_for_what_it_does(labels: tuple[str, ..
         done = run_chart_test(server)
     assert done.returncode == 0, done.stderr
     assert len(runner.texts) == 1
-
-
-@pytest.mark.parametrize("hint", ["", "\\n\\nUse --debug flag to render out invalid YAML"])
-def test_an_error_of_the_command_ends_with_the_reason(
-    hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    helm = tmp_path / "helm"
-    helm.write_text(
-        f"#!/bin/sh\nprintf 'Error: values are wrong:\\n- at one: much{hint}\\n' >&2\nexit 1\n"
-    )
-    helm.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    with pytest.raises(RenderError) as raised:
-        render(tmp_path, {})
-    assert str(raised.value) == "Error: values are wrong:\n- at one: much"

@@ -9,11 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from http.client import HTTPConnection
 from pathlib import Path
 from threading import Event, Thread
 from time import perf_counter, sleep
 from typing import Any
+from urllib.request import urlopen
 
 import psutil
 
@@ -78,14 +78,10 @@ class Victim:
         self.errors.clear()  # a model that is refused is one
 
     def _has_loaded(self) -> bool:
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=_START_SECONDS)
-        try:
-            connection.request("GET", "/health/startup")
-            return connection.getresponse().status == 200
-        except OSError:
-            return False
-        finally:
-            connection.close()
+        url = f"http://127.0.0.1:{self.port}/health/startup"
+        with suppress(OSError), urlopen(url, timeout=_START_SECONDS) as answer:
+            return bool(answer.status == 200)
+        return False
 
     def _read_log(self) -> None:
         assert self.popen.stderr is not None
