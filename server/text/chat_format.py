@@ -107,9 +107,7 @@ class ChatFormat:
         One after the first turn becomes part of the user's turn there, if it has to.
         """
         n_first = sum(1 for _ in takewhile(lambda message: message["role"] == "system", messages))
-        late = {
-            i for i, message in enumerate(messages) if i > n_first and message["role"] == "system"
-        }
+        late = {i for i, m in enumerate(messages) if i > n_first and m["role"] == "system"}
         if self._takes_late_system or not late:
             return messages
         placed: list[Message] = []

@@ -17,7 +17,8 @@ from kvasir.model.records import GenerationDefaults
 from kvasir.server.api.other_servers import IGNORED, NO_OPS
 from kvasir.server.text.detokenizer import token_name
 from kvasir.server.text.fill_in_middle import FORMS, FillInMiddle
-from tests.dialects import COMPLETIONS, JSON, joined, post, stream
+from tests.chats import LONG, chatting
+from tests.dialects import CHAT, COMPLETIONS, JSON, joined, post, stream
 from tests.fake_runner import FakeRunner
 from tests.serving import (
     EOS,
@@ -539,63 +540,40 @@ async def test_prompt_logprobs_are_the_models_own() -> None:
 async def test_special_tokens_show_if_they_are_not_skipped() -> None:
     tagged = Tokenizer.from_str(tokenizer.to_str())
     tagged.add_special_tokens(["<|tag|>"])
-    tag = tagged.token_to_id("<|tag|>")
-    assert tag is not None
-    text = [*tagged.encode("def").ids, tag, *tagged.encode(" read").ids, EOS]
-    bundle = replace(fake_bundle(), tokenizer=tagged)
-    for path, prompt in (
-        ("/v1/completions", {"prompt": [5]}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
-    ):
-        n_prompt = None
-
-        def next_token(prefix: list[int]) -> int:
-            nonlocal n_prompt
-            n_prompt = len(prefix) if n_prompt is None else n_prompt
-            return text[min(len(prefix) - n_prompt, len(text) - 1)]
-
-        texts = []
-        async with serving(FakeRunner(VOCAB_SIZE, next_token=next_token), bundle=bundle) as served:
+    bundle = replace(fake_bundle(max_model_len=LONG), tokenizer=tagged)
+    async with chatting(tagged.encode("def<|tag|> read").ids, bundle) as (served, _, _):
+        for path in (COMPLETIONS, CHAT):
+            texts = []
             for skips in (True, False):
-                body = prompt | {"skip_special_tokens": skips, "max_tokens": 20}
-                (choice,) = (await served.client.post(path, json=body)).json()["choices"]
+                answer = await post(served, path, skip_special_tokens=skips)
+                (choice,) = answer["choices"]
                 texts.append(choice.get("text") or choice["message"]["content"])
-        assert texts == ["def read", "def<|tag|> read"]
+            assert texts == ["def read", "def<|tag|> read"]
 
 
 @pytest.mark.parametrize("form", FORMS)
 async def test_a_suffix_makes_a_prompt_for_the_middle(form: FillInMiddle) -> None:
     """Each tag becomes its own token, and ends the middle."""
     filling = Tokenizer.from_str(tokenizer.to_str())
-    filling.add_special_tokens([*form.tags, *form.ends])
     names = (*form.tags, *form.ends)
+    filling.add_special_tokens([*names])
     first, second, third = (filling.token_to_id(tag) for tag in form.tags)
-    prompts: list[list[int]] = []
     end = filling.token_to_id(names[-1])
     assert end is not None
-    middle = [*tokenizer.encode("path").ids, end]
-
-    def next_token(prefix: list[int]) -> int:
-        if prefix[-1] == third:
-            prompts.append(prefix)
-        return middle[min(len(prefix) - len(prompts[-1]), len(middle) - 1)]
-
-    bundle = replace(fake_bundle(), tokenizer=filling)
-    async with serving(FakeRunner(VOCAB_SIZE, next_token=next_token), bundle=bundle) as served:
+    bundle = replace(fake_bundle(max_model_len=LONG), tokenizer=filling)
+    middle = [*tokenizer.encode("path").ids, end, *tokenizer.encode("more").ids]
+    async with chatting(middle, bundle) as (served, _, prompts):
         body = {"prompt": "def read(", "suffix": "):\n"}
         (choice,) = (await complete(served, **body))["choices"]
         events = await stream(served, COMPLETIONS, **body)
-        wrong = [
-            await served.client.post(COMPLETIONS, json=body | more)
-            for more in ({"prompt": [5, 6]}, {"echo": True}, {"truncate_prompt_tokens": 3})
-        ]
+        for more in ({"prompt": [5, 6]}, {"echo": True}, {"truncate_prompt_tokens": 3}):
+            refused = await post(served, COMPLETIONS, status=400, **body | more)
+            assert refused["error"]["param"] == "suffix"
     prefix = tokenizer.encode(f"{form.space}def read(").ids
     suffix = tokenizer.encode("):\n").ids
-    assert prompts[0] == [first, *prefix, second, *suffix, third]
+    assert prompts == [[first, *prefix, second, *suffix, third]] * 2
     assert (choice["text"], choice["finish_reason"]) == ("path", "stop")
     assert joined(COMPLETIONS, events)["choices"] == [choice]
-    assert {one.status_code for one in wrong} == {400}
-    assert {one.json()["error"]["param"] for one in wrong} == {"suffix"}
 
 
 ONE = {"const": 1}

@@ -11,7 +11,6 @@ import pytest
 from anthropic.types import MessageTokensCount
 from pydantic_core import from_json
 
-from kvasir.server.api.anthropic.answers import AnthropicError
 from tests.chats import (
     BOTH,
     HERMES_TEXT,
@@ -191,19 +190,6 @@ async def test_claude_codes_additions_are_accepted() -> None:
     ]
     assert count.json()["input_tokens"] == len(prompts[0])
     assert response.headers["request-id"] == response.headers["x-request-id"]
-
-
-async def test_paths_without_a_route_answer_in_anthropics_form() -> None:
-    async with serving() as served:
-        for method, path, status, kind in (
-            ("POST", "/v1/messages/batches", 404, "not_found_error"),
-            ("GET", "/v1/messages", 405, "invalid_request_error"),
-        ):
-            response = await served.client.request(method, path)
-            error = AnthropicError.model_validate(response.json()).error
-            assert (response.status_code, error.type) == (status, kind)
-        other = await served.client.get("/v1/messagesx")
-    assert other.json()["error"]["code"] == "not_found"
 
 
 async def test_the_beginning_of_a_stream_does_not_depend_on_the_load() -> None:
