@@ -28,18 +28,12 @@ from kvasir.server.engine.gpu.session import BACKENDS, open_gpu_runner
 from kvasir.server.engine.kv.blocks import KVBlocks
 from kvasir.server.engine.sampling import SamplingParams
 from tests.engine_driver import Result, make_sequence, run_at_random, run_to_end
-from tests.numpy_session import BLOCK, HostBuffer, export_paged
+from tests.numpy_session import BLOCK, HostBuffer
 from tests.random_models import RandomModel, make_config, make_decoder
 from tests.recording_session import RecordingSession, RecordingStream, recording_backend
 
 N_BLOCKS = 50
 GREEDY = SamplingParams(max_tokens=30, temperature=0.0)
-
-
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
-    folder = tmp_path_factory.mktemp("paged")
-    return export_paged(folder, sliding_window=30, sliding_window_layers=(1,))
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +54,14 @@ class Recorded(NamedTuple):
     @classmethod
     def open(
         cls,
-        exported: RandomModel,
+        paged_model: RandomModel,
         *,
         captures: bool = True,
         max_num_seqs: int = 5,
         rounds_kv: bool = False,
     ) -> Recorded:
-        config, stream = exported.config, RecordingStream()
-        session = RecordingSession(exported.graph, stream)
+        config, stream = paged_model.config, RecordingStream()
+        session = RecordingSession(paged_model.graph, stream)
         card: Any = stream
         longest = config.max_model_len
         blocks = KVBlocks(
@@ -108,14 +102,14 @@ def run_traffic(engine: Engine, seed: int) -> dict[int, Result]:
     "options", [{}, {"speculate": True}, {"rounds_kv": True}, {"max_num_seqs": 3}]
 )
 def test_replays_give_the_tokens_of_eager_runs(
-    exported: RandomModel, options: dict[str, Any]
+    paged_model: RandomModel, options: dict[str, Any]
 ) -> None:
     """The session computes from what it recorded; fixed buffers are all that may change."""
     speculate = options.pop("speculate", False)
     expected = run_traffic(
-        Recorded.open(exported, captures=False, **options).engine(speculate=speculate), seed=5
+        Recorded.open(paged_model, captures=False, **options).engine(speculate=speculate), seed=5
     )
-    recorded = Recorded.open(exported, **options)
+    recorded = Recorded.open(paged_model, **options)
     assert run_traffic(recorded.engine(speculate=speculate), seed=5) == expected
     replays, captures = recorded.session.replays, recorded.session.captures
     assert len(replays) > 3 * len(captures)
@@ -125,16 +119,16 @@ def test_replays_give_the_tokens_of_eager_runs(
 
 
 def test_a_runner_made_anew_never_replays_the_first_ones_graphs(
-    exported: RandomModel,
+    paged_model: RandomModel,
 ) -> None:
     """ONNX Runtime keeps a graph with the addresses of blocks that are gone."""
-    first = Recorded.open(exported)
+    first = Recorded.open(paged_model)
     run_to_end(first.engine(), [make_sequence(0, [1, 2, 3], GREEDY)])
     known = set(first.session.captures)
-    second = Recorded.open(exported)
+    second = Recorded.open(paged_model)
     second.session.captures.update(first.session.captures)
     result = run_to_end(second.engine(), [make_sequence(0, [1, 2, 3], GREEDY)])[0]
-    assert result.token_ids == generate(exported.decoder, [1, 2, 3], max_tokens=30)
+    assert result.token_ids == generate(paged_model.decoder, [1, 2, 3], max_tokens=30)
     assert len(second.session.captures) > len(known)
 
 
@@ -143,20 +137,20 @@ def test_a_runner_made_anew_never_replays_the_first_ones_graphs(
     [("refuses", True), ("forgets", True), ("strays", "logits"), ("strays", CANDIDATES_OUTPUT)],
 )
 def test_without_a_capture_that_works_all_runs_are_eager(
-    exported: RandomModel,
+    paged_model: RandomModel,
     fault: str,
     value: bool | str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """ONNX Runtime may refuse a capture, or freeze an input that it should read again."""
-    recorded = Recorded.open(exported)
+    recorded = Recorded.open(paged_model)
     setattr(recorded.session, fault, value)
     with caplog.at_level(logging.WARNING):
         results = run_to_end(
             recorded.engine(), [make_sequence(i, [i, 2, 3], GREEDY) for i in range(3)]
         )
     for i in range(3):
-        assert results[i].token_ids == generate(exported.decoder, [i, 2, 3], max_tokens=30)
+        assert results[i].token_ids == generate(paged_model.decoder, [i, 2, 3], max_tokens=30)
     why = "when stream is capturing" if fault == "refuses" else "deviations from those without"
     assert why in caplog.text
     assert len(caplog.records) == 1
@@ -179,9 +173,9 @@ def in_a_thread(run: Callable[[], None]) -> None:
     ],
 )
 def test_the_recording_session_sees_what_a_card_would_not(
-    exported: RandomModel, message: str
+    paged_model: RandomModel, message: str
 ) -> None:
-    recorded = Recorded.open(exported)
+    recorded = Recorded.open(paged_model)
     run_to_end(recorded.engine(), [make_sequence(0, [1, 2, 3], GREEDY)])
     graphs = recorded.runner.model.graphs
     assert graphs is not None
@@ -214,9 +208,9 @@ def test_buckets_hold_every_step(most: int) -> None:
         assert before == 0 or before in {width for width, _ in widths}
 
 
-def test_a_row_of_padding_writes_nothing(exported: RandomModel) -> None:
+def test_a_row_of_padding_writes_nothing(paged_model: RandomModel) -> None:
     """A capture, and the rows that fill a bucket, leave every other sequence's blocks alone."""
-    recorded = Recorded.open(exported)
+    recorded = Recorded.open(paged_model)
     engine = recorded.engine()
     for i in range(3):  # of a bucket of 4
         engine.add(make_sequence(i, [i, 2, 3], SamplingParams(max_tokens=4, temperature=0.0)))

@@ -1,4 +1,4 @@
-"""The engine over blocks, with the exported CUDA graph run by numpy, against the oracle."""
+"""The engine over blocks, with the paged_model CUDA graph run by numpy, against the oracle."""
 
 from __future__ import annotations
 
@@ -19,18 +19,12 @@ from kvasir.server.engine.model_runner import warm_up
 from kvasir.server.engine.sampling import SamplingParams
 from tests.engine.test_candidates import random_params
 from tests.engine_driver import Collector, make_sequence, run_to_end
-from tests.numpy_session import BLOCK, NumpyModel, export_paged
+from tests.numpy_session import BLOCK, NumpyModel
 from tests.random_models import RandomModel
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
-    folder = tmp_path_factory.mktemp("paged")
-    return export_paged(folder, sliding_window=30, sliding_window_layers=(1,), qk_norm=True)
-
-
 def make_engine(
-    exported: RandomModel,
+    paged_model: RandomModel,
     *,
     n_blocks: int = 60,
     max_num_seqs: int = 4,
@@ -38,8 +32,8 @@ def make_engine(
     has_candidates: bool = True,
     **options: Any,
 ) -> tuple[Engine, NumpyModel]:
-    config = exported.config
-    model = NumpyModel(exported.graph, n_blocks, has_candidates=has_candidates)
+    config = paged_model.config
+    model = NumpyModel(paged_model.graph, n_blocks, has_candidates=has_candidates)
     blocks = KVBlocks(
         n_blocks=n_blocks,
         block_size=BLOCK,
@@ -81,10 +75,10 @@ def make_prompts(n: int, seed: int, vocab_size: int = 300) -> list[list[int]]:
     ],
 )
 def test_every_sequence_gets_the_oracles_tokens(
-    exported: RandomModel, options: dict[str, Any]
+    paged_model: RandomModel, options: dict[str, Any]
 ) -> None:
     """Prompts, chunks, decodes and drafts in one run, prefixes shared, sampled and greedy."""
-    engine, model = make_engine(exported, **options)
+    engine, model = make_engine(paged_model, **options)
     prompts = make_prompts(9, seed=1)
     wanted: list[dict[str, Any]] = [
         {"temperature": 0.8, "top_k": 30, "seed": 7},
@@ -96,14 +90,14 @@ def test_every_sequence_gets_the_oracles_tokens(
     ]
     results = run_to_end(engine, sequences)
     for i, (prompt, how) in enumerate(requests):
-        assert results[i].token_ids == generate(exported.decoder, prompt, max_tokens=12, **how)
+        assert results[i].token_ids == generate(paged_model.decoder, prompt, max_tokens=12, **how)
     assert sum(sequence.n_cached for sequence in sequences) > 0
     mixed = [n for (longest, n) in model.shapes if longest > 1 and n > 1]
     assert mixed or options.get("rounds_kv")
     assert engine.runner.kv.reserved_tokens == 0
 
 
-def test_candidates_change_no_token_and_save_rows(exported: RandomModel) -> None:
+def test_candidates_change_no_token_and_save_rows(paged_model: RandomModel) -> None:
     """All parameters in mixed batches; greedy and filtered sequences hardly read whole rows."""
     generator = np.random.default_rng(4)
     prompts = make_prompts(24, seed=6)
@@ -114,7 +108,7 @@ def test_candidates_change_no_token_and_save_rows(exported: RandomModel) -> None
     results = []
     for has_candidates, rounds_kv in ((False, False), (True, False), (True, True)):
         engine, _ = make_engine(
-            exported, has_candidates=has_candidates, rounds_kv=rounds_kv, speculate=True
+            paged_model, has_candidates=has_candidates, rounds_kv=rounds_kv, speculate=True
         )
         sequences = [
             make_sequence(i, prompt, of)
@@ -132,7 +126,7 @@ def test_candidates_change_no_token_and_save_rows(exported: RandomModel) -> None
                 assert [t for t, _ in ours.top] == [t for t, _ in theirs.top]
 
 
-def test_only_who_needs_them_reads_whole_rows(exported: RandomModel) -> None:
+def test_only_who_needs_them_reads_whole_rows(paged_model: RandomModel) -> None:
     wanted: list[tuple[int, dict[str, Any]]] = [  # rows, of four tokens
         (0, {"temperature": 0.0, "logprobs": 20}),
         (0, {"top_k": 20, "top_p": 0.9, "logprobs": 3}),
@@ -145,7 +139,7 @@ def test_only_who_needs_them_reads_whole_rows(exported: RandomModel) -> None:
     ]
     for together in ([one] for one in wanted), [wanted]:
         for group in together:
-            engine, model = make_engine(exported, max_num_seqs=8)
+            engine, model = make_engine(paged_model, max_num_seqs=8)
             run_to_end(
                 engine,
                 [
@@ -156,8 +150,8 @@ def test_only_who_needs_them_reads_whole_rows(exported: RandomModel) -> None:
             assert model.n_read == sum(n for n, _ in group), group
 
 
-def test_only_decodes_without_prompts_are_timed_apart(exported: RandomModel) -> None:
-    engine, _ = make_engine(exported)
+def test_only_decodes_without_prompts_are_timed_apart(paged_model: RandomModel) -> None:
+    engine, _ = make_engine(paged_model)
     engine.add(make_sequence(0, [1] * 9, SamplingParams(max_tokens=9)))
     before = engine.runner.decode_seconds
     engine.step()
@@ -171,11 +165,11 @@ def test_only_decodes_without_prompts_are_timed_apart(exported: RandomModel) -> 
 
 
 def test_prompts_over_8_bit_blocks_run_apart_from_decodes(
-    exported: RandomModel, monkeypatch: pytest.MonkeyPatch
+    paged_model: RandomModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run of more than decodes makes all sequences' keys as long as the longest's, as floats."""
     monkeypatch.setattr(runner_module, "_DENSE_TOKENS", 50)
-    engine, model = make_engine(exported, max_num_seqs=6, chunk_size=64, rounds_kv=True)
+    engine, model = make_engine(paged_model, max_num_seqs=6, chunk_size=64, rounds_kv=True)
     for i, length in enumerate((60, 9, 20, 20, 11)):
         engine.add(make_sequence(i, [i] * length, SamplingParams(max_tokens=9, temperature=0.0)))
         if i == 0:
@@ -193,23 +187,23 @@ def test_prompts_over_8_bit_blocks_run_apart_from_decodes(
     assert all((longest == 1) or n <= 2 for longest, n in model.shapes)
 
 
-def test_the_largest_steps_are_warmed_up(exported: RandomModel) -> None:
+def test_the_largest_steps_are_warmed_up(paged_model: RandomModel) -> None:
     """All rows, the real chunk, and both in one run; as many rows as there are blocks for."""
     for n_blocks, shapes in (
         (60, [(70, 1), (70, 4), (1, 4)]),
         (11, [(70, 1), (70, 3), (1, 3)]),  # nine hold the chunk
         (5, [(40, 1), (1, 1)]),
     ):
-        engine, model = make_engine(exported, n_blocks=n_blocks)
+        engine, model = make_engine(paged_model, n_blocks=n_blocks)
         assert isinstance(engine.runner, PagedRunner)
         warm_up_largest(engine.runner, chunk=70)
         assert model.shapes == shapes
         assert engine.kv.reserved_tokens == 0
 
 
-def test_scores_of_a_prompt_are_those_of_the_decoder(exported: RandomModel) -> None:
+def test_scores_of_a_prompt_are_those_of_the_decoder(paged_model: RandomModel) -> None:
     """In chunks, beside others, without the use of shared blocks."""
-    engine, _ = make_engine(exported, chunk_size=7)
+    engine, _ = make_engine(paged_model, chunk_size=7)
     prompt = make_prompts(2, seed=3)[1]
     scored = make_sequence(0, prompt, SamplingParams(max_tokens=0, prompt_logprobs=2))
     others = [
@@ -217,7 +211,7 @@ def test_scores_of_a_prompt_are_those_of_the_decoder(exported: RandomModel) -> N
     ]
     results = run_to_end(engine, [others[0], scored, others[1]])
     with torch.inference_mode():
-        logprobs = exported.decoder(torch.tensor([prompt]))[0].log_softmax(-1)
+        logprobs = paged_model.decoder(torch.tensor([prompt]))[0].log_softmax(-1)
     found = results[0].prompt_logprobs
     assert found is not None
     assert len(found) == len(prompt) - 1

@@ -19,13 +19,10 @@ from kvasir.model.presets import PRESETS, preset
 from kvasir.model.records import Verification
 from kvasir.server.engine.gpu.runner import PagedRunner
 from kvasir.server.engine.gpu.session import BACKENDS
-from tests.engine.test_paged_runner import exported, make_engine
+from tests.engine.test_paged_runner import make_engine
 from tests.engine.test_session import NO_GPU
-from tests.numpy_session import numpy_backend
-from tests.random_models import RandomModel
+from tests.numpy_session import export_paged, numpy_backend
 from tests.recording_session import recording_backend
-
-__all__ = ["exported"]  # a fixture
 
 
 def test_a_failure_costs_only_its_own_figure(tmp_path: Path) -> None:
@@ -70,11 +67,12 @@ def test_only_near_ties_are_forgiven(agreement: float, near_ties: int, passes: b
         check_figures(figures, "bf16")
 
 
-def test_promises_are_checked_on_the_graph_in_numpy(exported: RandomModel) -> None:
+def test_promises_are_checked_on_the_graph_in_numpy(tmp_path: Path) -> None:
     """The check that a card gets, with blocks of 8 tokens; a wrong table fails it."""
+    model = export_paged(tmp_path)
 
     def open_runner(n_blocks: int, max_num_seqs: int) -> PagedRunner:
-        engine, _ = make_engine(exported, n_blocks=n_blocks, max_num_seqs=max_num_seqs)
+        engine, _ = make_engine(model, n_blocks=n_blocks, max_num_seqs=max_num_seqs)
         assert isinstance(engine.runner, PagedRunner)
         return engine.runner
 
