@@ -94,9 +94,9 @@ class PagedSession:
         )
         shaped = np.zeros((*tokens.shape, self._vocab_size), dtype=np.float32)
         if with_logits:
-            shaped[real] = rows = logits[:]
+            shaped[real] = real_logits = logits[:]
             if logits.candidates is not None:
-                _check(logits.candidates, rows[-1])
+                _check(logits.candidates, real_logits[-1])
         return shaped
 
 

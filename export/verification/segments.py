@@ -178,7 +178,7 @@ class SegmentedGraph:
     def _open(self, segment: _Segment, pending: Sequence[Arrays]) -> onnxruntime.InferenceSession:
         """Open a session of a segment; pending: arrays that show its inputs' types."""
         graph = self._model.graph
-        given = [*graph.inputs, *segment.takes]
+        given: list[onnx_ir.Value | str] = [*graph.inputs, *segment.takes]
         part = onnx_ir.convenience.extract(graph, given, [*segment.makes, *segment.results])
         part.inputs[:] = [value for value in part.inputs if value.uses()]
         for value in part.inputs:
