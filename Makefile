@@ -104,14 +104,14 @@ gpu-check:  ## Check and measure on an NVIDIA GPU, offline, with PYTHON's torch;
 	@ls "$(WHEELS)"/*.whl > /dev/null 2>&1 || { echo "make gpu-check WHEELS=folder: a folder that make gpu-wheels wrote"; exit 1; }
 	@$(PYTHON) -c 'import torch' || { echo "make gpu-check needs a Python with torch: make gpu-check PYTHON=..."; exit 1; }
 	rm -rf build/gpu && $(PYTHON) -m pip install --quiet --no-index --no-deps --target build/gpu $(WHEELS)/*.whl
-	PYTHONPATH=$(CURDIR):$(CURDIR)/build/gpu $(PYTHON) -m kvasir.loadtest.gpu_check artifacts/gpu build/gpu-check.json
+	PYTHONPATH=$(CURDIR):$(CURDIR)/build/gpu $(PYTHON) -m kvasir.loadtest.gpu.check artifacts/gpu build/gpu-check.json
 
 gpu-wheels: $(VENV)/.serve  ## Pack the wheels of gpu-check in pieces into OUT=DIR; FOR=3.12
-	$(BIN)/python -m kvasir.loadtest.gpu_wheels $(if $(filter command line,$(origin OUT)),$(OUT),build/gpu-wheels) $(or $(FOR),3.12)
+	$(BIN)/python -m kvasir.loadtest.gpu.wheels $(if $(filter command line,$(origin OUT)),$(OUT),build/gpu-wheels) $(or $(FOR),3.12)
 
 webgpu-check: build/webgpu/.ready  ## Check WebGPU as root on a software adapter; ADAPTER=1: on this machine's
 	$(if $(ADAPTER),,sh loadtest/webgpu_root.sh build/webgpu/root) build/webgpu/bin/python \
-		-m kvasir.loadtest.gpu_check --device webgpu build/webgpu/models build/webgpu/check.json
+		-m kvasir.loadtest.gpu.check --device webgpu build/webgpu/models build/webgpu/check.json
 
 example: $(VENV)/.train  ## Train and replace the example model (takes an hour)
 	if test -d runs/stdlib; then $(BIN)/kvasir train --resume --out runs/stdlib; else \

@@ -17,7 +17,7 @@ from kvasir.commands.console.options import CacheDir, Temperature, TopP
 from kvasir.commands.console.output import console, fail, one_line_errors, show
 from kvasir.commands.console.progress import ProgressBar
 from kvasir.commands.pull import served_directory
-from kvasir.model.harmless import harmless
+from kvasir.model.platform.printable import printable
 from kvasir.server.process.local_server import serve_locally
 from kvasir.server.settings import user_cache
 
@@ -135,7 +135,7 @@ def _print_answer(screen: Console, answer: Generator[Delta]) -> None:
     try:
         for delta in answer:
             has_begun = True
-            text = harmless(delta.text) if screen.is_terminal else delta.text
+            text = printable(delta.text) if screen.is_terminal else delta.text
             if delta.is_reasoning:
                 screen.print(text, style="dim", end="", soft_wrap=True)
             else:

@@ -18,7 +18,7 @@ from typer import Exit
 
 from kvasir.commands.console.options import Json
 from kvasir.commands.console.output import make_table, show
-from kvasir.model.suggestions import install_command
+from kvasir.model.platform.suggestions import install_command
 
 # The kernel's names of CPU features, and the usual ones.
 _FEATURES = {
@@ -70,7 +70,7 @@ def doctor(as_json: Json = False) -> None:
 
 def examine() -> dict[str, Any]:
     """Return what the command shows."""
-    from kvasir.model.machine import available_memory, usable_cpus
+    from kvasir.model.platform.machine import available_memory, usable_cpus
 
     described = Path("/proc/cpuinfo")  # on Linux
     cpuinfo = described.read_text(encoding="utf-8") if described.is_file() else ""

@@ -14,7 +14,7 @@ from typer import Option
 from kvasir.commands.console.options import InputText, Json, ModelDirectory, Temperature, TopK, TopP
 from kvasir.commands.console.output import console, one_line_errors, show
 from kvasir.commands.console.progress import ProgressBar
-from kvasir.model.harmless import harmless
+from kvasir.model.platform.printable import printable
 
 # The page's shades: least probabilities, and the colours of text and background.
 _SHADES = (
@@ -61,7 +61,7 @@ def generate(
         if as_json:
             continue
         if not show_probabilities:
-            typer.echo(harmless(piece.text) if is_terminal else piece.text, nl=False)
+            typer.echo(printable(piece.text) if is_terminal else piece.text, nl=False)
         elif is_terminal:
             console().print(_shaded(piece.text, piece.probability), end="", soft_wrap=True)
         elif piece.probability is not None:
@@ -87,7 +87,7 @@ def _shaded(text: str, probability: float | None) -> Text:
     """Return a text on the shade of its token's probability, if that is known."""
     shown = 1.0 if probability is None else probability
     style = next(style for least, style in _SHADES if shown >= least)
-    return Text(harmless(text), Style.parse(style))
+    return Text(printable(text), Style.parse(style))
 
 
 def _legend() -> Text:

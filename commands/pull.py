@@ -14,7 +14,7 @@ from kvasir.commands.console.progress import ProgressBar
 from kvasir.model.bundle import FORMAT_VERSION, MANIFEST_FILE
 from kvasir.model.download.pull import find
 from kvasir.model.download.reference import Reference
-from kvasir.model.progress import Progress
+from kvasir.model.platform.progress import Progress
 from kvasir.server.settings import user_cache
 
 _REFERENCE = (

@@ -16,8 +16,8 @@ from kvasir.commands.console.options import Preset
 from kvasir.commands.console.output import console, one_line_errors, show
 from kvasir.commands.console.progress import ProgressBar, loading
 from kvasir.commands.pull import on_this_machine
-from kvasir.model.files import writing
-from kvasir.model.progress import Progress
+from kvasir.model.platform.files import writing
+from kvasir.model.platform.progress import Progress
 from kvasir.model.training.settings import Schedule
 
 # Options that --resume allows: where the run is, and how the processes share it.
@@ -157,7 +157,7 @@ def _prepare_run(
     from kvasir.model.checkpoint import load_checkpoint
     from kvasir.model.config import TransformerConfig
     from kvasir.model.presets import preset
-    from kvasir.model.training.preparation import CorpusSettings, prepare_run
+    from kvasir.model.training.data.preparation import CorpusSettings, prepare_run
     from kvasir.model.training.settings import TrainSettings
 
     changes, checkpoint = _parse_changes(options["changes"] or []), None

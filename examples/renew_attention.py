@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from kvasir.export.attention_graph import write_attention_graph
+from kvasir.export.graphs.attention import write_attention_graph
 from kvasir.model.bundle import ATTENTION_GRAPH_FILE, MANIFEST_FILE, load_bundle, sha256
 
 

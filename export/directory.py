@@ -9,12 +9,12 @@ from pathlib import Path
 import onnx_ir
 from pydantic import ValidationError
 
-from kvasir.export.attention_graph import write_attention_graph
-from kvasir.export.encoder_graph import export_encoder_graph
-from kvasir.export.graph import export_graph, load_weights
-from kvasir.export.kv_cache import KVScales
-from kvasir.export.paged_graph import KV_DTYPES, check_pageable, export_paged_graph, speed_notes
-from kvasir.export.source_graph import export_source_graph, load_both_weights
+from kvasir.export.graphs.attention import write_attention_graph
+from kvasir.export.graphs.decoder import export_graph, load_weights
+from kvasir.export.graphs.encoder import export_encoder_graph
+from kvasir.export.graphs.paged import KV_DTYPES, check_pageable, export_paged_graph, speed_notes
+from kvasir.export.graphs.source import export_source_graph, load_both_weights
+from kvasir.export.rounding.kv_cache import KVScales
 from kvasir.export.verification.paged_session import PagedSession, require_device
 from kvasir.export.verification.samples import make_sample
 from kvasir.export.verification.segments import SegmentedGraph
@@ -36,12 +36,12 @@ from kvasir.model.bundle import (
 )
 from kvasir.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from kvasir.model.config import TransformerConfig
-from kvasir.model.files import new_directory
 from kvasir.model.network.skeleton import count_parameters
 from kvasir.model.onnx.runtime import onnxruntime
-from kvasir.model.progress import Progress, unheard
+from kvasir.model.platform.files import new_directory
+from kvasir.model.platform.progress import Progress, no_progress
+from kvasir.model.platform.suggestions import first_problem
 from kvasir.model.records import GenerationDefaults, Verification
-from kvasir.model.suggestions import first_problem
 from kvasir.model.tensor_files import hash_weights
 
 # The manifest's names for what a checkpoint notes of its training.
@@ -63,7 +63,7 @@ def export_checkpoint(
     text: Path | None = None,
     generation: GenerationDefaults | None = None,
     max_model_len: int | None = None,
-    progress: Progress = unheard,
+    progress: Progress = no_progress,
 ) -> tuple[Manifest, tuple[str, ...]]:
     """Export what `load_checkpoint` opens to a model directory, all or nothing.
 
@@ -171,7 +171,7 @@ def verify_directory(
     directory: Path,
     source: Path | None = None,
     text: Path | None = None,
-    progress: Progress = unheard,
+    progress: Progress = no_progress,
 ) -> tuple[Manifest, Verification | None]:
     """Check a model directory's hashes and measure its figures now.
 

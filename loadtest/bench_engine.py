@@ -26,18 +26,18 @@ from rich.table import Column, Table
 from kvasir.loadtest.random_model import folder_name, make_random_model
 from kvasir.model.bundle import GRAPH_FILE, Device
 from kvasir.model.config import TransformerConfig
-from kvasir.model.machine import usable_cpus
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.onnx.runtime import onnxruntime
+from kvasir.model.platform.machine import usable_cpus
+from kvasir.model.platform.progress import Progress, no_progress, with_progress
 from kvasir.model.presets import preset
-from kvasir.model.progress import Progress, followed, unheard
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.gpu.runner import PagedRunner
 from kvasir.server.engine.gpu.session import open_gpu_runner
 from kvasir.server.engine.kv.memory import KVShape
 from kvasir.server.engine.model_runner import warm_up
 from kvasir.server.engine.runner import OnnxRunner
-from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.sequence import Sequence
 
 DECODE_BATCHES: dict[Device, tuple[int, ...]] = {"cpu": (1, 4, 16), "cuda": (1, 8, 32, 128)}
@@ -136,7 +136,7 @@ def bench_engine(
     threads: int | None,
     cache: Path,
     device: Device = "cpu",
-    progress: Progress = unheard,
+    progress: Progress = no_progress,
 ) -> EngineFigures:
     """Measure a preset with random weights, kept in `cache`; raises as `make_random_model`."""
     if device not in DECODE_BATCHES:
@@ -156,10 +156,10 @@ def bench_engine(
     bench = _EngineBench(runner, _CHUNK[device])
     progress("reading memory", 0, 0)
     copied, peak = measure_gpu() if device == "cuda" else (None, None)
-    prompts = followed(PREFILL_TOKENS[device], "prefill", progress)
+    prompts = with_progress(PREFILL_TOKENS[device], "prefill", progress)
     prefill = {n_tokens: bench.prefill(n_tokens) for n_tokens in prompts}
     decode = []
-    for batch in followed(batches, "decode", progress):
+    for batch in with_progress(batches, "decode", progress):
         seconds, outside = bench.decode(batch, temperature=0.0)
         n_bytes = bytes_per_step(config, precision, batch, device)
         speed = copied or read_speed(n_bytes, threads)

@@ -10,10 +10,10 @@ from typing import Any
 import uvloop
 from numpy.random import Generator
 
+from kvasir.loadtest.client import Answer, Client, Target
 from kvasir.loadtest.load import Prompts, Workload, closed_loop, open_loop
 from kvasir.loadtest.serve_figures import Limits, Measured, Round, ServeFigures, good
-from kvasir.loadtest.sse_client import Answer, Client, Target
-from kvasir.model.progress import Progress, followed, unheard
+from kvasir.model.platform.progress import Progress, no_progress, with_progress
 from kvasir.server.process.local_server import serve_locally
 
 
@@ -46,7 +46,7 @@ class Plan:
 
 
 def bench_serve(
-    servers: dict[str, Server], plan: Plan, api_key: str | None, progress: Progress = unheard
+    servers: dict[str, Server], plan: Plan, api_key: str | None, progress: Progress = no_progress
 ) -> ServeFigures:
     """Measure servers, which are named by letters.
 
@@ -78,7 +78,7 @@ async def _measure(
         for load in loads.values():
             n = workload.concurrency if plan.warm_up is None else plan.warm_up
             await load.send(prompts.bodies(workload, n, load.extra), workload)
-        for _ in followed(range(plan.rounds), f"{workload}, rounds", progress):
+        for _ in with_progress(range(plan.rounds), f"{workload}, rounds", progress):
             for letter, load in loads.items():
                 for part, waves in (await load.run_round(workload, prompts)).items():
                     if waves:

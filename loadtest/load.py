@@ -15,7 +15,7 @@ from typing import Any, Self, cast
 
 import numpy as np
 
-from kvasir.loadtest.sse_client import COMPLETIONS, Answer
+from kvasir.loadtest.client import COMPLETIONS, Answer
 
 Ask = Callable[[bytes], Awaitable[Answer]]
 SAME, VECTOR = "same", "vector"

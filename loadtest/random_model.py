@@ -21,8 +21,8 @@ from kvasir.model.bundle import MANIFEST_FILE, Device
 from kvasir.model.checkpoint import save_checkpoint
 from kvasir.model.config import TransformerConfig
 from kvasir.model.network.transformer import Transformer
+from kvasir.model.platform.progress import Progress, no_progress
 from kvasir.model.presets import preset
-from kvasir.model.progress import Progress, unheard
 from kvasir.model.tokenizer import train_tokenizer
 
 _PREFIX = "random"
@@ -38,7 +38,7 @@ def make_random_model(
     precision: str,
     out: Path,
     device: Device = "cpu",
-    progress: Progress = unheard,
+    progress: Progress = no_progress,
     *,
     kv_cache: str | None = None,
     scale: float = 1.0,

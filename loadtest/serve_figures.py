@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from rich.table import Column, Table
 
+from kvasir.loadtest.client import Answer
 from kvasir.loadtest.load import Workload
-from kvasir.loadtest.sse_client import Answer
 
 PERCENTILES = (50, 90, 95, 99)
 _SHOWN = (50, 90, 99)  # in a table

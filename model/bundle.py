@@ -12,11 +12,11 @@ from pydantic import Field, TypeAdapter
 from tokenizers import Tokenizer
 
 from kvasir.model.config import TransformerConfig
-from kvasir.model.files import parse_object, read_limited
-from kvasir.model.mistaken import find_mistake
+from kvasir.model.not_a_model import find_mistake
 from kvasir.model.onnx.external_data import external_files
+from kvasir.model.platform.files import parse_object, read_limited
+from kvasir.model.platform.suggestions import first_problem
 from kvasir.model.records import EmbeddingDefaults, GenerationDefaults, Record, Verification
-from kvasir.model.suggestions import first_problem
 from kvasir.model.tokenizer import load_tokenizer
 
 FORMAT_VERSION = 1

@@ -29,12 +29,12 @@ from kvasir.model.bundle import (
     read_extra_files,
 )
 from kvasir.model.config import ConfigError, TransformerConfig
-from kvasir.model.files import in_words, new_directory, read_object
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.published import is_published, read_published
-from kvasir.model.mistaken import find_mistake
 from kvasir.model.network.skeleton import build_decoder, check_size, parameter_shapes
 from kvasir.model.network.transformer import Transformer
+from kvasir.model.not_a_model import find_mistake
+from kvasir.model.platform.files import in_words, new_directory, read_object
 from kvasir.model.tensor_files import (
     WEIGHTS_FILE,
     LazyWeights,

@@ -13,8 +13,8 @@ from pydantic import ConfigDict, Field, StrictBool, StrictInt, ValidationError
 from pydantic.dataclasses import dataclass
 
 from kvasir.model.config_rules import rules
-from kvasir.model.files import read_object
-from kvasir.model.suggestions import first_problem
+from kvasir.model.platform.files import read_object
+from kvasir.model.platform.suggestions import first_problem
 
 Position = Literal[
     "rotary", "learned", "sinusoidal", "alibi", "relative", "learned_relative", "none"

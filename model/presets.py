@@ -6,7 +6,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from kvasir.model.config import ConfigError, Pooling, RopeScaling, TransformerConfig
-from kvasir.model.suggestions import did_you_mean
+from kvasir.model.platform.suggestions import did_you_mean
 
 
 def _shape(*sizes: int) -> dict[str, Any]:

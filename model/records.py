@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from kvasir.model.suggestions import first_problem
+from kvasir.model.platform.suggestions import first_problem
 
 
 class Record(BaseModel):

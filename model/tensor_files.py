@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kvasir.model.bundle import sha256
-from kvasir.model.files import parse_object
+from kvasir.model.platform.files import parse_object
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"  # of a checkpoint in several files

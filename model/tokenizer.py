@@ -12,8 +12,8 @@ from typing import Literal
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from kvasir.model.files import read_limited
-from kvasir.model.progress import Progress, interruptible, unheard
+from kvasir.model.platform.files import read_limited
+from kvasir.model.platform.progress import Progress, interruptible, no_progress
 from kvasir.model.tokenizer_limits import MAX_FILE, MOST_GROWTH, check_costs, steps
 
 END_OF_TEXT = "<|endoftext|>"
@@ -46,7 +46,7 @@ def train_tokenizer(
     texts: Sequence[str],
     vocab_size: int,
     kind: TokenizerKind = "decoder",
-    progress: Progress = unheard,
+    progress: Progress = no_progress,
 ) -> Tokenizer:
     """Train a byte-level BPE with `<|endoftext|>` as token 0, or an encoder's special tokens.
 

@@ -17,7 +17,13 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from kvasir.model.limited_process import LimitedProcess, answer, limit_memory, limit_time, messages
+from kvasir.model.platform.limited_process import (
+    LimitedProcess,
+    answer,
+    limit_memory,
+    limit_time,
+    messages,
+)
 
 MAX_FILE = 2**26  # published ones have up to 2**25
 MOST_GROWTH = 100  # of a text; of published ones up to 70, on one character

@@ -12,9 +12,9 @@ from tests.conformance.huggingface_client import use_huggingface
 from tests.conformance.openai_batches import use_openai_batches
 from tests.conformance.openai_client import use_openai
 from tests.conformance.server import CAPACITY, Conformed, Server
-from tests.fake_runner import FakeRunner
-from tests.live import KEY, live
-from tests.serving import MODEL, VOCAB_SIZE
+from tests.kit.fake_runner import FakeRunner
+from tests.kit.live import KEY, live
+from tests.kit.serving import MODEL, VOCAB_SIZE
 
 CLIENTS = (use_openai, use_openai_batches, use_anthropic, use_huggingface)
 

@@ -12,9 +12,9 @@ import httpx
 import openai
 import pytest
 
-from tests.fake_runner import FakeRunner
-from tests.live import live, wait
-from tests.serving import MODEL, VOCAB_SIZE
+from tests.kit.fake_runner import FakeRunner
+from tests.kit.live import live, wait
+from tests.kit.serving import MODEL, VOCAB_SIZE
 
 
 def test_a_failed_engine_is_an_error_of_the_openai_client() -> None:

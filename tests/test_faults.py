@@ -7,7 +7,6 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 
-from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.faults.__main__ import FAULTS
 from tests.faults.attack import ROOT, Row, attacking, job, serving, stand, watched
 from tests.faults.attacks import ATTACKS, MOST_GROWTH
@@ -16,7 +15,8 @@ from tests.faults.child import Child
 from tests.faults.malformed import post_routes
 from tests.faults.report import Report
 from tests.faults.victim import Victim
-from tests.serving import VOCAB_SIZE, fake_app
+from tests.kit.fake_runner import TIMEOUT, FakeRunner
+from tests.kit.serving import VOCAB_SIZE, fake_app
 
 Attacked = tuple[Victim, Child]
 SHORT = [name for name, attack in ATTACKS.items() if attack.few]

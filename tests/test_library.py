@@ -20,8 +20,8 @@ from kvasir.model.checkpoint import save_checkpoint
 from kvasir.model.config import Pooling
 from kvasir.model.tokenizer import train_tokenizer
 from tests.faults.damage import with_file
-from tests.random_models import make_config, make_decoder
-from tests.serving import CHAT_TEMPLATE
+from tests.kit.random_models import make_config, make_decoder
+from tests.kit.serving import CHAT_TEMPLATE
 
 STDLIB = Path(__file__).parent.parent / "examples/stdlib"
 TEXTS = ["def a(): pass", "import os", "x" * 40]

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvasir.commands.console.chat_client import ChatClient, Delta, NoTemplateError
-from kvasir.model.files import in_words
-from kvasir.model.suggestions import nearest
+from kvasir.model.platform.files import in_words
+from kvasir.model.platform.suggestions import nearest
 
 _NEW_TOKENS = 128  # of a continued text, whose length servers else limit to a few
 _NO_TEMPLATE = "note: this model has no chat template"

@@ -20,8 +20,8 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
-from kvasir.model.files import in_words
-from kvasir.model.suggestions import install_command
+from kvasir.model.platform.files import in_words
+from kvasir.model.platform.suggestions import install_command
 from kvasir.server.settings import describe_fault
 
 _NOT_IN_IMAGES = frozenset({"export", "loadtest"})  # the server's images leave them out

@@ -21,7 +21,7 @@ from kvasir.model.network.block import Block
 from kvasir.model.network.cross_attention import Source
 from kvasir.model.network.run_inputs import StepInputs
 from kvasir.model.network.skeleton import make_block, make_target_skeleton
-from kvasir.model.progress import Progress, followed, unheard
+from kvasir.model.platform.progress import Progress, no_progress, with_progress
 
 _TOKENS = 256  # computed together: of short rows, or of a chunk of a long one
 _WEIGHTS = 2**24  # of the head in float32 at a time
@@ -50,7 +50,7 @@ class LayeredDecoder:
     def run(
         self,
         rows: Sequence[Ids],
-        progress: Progress = unheard,
+        progress: Progress = no_progress,
         observe: Observer | None = None,
         sources: Sequence[Tensor] = (),
     ) -> list[Tensor]:
@@ -68,7 +68,7 @@ class LayeredDecoder:
         hidden = [self._embed(table, batch) for batch in batches]
         del table
         given = [_pad([sources[i] for i in group]) if sources else None for group in groups]
-        for layer in followed(range(self.config.n_layer), "computing in PyTorch", progress):
+        for layer in with_progress(range(self.config.n_layer), "computing in PyTorch", progress):
             block = make_block(self.config, layer)
             self._load(block, f"blocks.{layer}")
             for i, group in enumerate(groups):
@@ -84,7 +84,7 @@ class LayeredDecoder:
         return [x for batch in hidden for x in batch]
 
     @torch.inference_mode()
-    def encode(self, rows: Sequence[Ids], progress: Progress = unheard) -> list[Tensor]:
+    def encode(self, rows: Sequence[Ids], progress: Progress = no_progress) -> list[Tensor]:
         """Return the vectors of each row's tokens after the last norm, [tokens, d_model]."""
         return [self._decoder.norm(hidden) for hidden in self.run(rows, progress)]
 

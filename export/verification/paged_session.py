@@ -13,10 +13,10 @@ from kvasir.export.verification.segments import Case
 from kvasir.export.verification.verify import VerificationError
 from kvasir.model.bundle import INVERSE_TEMPERATURES_INPUT, KV_BLOCK_SIZE, Device
 from kvasir.model.config import TransformerConfig
-from kvasir.model.progress import Progress, followed, unheard
+from kvasir.model.platform.progress import Progress, no_progress, with_progress
 from kvasir.server.engine.gpu.model import DeviceModel
 from kvasir.server.engine.gpu.session import BACKENDS
-from kvasir.server.engine.logits import Candidates
+from kvasir.server.engine.sampling.logits import Candidates
 
 __all__ = ["PagedSession", "require_device"]
 
@@ -51,9 +51,9 @@ class PagedSession:
         session = backend.open_session(path)
         return cls(config, partial(DeviceModel, session, bind_blocks=backend.bind_blocks))
 
-    def logits(self, cases: Sequence[Case], progress: Progress = unheard) -> Iterator[Floats]:
+    def logits(self, cases: Sequence[Case], progress: Progress = no_progress) -> Iterator[Floats]:
         """Yield the logits [wanted, vocab] of each step of all cases."""
-        for case in followed(cases, "computing in ONNX Runtime", progress):
+        for case in with_progress(cases, "computing in ONNX Runtime", progress):
             self.clear(*case.rows.shape)
             for step in case.steps:
                 tokens = step.inputs(case.rows)["input_ids"]

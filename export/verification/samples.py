@@ -14,8 +14,8 @@ from kvasir.export.verification.plan import FEWEST_TOKENS, SampleText
 from kvasir.export.verification.verify import MAX_PERPLEXITY_LOSS, VerificationError
 from kvasir.model.checkpoint import Checkpoint
 from kvasir.model.tokenizer import leading_ids
-from kvasir.model.training.data import DATA_FILE, DATA_FOLDER, TokenData, encode, open_arrays
-from kvasir.model.training.translations import HELD_OUT_FILE, SUFFIXES, read_translations
+from kvasir.model.training.data.tokens import DATA_FILE, DATA_FOLDER, TokenData, encode, open_arrays
+from kvasir.model.training.data.translations import HELD_OUT_FILE, SUFFIXES, read_translations
 
 _PYDOC = f"Python {sys.version_info[0]}.{sys.version_info[1]}'s pydoc topics"
 _MOST_PAIRS, _WORDS = 2000, 20  # pairs that are tokenised, and words of an excerpt

@@ -21,7 +21,7 @@ from kvasir.model.bundle import CACHE_OUTPUTS, DECODE_INPUT, ENCODER_GRAPH_FILE,
 from kvasir.model.config import TransformerConfig
 from kvasir.model.onnx.runtime import onnxruntime, open_cpu_session
 from kvasir.model.packing import SOURCE_OUTPUT, pack
-from kvasir.model.progress import Progress, followed, unheard
+from kvasir.model.platform.progress import Progress, no_progress, with_progress
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -100,7 +100,7 @@ class SegmentedGraph:
         self._model = onnx_ir.load(path)
         self._segments = _cut(self._model.graph)
 
-    def logits(self, cases: Sequence[Case], progress: Progress = unheard) -> Iterator[Floats]:
+    def logits(self, cases: Sequence[Case], progress: Progress = no_progress) -> Iterator[Floats]:
         """Run all cases, and then yield the logits [wanted, vocab] of each of their steps."""
         # What is still to be read in each step.
         given = self._encode(cases, progress)
@@ -110,7 +110,7 @@ class SegmentedGraph:
             for step in case.steps
         ]
         *layers, head = self._segments
-        for segment in followed(layers, "computing in ONNX Runtime", progress):
+        for segment in with_progress(layers, "computing in ONNX Runtime", progress):
             session, start = self._open(segment, pending), 0
             for case in cases:
                 self._run(session, segment, case, pending[start : start + len(case.steps)])
@@ -127,7 +127,7 @@ class SegmentedGraph:
             return [{} for _ in cases]
         session, encoded = open_cpu_session(self._encoder), list[Arrays]()
         names = cache_names(SOURCE_OUTPUT, self._config.n_layer)
-        for case in followed(cases, "encoding in ONNX Runtime", progress):
+        for case in with_progress(cases, "encoding in ONNX Runtime", progress):
             inputs, ends = pack([source.tolist() for source in case.sources])
             (made,) = session.run([SOURCE_OUTPUT], inputs)
             lengths = np.diff(ends, prepend=0).astype(np.int32)

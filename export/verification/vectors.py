@@ -24,7 +24,7 @@ from kvasir.model.config import TransformerConfig
 from kvasir.model.network.skeleton import build_decoder, count_parameters
 from kvasir.model.onnx.runtime import open_cpu_session
 from kvasir.model.packing import HIDDEN_OUTPUT, TYPES_INPUT, VECTORS_OUTPUT, pack
-from kvasir.model.progress import Progress, unheard
+from kvasir.model.platform.progress import Progress, no_progress
 from kvasir.model.records import Verification
 
 # Least cosines of both vectors: of every text for fp32, else the mean.
@@ -46,7 +46,7 @@ def verify_vectors(
     path: Path,
     tokenizer: Tokenizer,
     precision: str,
-    progress: Progress = unheard,
+    progress: Progress = no_progress,
 ) -> Verification:
     """Measure a graph on docstrings, or on random ids where Python has brought none.
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from kvasir.export.source_graph import encoder_weights
+from kvasir.export.graphs.source import encoder_weights
 from kvasir.export.verification.layers import LayeredDecoder, Observer
 from kvasir.export.verification.pair_plan import PairPlan, SamplePairs
 from kvasir.export.verification.plan import Plan, SampleText
@@ -24,7 +24,7 @@ from kvasir.export.verification.segments import Case, Floats
 from kvasir.model.bundle import Device
 from kvasir.model.config import TransformerConfig
 from kvasir.model.network.attention import LayerCache
-from kvasir.model.progress import Progress, unheard
+from kvasir.model.platform.progress import Progress, no_progress
 from kvasir.model.records import Verification
 
 MAX_LOGIT_ERROR = 1e-3  # fp32, relative to the standard deviation of the logits
@@ -69,7 +69,7 @@ class Verifier:
         self._decoder = LayeredDecoder(config, weights, in_torch)
         self._hidden: list[Tensor] = []  # the last block's output for each row
 
-    def compute(self, progress: Progress = unheard, observe: Observer | None = None) -> None:
+    def compute(self, progress: Progress = no_progress, observe: Observer | None = None) -> None:
         """Compute all rows in PyTorch; observe: is called for a decoder's long rows."""
         rows = [row[:-1] for row in self._plan.rows]
         if isinstance(self._plan, PairPlan):
@@ -85,7 +85,7 @@ class Verifier:
 
         self._hidden = self._decoder.run(rows, progress, observe_long)
 
-    def verify(self, run: Run, progress: Progress = unheard) -> Verification:
+    def verify(self, run: Run, progress: Progress = no_progress) -> Verification:
         """Measure everything; see `Verification` for the figures' meaning."""
         if not self._hidden:
             self.compute(progress)

@@ -34,6 +34,7 @@ from locust.stats import StatsEntry
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from kvasir.loadtest.client import Answer, error_message
 from kvasir.loadtest.locust.traffic import (
     LATENCIES,
     PACES,
@@ -42,7 +43,6 @@ from kvasir.loadtest.locust.traffic import (
     draw_words,
     parse_slo,
 )
-from kvasir.loadtest.sse_client import Answer, error_message
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 KEY = os.environ.get("KVASIR_API_KEY")

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 from numpy.typing import NDArray
 
+from kvasir.loadtest.client import Answer
 from kvasir.loadtest.locust.traffic import Limit
-from kvasir.loadtest.sse_client import Answer
 
 Floats = NDArray[np.float64]
 Answers = list[Answer]

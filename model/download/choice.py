@@ -8,8 +8,8 @@ from pathlib import PurePosixPath
 
 from kvasir.model.bundle import CONFIG_FILE, GRAPH_FILE, MANIFEST_FILE, TOKENIZER_FILE
 from kvasir.model.download.reference import DownloadError, Reference
-from kvasir.model.files import parse_object
-from kvasir.model.mistaken import ADAPTER_FILE, of_adapter
+from kvasir.model.not_a_model import ADAPTER_FILE, of_adapter
+from kvasir.model.platform.files import parse_object
 
 _INDEX = "model.safetensors.index.json"
 # Weights are chosen apart. A number begins the folder of a sentence-transformers module.

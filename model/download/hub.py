@@ -15,7 +15,7 @@ from typing import Any
 from kvasir.model.download.choice import choose_files
 from kvasir.model.download.reference import DownloadError, Reference
 from kvasir.model.download.transfer import CHUNK, INDEX_BYTES, LONGEST_WAIT, digest, read_whole
-from kvasir.model.progress import interruptible
+from kvasir.model.platform.progress import interruptible
 
 _LEAST_SPEED = 2**14  # bytes a second of a whole file: the library does not show its chunks
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from kvasir.model.download.reference import DownloadError, Reference
 from kvasir.model.download.transfer import CHUNK, RemoteFile, digest, from_offset, read_whole
-from kvasir.model.suggestions import first_problem
+from kvasir.model.platform.suggestions import first_problem
 
 _NAMES = ("org.opencontainers.image.title", "org.cncf.model.filepath")  # annotations
 _MANIFESTS = (

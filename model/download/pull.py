@@ -13,7 +13,7 @@ from kvasir.model.download.oci import list_oci
 from kvasir.model.download.reference import DownloadError, Reference
 from kvasir.model.download.s3 import list_s3
 from kvasir.model.download.transfer import INDEX_BYTES, in_time, read_whole, transfer
-from kvasir.model.progress import Progress, interruptible
+from kvasir.model.platform.progress import Progress, interruptible
 
 _LIST_SECONDS = 120.0
 _LISTS = {"oci": list_oci, "s3": list_s3}

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvasir.model.download.reference import DownloadError
-from kvasir.model.files import sync
-from kvasir.model.progress import Progress, interruptible
+from kvasir.model.platform.files import sync
+from kvasir.model.platform.progress import Progress, interruptible
 
 _SMALL_BYTES = 2**22  # of an answer that is no file, as registries limit manifests
 INDEX_BYTES = 2**26  # of a file that is read before the others, and of a hub's list of files

@@ -8,11 +8,11 @@ from safetensors import SafetensorError
 
 from kvasir.model.bundle import CONFIG_FILE
 from kvasir.model.config import ConfigError
-from kvasir.model.files import parse_object, read_limited
 from kvasir.model.importing.contents import Contents
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.gguf.model import read_gguf_model
 from kvasir.model.importing.huggingface.folder import read_folder
+from kvasir.model.platform.files import parse_object, read_limited
 from kvasir.model.tensor_files import TensorFileError
 from kvasir.model.tokenizer import TokenizerError
 

@@ -39,7 +39,7 @@ from kvasir.model.importing.quantized_formats import (
     packed,
     scaled,
 )
-from kvasir.model.suggestions import first_problem
+from kvasir.model.platform.suggestions import first_problem
 from kvasir.model.tensor_files import FLOATS, StoredTensor, dtype_name
 
 # Scales of activations and of the KV cache, which stay floats here.

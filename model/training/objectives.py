@@ -18,14 +18,14 @@ from torch.nn import functional
 
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.reference import generate
-from kvasir.model.training.data import Batch, TokenData
+from kvasir.model.training.data.masking import IGNORED
+from kvasir.model.training.data.pairs import PairBatch, PairData, rank_documents
+from kvasir.model.training.data.tokens import Batch, TokenData
+from kvasir.model.training.data.translations import TranslationBatch, TranslationData
 from kvasir.model.training.distributed import Processes
 from kvasir.model.training.flops import flops_per_token, flops_per_translation
-from kvasir.model.training.masking import IGNORED
 from kvasir.model.training.metrics import Evaluation
-from kvasir.model.training.pairs import PairBatch, PairData, rank_documents
 from kvasir.model.training.settings import TrainSettings
-from kvasir.model.training.translations import TranslationBatch, TranslationData
 
 Data = TokenData | PairData | TranslationData
 _SAMPLE_TOKENS = 64

@@ -12,8 +12,8 @@ from rich.padding import Padding
 from rich.text import Text
 from torch import cuda
 
-from kvasir.model.harmless import harmless
-from kvasir.model.machine import usable_cpus
+from kvasir.model.platform.machine import usable_cpus
+from kvasir.model.platform.printable import printable
 from kvasir.model.training.distributed import Processes
 from kvasir.model.training.metrics import Evaluation, StepMetrics
 from kvasir.model.training.trainer import Report
@@ -85,7 +85,7 @@ def _in_words(seconds: float) -> str:
 
 def _print_sample(lines: Console, prompt: str, text: str) -> None:
     """Print a prompt and its continuation as an indented block, with their own line breaks."""
-    prompt, text = harmless(prompt), harmless(text)
+    prompt, text = printable(prompt), printable(text)
     if lines.is_terminal:
         block = Text.assemble((prompt, "dim"), text)
         lines.print(Padding(block, (0, 0, 0, 4), expand=False))

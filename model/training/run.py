@@ -12,16 +12,16 @@ from tokenizers import Tokenizer
 
 from kvasir.model.checkpoint import CheckpointError, load_checkpoint
 from kvasir.model.config import TransformerConfig
-from kvasir.model.training.data import DATA_FOLDER, TokenData, open_arrays
+from kvasir.model.training.data.masking import Masking
+from kvasir.model.training.data.pairs import PairData
+from kvasir.model.training.data.tokens import DATA_FOLDER, TokenData, open_arrays
+from kvasir.model.training.data.translations import TranslationData, held_out_file
 from kvasir.model.training.distributed import Processes
-from kvasir.model.training.masking import Masking
 from kvasir.model.training.metrics import METRICS_FILE, PICTURE_FILE, plot_losses
 from kvasir.model.training.objectives import Data
-from kvasir.model.training.pairs import PairData
 from kvasir.model.training.report import StepProgress, console_report, expected_time, print_held_out
 from kvasir.model.training.settings import TrainSettings
 from kvasir.model.training.trainer import Trainer
-from kvasir.model.training.translations import TranslationData, held_out_file
 
 
 def open_run(folder: Path, processes: Processes, *, shard: bool = False) -> Trainer:

@@ -26,14 +26,14 @@ from torch.nn.utils import clip_grad_norm_
 
 from kvasir.model import checkpoint
 from kvasir.model.network.transformer import Transformer
-from kvasir.model.training.data import TokenData
+from kvasir.model.training.data.pairs import PairData
+from kvasir.model.training.data.tokens import TokenData
+from kvasir.model.training.data.translations import TranslationData
 from kvasir.model.training.distributed import Processes, gather, one_process, without_reducing
 from kvasir.model.training.flops import peak_flops
 from kvasir.model.training.metrics import Evaluation, StepMetrics, open_metrics
 from kvasir.model.training.objectives import Data, NextTokens, Objective, Ranking, Translating
-from kvasir.model.training.pairs import PairData
 from kvasir.model.training.settings import TrainSettings
-from kvasir.model.training.translations import TranslationData
 
 # Called after each step with its metrics, tokens per second, and a held-out prompt with a sampled
 # continuation (empty where the step had no evaluation).

@@ -28,7 +28,7 @@ from pydantic_core import CoreSchema
 
 from kvasir.model.records import MinP, RepetitionPenalty, Temperature, TopP
 from kvasir.server.api.other_servers import IGNORED, NO_OPS, is_no_op, no_op_schema
-from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.requests.builder import RequestOptions
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from kvasir.server.api.schemas import RequestBody
-from kvasir.server.engine.sampling import BeamParams
+from kvasir.server.engine.sampling.params import BeamParams
 from kvasir.server.requests.target import TargetOptions
 
 MAX_BEAMS = 16

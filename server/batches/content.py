@@ -6,7 +6,7 @@ import secrets
 from contextlib import suppress
 from time import time
 
-from kvasir.model.files import sync
+from kvasir.model.platform.files import sync
 from kvasir.server.batches.objects import StoredFile
 from kvasir.server.batches.store import BatchStore
 

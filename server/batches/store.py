@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from kvasir.model.files import in_words, sync
+from kvasir.model.platform.files import in_words, sync
 from kvasir.server.batches.objects import ENDED, StoredBatch, StoredFile
 from kvasir.server.errors import ConflictError, NotFoundError, RequestTooLargeError, StartupError
 

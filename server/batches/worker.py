@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from time import monotonic, time
 from typing import TypeVar, get_args
 
-from kvasir.model.files import in_words
+from kvasir.model.platform.files import in_words
 from kvasir.server.batches.journal import Journal, Reply
 from kvasir.server.batches.objects import ENDED, Fault, Faults, Status, StoredBatch, StoredFile
 from kvasir.server.batches.requests import Parse, RequestFile

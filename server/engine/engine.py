@@ -11,15 +11,15 @@ from typing import Literal
 import numpy as np
 
 from kvasir.server.engine.batch import Chunk, StepBatch
-from kvasir.server.engine.beams import BeamSearch, Hypothesis
-from kvasir.server.engine.candidates import candidate_logprobs, choose
-from kvasir.server.engine.logits import SCORING_LOGITS_BYTES, Logits
 from kvasir.server.engine.model_runner import ContextLimits, Runner
-from kvasir.server.engine.sampler import sample, verify
-from kvasir.server.engine.sampling import Floats, TokenLogprobs, token_logprobs
+from kvasir.server.engine.sampling.beams import BeamSearch, Hypothesis
+from kvasir.server.engine.sampling.candidates import candidate_logprobs, choose
+from kvasir.server.engine.sampling.logits import SCORING_LOGITS_BYTES, Logits
+from kvasir.server.engine.sampling.params import Floats, TokenLogprobs, token_logprobs
+from kvasir.server.engine.sampling.sampler import sample, verify
+from kvasir.server.engine.sampling.speculation import Speculation
 from kvasir.server.engine.scheduler import Scheduler
 from kvasir.server.engine.sequence import FinishReason, Sequence
-from kvasir.server.engine.speculation import Speculation
 from kvasir.server.engine.step_capacity import StepCapacity
 
 StepKind = Literal["decode", "mixed", "prefill"]

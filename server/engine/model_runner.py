@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 from kvasir.model.config import TransformerConfig
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.kv.store import KVStore
-from kvasir.server.engine.logits import Logits
-from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sampling.logits import Logits
+from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.sequence import Sequence, SequenceStatus
 
 

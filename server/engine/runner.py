@@ -22,16 +22,16 @@ from numpy.typing import NDArray
 
 from kvasir.model.bundle import DECODE_INPUT
 from kvasir.model.config import TransformerConfig
-from kvasir.model.machine import available_memory, usable_cpus
 from kvasir.model.onnx.runtime import onnxruntime
+from kvasir.model.platform.machine import available_memory, usable_cpus
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.kv.memory import KVShape, RowMemory
 from kvasir.server.engine.kv.prefix_cache import BLOCK_SIZE, PrefixCache
 from kvasir.server.engine.kv.rows import KVRows
-from kvasir.server.engine.logits import Logits, most_logits
 from kvasir.server.engine.machine import SPIN_MICROSECONDS
 from kvasir.server.engine.model_runner import check_max_model_len, group_neighbours
-from kvasir.server.engine.sampling import Floats
+from kvasir.server.engine.sampling.logits import Logits, most_logits
+from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.engine.session import check_shape, kv_inputs, open_session
 
 TOKEN_BLOCK = 128  # of ONNX Runtime's MatMulNBits

@@ -8,10 +8,10 @@ from enum import Enum, StrEnum
 
 import numpy as np
 
-from kvasir.server.engine.beams import BeamSearch
 from kvasir.server.engine.grammar.constraints import Constraint
-from kvasir.server.engine.sampling import Occurrences, SamplingParams, TokenLogprobs
-from kvasir.server.engine.speculation import Speculation
+from kvasir.server.engine.sampling.beams import BeamSearch
+from kvasir.server.engine.sampling.params import Occurrences, SamplingParams, TokenLogprobs
+from kvasir.server.engine.sampling.speculation import Speculation
 
 PRIORITY_LEVEL_SECONDS = 10.0  # waiting time that offsets one level of priority
 BACKGROUND_PRIORITY = 10**6  # behind every client, who may name far fewer levels

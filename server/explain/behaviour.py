@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvasir.server.engine.sampling import Floats
+from kvasir.server.engine.sampling.params import Floats
 
 _LEAST_SHARE = 0.3  # of attention that a label stands for
 _LEAST_LIFT = 2.0  # of that share over even attention's

@@ -21,9 +21,9 @@ from kvasir.model.bundle import (
     ModelBundle,
     cache_names,
 )
-from kvasir.model.machine import usable_cpus
 from kvasir.model.packing import SOURCE_OUTPUT, pack
-from kvasir.server.engine.sampling import Floats
+from kvasir.model.platform.machine import usable_cpus
+from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.errors import InvalidRequestError, NotFoundError
 from kvasir.server.explain.explanation import (
     ChangedToken,

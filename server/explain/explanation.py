@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pydantic import Field, NonNegativeInt
 
 from kvasir.model.config import TransformerConfig
-from kvasir.server.engine.sampling import Floats
+from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.errors import ContextLengthError, InvalidRequestError
 from kvasir.server.explain.behaviour import Behaviour, measure_behaviours
 

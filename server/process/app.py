@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from kvasir.model.bundle import ModelBundle
-from kvasir.model.suggestions import install_command
+from kvasir.model.platform.suggestions import install_command
 from kvasir.server.api.explain.routes import Explanations
 from kvasir.server.api.http.keys import ApiKeys
 from kvasir.server.api.http.middleware import (

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from kvasir.model.bundle import ENCODER_GRAPH_FILE, BundleError, ModelBundle, load_bundle
-from kvasir.model.suggestions import install_command
+from kvasir.model.platform.suggestions import install_command
 from kvasir.server.engine.encoder.engine import TOKEN_BUDGET, EncoderEngine
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.gpu.errors import NoDeviceError

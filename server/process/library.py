@@ -22,7 +22,7 @@ from kvasir.model.records import GenerationDefaults
 from kvasir.server.engine.encoder.engine import EncoderEngine
 from kvasir.server.engine.encoder.sequence import EncoderSequence
 from kvasir.server.engine.engine import Engine
-from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.sequence import FinishReason, Sequence
 from kvasir.server.process.engine_builder import build_encoder_engine, build_engine, check_model
 from kvasir.server.requests.admission.queue import check_length

@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.grammar.constraints import Grammar
-from kvasir.server.engine.sampling import BeamParams, SamplingParams
+from kvasir.server.engine.sampling.params import BeamParams, SamplingParams
 from kvasir.server.errors import InvalidRequestError
 from kvasir.server.requests.admission.answers import AnswerMemory
 from kvasir.server.requests.admission.queue import Admission

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Literal
 
 from kvasir.model.bundle import ModelBundle
-from kvasir.model.suggestions import did_you_mean
+from kvasir.model.platform.suggestions import did_you_mean
 from kvasir.server.errors import (
     InvalidRequestError,
     ModelNotFoundError,

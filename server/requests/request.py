@@ -10,7 +10,7 @@ from typing import Literal
 
 from kvasir.server.engine.encoder.sequence import EncoderSequence, Encoding
 from kvasir.server.engine.grammar.constraints import Grammar
-from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.sequence import Sequence, queue_time
 from kvasir.server.requests.admission.callers import Caller
 from kvasir.server.requests.admission.forecast import Work

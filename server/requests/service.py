@@ -14,12 +14,12 @@ from time import perf_counter, time
 from typing import Literal
 
 from kvasir.model.bundle import CHAT_TEMPLATE_FILE, ModelBundle
-from kvasir.model.chat_template import ChatTemplate, ChatTemplateError
+from kvasir.model.template.chat_template import ChatTemplate, ChatTemplateError
 from kvasir.model.tokenizer import keep_spaces_in_offsets
 from kvasir.server.engine.encoder.sequence import EncoderOutput
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.machine import return_freed_memory
-from kvasir.server.engine.sampling import Floats
+from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.engine.sequence import FinishReason, Sequence
 from kvasir.server.errors import DeadlineExceededError, StartupError
 from kvasir.server.requests.admission.answers import AnswerMemory

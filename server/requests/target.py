@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tokenizers import Encoding, Tokenizer
 
 from kvasir.model.bundle import ModelBundle
-from kvasir.server.engine.sampling import BeamParams
+from kvasir.server.engine.sampling.params import BeamParams
 from kvasir.server.errors import InvalidRequestError
 
 # As mBART (fr_XX), NLLB (fra_Latn) and M2M-100 (__fr__) write languages.

@@ -16,7 +16,7 @@ from threading import Event, Thread
 from time import sleep
 from typing import Any, Literal
 
-from kvasir.model.harmless import harmless
+from kvasir.model.platform.printable import printable
 
 LogFormat = Literal["auto", "text", "json"]
 
@@ -67,10 +67,10 @@ class TextFormatter(logging.Formatter):
             text = f"{model} is ready: {fields['precision']} on {fields['device']}, {seconds:.1f} s"
         else:
             name = "" if level == "info" else self._paint(f"{level}: ", _LEVEL_STYLES.get(level))
-            text = "  ".join([name + harmless(message, one_line=True), *_words(fields)])
+            text = "  ".join([name + printable(message, one_line=True), *_words(fields)])
         line = f"{self._paint(self.formatTime(record, '%H:%M:%S'), 'dim')}  {text}"
         traceback = self.formatException(record.exc_info) if record.exc_info else ""
-        return "\n".join([line, *map(harmless, traceback.splitlines())])
+        return "\n".join([line, *map(printable, traceback.splitlines())])
 
     def _banner(self, page: str, models: dict[str, str]) -> str:
         url = page.rstrip("/")
@@ -83,7 +83,7 @@ class TextFormatter(logging.Formatter):
     def _request(self, fields: dict[str, Any]) -> str:
         status = fields["status"]
         code = self._paint(str(status), _STATUS_STYLES.get(status // 100))
-        words = [f"{code} {fields['method']} {harmless(fields['route'], one_line=True)}"]
+        words = [f"{code} {fields['method']} {printable(fields['route'], one_line=True)}"]
         rest = {name: value for name, value in fields.items() if name not in _SHOWN_APART}
         duration = f"{fields['duration_ms']:,.0f} ms"
         if "completion_tokens" in rest:
@@ -105,7 +105,7 @@ class TextFormatter(logging.Formatter):
 
 def _words(fields: dict[str, Any]) -> list[str]:
     given = (f"{name}={value}" for name, value in fields.items() if value is not None)
-    return [harmless(word, one_line=True) for word in given]
+    return [printable(word, one_line=True) for word in given]
 
 
 class QueuedHandler(logging.Handler):

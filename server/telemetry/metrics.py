@@ -16,7 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics import disable_created_metrics
 from prometheus_client.openmetrics import exposition as openmetrics
 
-from kvasir.model.machine import available_memory, memory_limit
+from kvasir.model.platform.machine import available_memory, memory_limit
 from kvasir.server.engine.engine import StepKind, StepStats
 from kvasir.server.engine.sequence import FinishReason, Sequence
 from kvasir.server.errors import KvasirError

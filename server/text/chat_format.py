@@ -16,7 +16,12 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from kvasir.model.chat_template import NULL, ChatTemplate, ChatTemplateError, ChatTemplateLimitError
+from kvasir.model.template.chat_template import (
+    NULL,
+    ChatTemplate,
+    ChatTemplateError,
+    ChatTemplateLimitError,
+)
 from kvasir.server.text.reasoning import ReasoningFormat
 from kvasir.server.text.tool_calls import ToolCallParser, ToolCallPiece
 from kvasir.server.text.tool_formats import ToolCallFormat

@@ -13,7 +13,7 @@ from kvasir.server.api.routes import ROUTES
 from kvasir.server.api.schemas import Error
 from kvasir.server.settings import Settings
 from tests.api_reference import PAGE, bodies_of_routes, body_type, with_tables
-from tests.dialects import parsed
+from tests.kit.dialects import parsed
 
 TEXT = PAGE.read_text(encoding="utf-8")
 EXAMPLE = re.compile(

@@ -20,10 +20,10 @@ from kvasir.server.engine.runner import OnnxRunner
 from kvasir.server.process.app import create_app
 from kvasir.server.process.engine_builder import build_encoder_engine, build_engine
 from kvasir.server.settings import load_settings
-from tests.fake_encoder import encoder_bundle
-from tests.fake_runner import TIMEOUT, FakeRunner
-from tests.random_models import RandomModel
-from tests.serving import EOS, MODEL, VOCAB_SIZE, fake_bundle, running
+from tests.kit.fake_encoder import encoder_bundle
+from tests.kit.fake_runner import TIMEOUT, FakeRunner
+from tests.kit.random_models import RandomModel
+from tests.kit.serving import EOS, MODEL, VOCAB_SIZE, fake_bundle, running
 
 
 async def test_it_answers_while_the_model_loads_and_serves_once_it_has(

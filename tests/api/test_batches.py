@@ -15,8 +15,8 @@ from unittest.mock import Mock
 import pytest
 from starlette.responses import FileResponse
 
-from tests.fake_runner import FakeRunner
-from tests.serving import VOCAB_SIZE, Served, serving
+from tests.kit.fake_runner import FakeRunner
+from tests.kit.serving import VOCAB_SIZE, Served, serving
 
 ENDPOINT = "/v1/completions"
 Fields = dict[str, Any]

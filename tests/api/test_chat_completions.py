@@ -19,7 +19,7 @@ from kvasir.server.api.other_servers import IGNORED, NO_OPS
 from kvasir.server.errors import StartupError
 from kvasir.server.process.app import create_app
 from kvasir.server.settings import load_settings
-from tests.chats import (
+from tests.kit.chats import (
     BOTH,
     HERMES_TEXT,
     LLAMA_CALLS,
@@ -33,10 +33,9 @@ from tests.chats import (
     tool,
     with_template,
 )
-from tests.dialects import CHAT, JSON, USER, joined, post, stream, without
-from tests.fake_runner import TIMEOUT, FakeRunner
-from tests.model.test_chat_template import LLAMA_2, LLAMA_3, by_transformers
-from tests.serving import (
+from tests.kit.dialects import CHAT, JSON, USER, joined, post, stream, without
+from tests.kit.fake_runner import TIMEOUT, FakeRunner
+from tests.kit.serving import (
     CHAT_TEMPLATE,
     EOS,
     MODEL,
@@ -46,6 +45,7 @@ from tests.serving import (
     serving,
     small_tokenizer,
 )
+from tests.model.test_chat_template import LLAMA_2, LLAMA_3, by_transformers
 from tests.text.test_detokenizer import PIECES
 
 tokenizer = small_tokenizer()

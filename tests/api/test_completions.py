@@ -17,10 +17,10 @@ from kvasir.model.records import GenerationDefaults
 from kvasir.server.api.other_servers import IGNORED, NO_OPS
 from kvasir.server.text.detokenizer import token_name
 from kvasir.server.text.fill_in_middle import FORMS, FillInMiddle
-from tests.chats import LONG, chatting
-from tests.dialects import CHAT, COMPLETIONS, JSON, joined, post, stream
-from tests.fake_runner import FakeRunner
-from tests.serving import (
+from tests.kit.chats import LONG, chatting
+from tests.kit.dialects import CHAT, COMPLETIONS, JSON, joined, post, stream
+from tests.kit.fake_runner import FakeRunner
+from tests.kit.serving import (
     EOS,
     MODEL,
     VOCAB_SIZE,

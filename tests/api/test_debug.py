@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from tests.fake_runner import FakeRunner
-from tests.serving import VOCAB_SIZE, serving
+from tests.kit.fake_runner import FakeRunner
+from tests.kit.serving import VOCAB_SIZE, serving
 
 
 async def test_it_tells_states_and_lengths_apart() -> None:

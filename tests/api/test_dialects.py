@@ -17,8 +17,8 @@ from kvasir.server.api.http import pieces
 from kvasir.server.api.openai.responses.schemas import ENCRYPTED, LOGPROBS
 from kvasir.server.engine.sequence import FinishReason
 from kvasir.server.requests.async_engine import OutputStream
-from tests.chats import THINKING, TIME, TOOLS, TOOLS_OF, WEATHER, chatting, with_template
-from tests.dialects import (
+from tests.kit.chats import THINKING, TIME, TOOLS, TOOLS_OF, WEATHER, chatting, with_template
+from tests.kit.dialects import (
     CHAT,
     COMPLETIONS,
     GENERATE,
@@ -33,9 +33,9 @@ from tests.dialects import (
     stream,
     without,
 )
-from tests.fake_runner import FakeRunner
-from tests.live import live, wait
-from tests.serving import VOCAB_SIZE, serving, small_tokenizer
+from tests.kit.fake_runner import FakeRunner
+from tests.kit.live import live, wait
+from tests.kit.serving import VOCAB_SIZE, serving, small_tokenizer
 
 LIMITS = {CHAT: "max_tokens", MESSAGES: "max_tokens", RESPONSES: "max_output_tokens"}
 STOPS = {CHAT: "stop", MESSAGES: "stop_sequences", RESPONSES: "stop"}

@@ -27,7 +27,8 @@ from kvasir.model.config import Pooling
 from kvasir.server.api.embeddings.requests import PromptFields
 from kvasir.server.api.routes import ROUTES
 from kvasir.server.engine.encoder.sequence import Encoding
-from tests.fake_encoder import (
+from tests.faults.bodies import VALID, random_body, wrong_types
+from tests.kit.fake_encoder import (
     D_MODEL,
     FakeTextRunner,
     encoder_app,
@@ -35,9 +36,8 @@ from tests.fake_encoder import (
     output_of,
     pair_tokenizer,
 )
-from tests.fake_runner import TIMEOUT
-from tests.faults.bodies import VALID, random_body, wrong_types
-from tests.serving import VOCAB_SIZE, running, serving
+from tests.kit.fake_runner import TIMEOUT
+from tests.kit.serving import VOCAB_SIZE, running, serving
 
 LIMIT = 64
 MODEL = "fake-encoder"

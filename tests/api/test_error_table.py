@@ -19,8 +19,8 @@ from kvasir.server.engine.engine import StepStats
 from kvasir.server.engine.sequence import FinishReason
 from kvasir.server.requests.admission.queue import Phase
 from kvasir.server.requests.async_engine import OutputStream
-from tests.fake_runner import FakeRunner
-from tests.serving import VOCAB_SIZE, Served, sample, serving
+from tests.kit.fake_runner import FakeRunner
+from tests.kit.serving import VOCAB_SIZE, Served, sample, serving
 
 Post = Callable[..., Coroutine[Any, Any, httpx.Response]]
 Case = Callable[[Served, Post], Awaitable[httpx.Response]]

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from kvasir.__main__ import app
-from kvasir.export.attention_graph import write_attention_graph
 from kvasir.export.directory import make_manifest
+from kvasir.export.graphs.attention import write_attention_graph
 from kvasir.model.bundle import ModelBundle, load_bundle
 from kvasir.model.config import RopeScaling, TransformerConfig
 from kvasir.model.network.attention import Attention, attention_weights, split_heads, visible_keys
@@ -27,8 +27,8 @@ from kvasir.model.tokenizer import train_tokenizer
 from kvasir.server.errors import InvalidRequestError, NotFoundError
 from kvasir.server.explain.explainer import Explainer
 from kvasir.server.explain.explanation import Head, Questions
-from tests.random_models import export_decoder, make_config, make_decoder
-from tests.whole_graph import GraphSession
+from tests.kit.random_models import export_decoder, make_config, make_decoder
+from tests.kit.whole_graph import GraphSession
 
 TEXT = "The studious student graduated with honors."
 VARIANTS: dict[str, dict[str, Any]] = {

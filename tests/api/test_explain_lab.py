@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvasir.export.attention_graph import write_attention_graph
+from kvasir.export.graphs.attention import write_attention_graph
 from kvasir.model.bundle import ATTENTION_GRAPH_FILE, HEAD_MASK_INPUT, ModelBundle
 from kvasir.model.network.attention import Attention, split_heads
 from kvasir.model.network.block import Block
@@ -26,8 +26,8 @@ from kvasir.server.explain.behaviour import measure_behaviours
 from kvasir.server.explain.explainer import Explainer
 from kvasir.server.explain.explanation import Explanation, Head, Questions
 from tests.api.test_explain import TEXT, eager_weights, make_directory
-from tests.encoders import BERT, MODERN, MPNET, export_encoder
-from tests.fake_encoder import encoder_bundle
+from tests.kit.encoders import BERT, MODERN, MPNET, export_encoder
+from tests.kit.fake_encoder import encoder_bundle
 from tests.model.variants import VARIANTS
 
 OFF = (Head(0, 1), Head(0, 3), Head(2, 0))

@@ -23,8 +23,8 @@ from kvasir.server.explain.explainer import Explainer
 from kvasir.server.explain.explanation import Explanation as Explained
 from kvasir.server.explain.explanation import Head, Questions
 from tests.api.test_explain import TEXT, make_directory
-from tests.fake_runner import TIMEOUT, FakeRunner
-from tests.serving import serving
+from tests.kit.fake_runner import TIMEOUT, FakeRunner
+from tests.kit.serving import serving
 
 
 @pytest.fixture(scope="module")

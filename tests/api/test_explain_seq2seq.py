@@ -22,8 +22,8 @@ from kvasir.server.explain.explanation import Head, Questions
 from tests.api.test_explain import completed
 from tests.api.test_explain_lab import without
 from tests.api.test_seq2seq import FR, NETWORK, SOURCE, TOKENIZER, client
-from tests.encoder_decoders import export_both
-from tests.fake_seq2seq import EOS, read
+from tests.kit.encoder_decoders import export_both
+from tests.kit.fake_seq2seq import EOS, read
 
 TARGET = "json.load"
 IDS = [*NETWORK.config.target_prefix, *TOKENIZER.encode(TARGET).ids]

@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvasir.server.requests.admission.queue import Phase
 from tests.api.test_middleware import PROBED
-from tests.fake_runner import FakeRunner
-from tests.serving import MODEL, VOCAB_SIZE, Served, serving
+from tests.kit.fake_runner import FakeRunner
+from tests.kit.serving import MODEL, VOCAB_SIZE, Served, serving
 
 
 async def statuses(served: Served) -> dict[str, int]:

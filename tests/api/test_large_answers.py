@@ -11,8 +11,8 @@ from starlette.types import Message
 
 from kvasir.server.requests.admission.answers import AnswerMemory
 from kvasir.server.requests.text_worker import TextWorker
-from tests.fake_runner import FakeRunner
-from tests.serving import VOCAB_SIZE, serving
+from tests.kit.fake_runner import FakeRunner
+from tests.kit.serving import VOCAB_SIZE, serving
 
 MESSAGES = [{"role": "user", "content": "é"}]
 

@@ -11,7 +11,7 @@ import pytest
 from anthropic.types import MessageTokensCount
 from pydantic_core import from_json
 
-from tests.chats import (
+from tests.kit.chats import (
     BOTH,
     HERMES_TEXT,
     LONG,
@@ -22,9 +22,9 @@ from tests.chats import (
     chatting,
     with_template,
 )
-from tests.dialects import CHAT, MESSAGES, USER, joined, parsed, post, stream, without
-from tests.fake_runner import FakeRunner
-from tests.serving import VOCAB_SIZE, Served, fake_bundle, serving, small_tokenizer
+from tests.kit.dialects import CHAT, MESSAGES, USER, joined, parsed, post, stream, without
+from tests.kit.fake_runner import FakeRunner
+from tests.kit.serving import VOCAB_SIZE, Served, fake_bundle, serving, small_tokenizer
 
 THEIR_TOOLS = TOOLS_OF[MESSAGES]
 

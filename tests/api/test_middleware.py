@@ -19,15 +19,15 @@ from starlette.requests import Request
 
 from kvasir.server.api.http.keys import ApiKeys
 from kvasir.server.api.http.pieces import unless_disconnected
-from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.errors import InvalidRequestError, OverloadedError
 from kvasir.server.requests.admission.callers import Caller
 from kvasir.server.requests.admission.queue import Phase
 from kvasir.server.requests.builder import RequestOptions
 from kvasir.server.requests.completion import RequestState
 from kvasir.server.requests.text_worker import THREADS
-from tests.fake_runner import TIMEOUT
-from tests.serving import Served, sample, serving
+from tests.kit.fake_runner import TIMEOUT
+from tests.kit.serving import Served, sample, serving
 
 HEALTH = ("/health", "/health/live", "/health/ready", "/health/startup")
 PROBED = (*HEALTH, "/metrics", "/metrics/router")

@@ -15,8 +15,8 @@ from kvasir.model.bundle import ModelBundle
 from kvasir.server.api.models import ModelCard
 from kvasir.server.process.app import create_app
 from kvasir.server.settings import load_settings
-from tests.fake_runner import FakeRunner
-from tests.serving import MODEL, VOCAB_SIZE, fake_bundle, serving
+from tests.kit.fake_runner import FakeRunner
+from tests.kit.serving import MODEL, VOCAB_SIZE, fake_bundle, serving
 
 
 def bundle_with_files(path: Path) -> ModelBundle:

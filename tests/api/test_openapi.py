@@ -32,11 +32,11 @@ from kvasir.server.api import routes
 from kvasir.server.api.openai.responses.schemas import LOGPROBS
 from kvasir.server.api.other_servers import IGNORED, NO_OPS, no_op_schema
 from kvasir.server.api.routes import ROUTES, document
-from tests.dialects import parsed
-from tests.fake_encoder import encoder_app, encoder_bundle
-from tests.fake_runner import TIMEOUT, FakeRunner
-from tests.live import KEY, Live, live, live_app
-from tests.serving import VOCAB_SIZE, fake_app
+from tests.kit.dialects import parsed
+from tests.kit.fake_encoder import encoder_app, encoder_bundle
+from tests.kit.fake_runner import TIMEOUT, FakeRunner
+from tests.kit.live import KEY, Live, live, live_app
+from tests.kit.serving import VOCAB_SIZE, fake_app
 
 # Without positive_data_acceptance: a body that fits its schema may still be too long for the model,
 # or name tokens that it lacks.

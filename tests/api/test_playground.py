@@ -11,8 +11,8 @@ import pytest
 from fastapi import FastAPI
 
 from kvasir.server.api.playground import STATIC, joined
-from tests.fake_runner import FakeRunner
-from tests.serving import VOCAB_SIZE, fake_app
+from tests.kit.fake_runner import FakeRunner
+from tests.kit.serving import VOCAB_SIZE, fake_app
 
 FILES = sorted(path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*.*"))
 LOADED = re.compile(r"""(?<!<a )(?:src|href)="([^#"]+)"|from "(\.[^"]+)";""")

@@ -9,9 +9,18 @@ import jsonschema
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from tests.chats import BOTH, HERMES_TEXT, THINKING, TIME, TOOLS, calls_of, chatting, with_template
-from tests.dialects import CHAT, JSON, USER, joined, post, stream, without
-from tests.serving import CHAT_TEMPLATE, small_tokenizer
+from tests.kit.chats import (
+    BOTH,
+    HERMES_TEXT,
+    THINKING,
+    TIME,
+    TOOLS,
+    calls_of,
+    chatting,
+    with_template,
+)
+from tests.kit.dialects import CHAT, JSON, USER, joined, post, stream, without
+from tests.kit.serving import CHAT_TEMPLATE, small_tokenizer
 
 THOUGHT = "First\nsecond."
 

@@ -13,10 +13,10 @@ from kvasir.server.api.anthropic.answers import AnthropicError
 from kvasir.server.api.http import body as body_parsing
 from kvasir.server.api.http.pieces import compact
 from kvasir.server.errors import InvalidRequestError
-from tests.dialects import GENERATE, GENERATE_STREAM, MESSAGES, RESPONSES, post
-from tests.fake_runner import FakeRunner
 from tests.faults.bodies import VALID
-from tests.serving import VOCAB_SIZE, serving
+from tests.kit.dialects import GENERATE, GENERATE_STREAM, MESSAGES, RESPONSES, post
+from tests.kit.fake_runner import FakeRunner
+from tests.kit.serving import VOCAB_SIZE, serving
 
 LONG = "x" * 5000
 COMPLETION: dict[str, Any] = {"prompt": "a"}

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from kvasir.server.api.openai.responses.schemas import LOGPROBS
 from kvasir.server.api.openai.responses.store import ResponseStore, Stored
-from tests.chats import (
+from tests.kit.chats import (
     BOTH,
     HERMES_TEXT,
     THINKING,
@@ -25,10 +25,10 @@ from tests.chats import (
     chatting,
     with_template,
 )
-from tests.dialects import RESPONSES, joined, parsed, post, without
-from tests.fake_runner import FakeRunner
-from tests.live import live
-from tests.serving import MODEL, VOCAB_SIZE, small_tokenizer
+from tests.kit.dialects import RESPONSES, joined, parsed, post, without
+from tests.kit.fake_runner import FakeRunner
+from tests.kit.live import live
+from tests.kit.serving import MODEL, VOCAB_SIZE, small_tokenizer
 
 ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)
 FUNCTIONS = TOOLS_OF[RESPONSES]

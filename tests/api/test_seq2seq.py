@@ -21,10 +21,10 @@ from kvasir.server.engine.engine import Engine
 from kvasir.server.process.app import create_app
 from kvasir.server.requests.service import Service
 from kvasir.server.settings import Settings, load_settings
-from tests.beam_search import beam_search
-from tests.dialects import COMPLETIONS, GENERATE_STREAM, parsed
-from tests.fake_seq2seq import EOS, FakeSeq2SeqRunner, read, small_config, small_model
-from tests.serving import MODEL, VOCAB_SIZE, fake_bundle, running, serving, small_tokenizer
+from tests.kit.beam_search import beam_search
+from tests.kit.dialects import COMPLETIONS, GENERATE_STREAM, parsed
+from tests.kit.fake_seq2seq import EOS, FakeSeq2SeqRunner, read, small_config, small_model
+from tests.kit.serving import MODEL, VOCAB_SIZE, fake_bundle, running, serving, small_tokenizer
 
 LANGUAGES = ("de_DE", "fr_XX", "__en__")
 SOURCE = "def read(path)"

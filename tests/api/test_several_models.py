@@ -23,9 +23,9 @@ from kvasir.server.errors import StartupError
 from kvasir.server.process.app import create_app
 from kvasir.server.requests.models import Models
 from kvasir.server.settings import Settings, load_settings
-from tests.fake_encoder import FakeTextRunner, encoder_bundle
-from tests.fake_runner import TIMEOUT, FakeRunner
-from tests.serving import VOCAB_SIZE, fake_bundle, running, sample, small_tokenizer
+from tests.kit.fake_encoder import FakeTextRunner, encoder_bundle
+from tests.kit.fake_runner import TIMEOUT, FakeRunner
+from tests.kit.serving import VOCAB_SIZE, fake_bundle, running, sample, small_tokenizer
 
 TEXTS = {"first": "a", "second": "d", "third": "p"}  # each model repeats its own
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}

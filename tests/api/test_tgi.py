@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from tests.chats import closed
-from tests.dialects import GENERATE, GENERATE_STREAM, JSON, post, stream
-from tests.fake_runner import FakeRunner
-from tests.serving import EOS, VOCAB_SIZE, Served, saying, serving, small_tokenizer
+from tests.kit.chats import closed
+from tests.kit.dialects import GENERATE, GENERATE_STREAM, JSON, post, stream
+from tests.kit.fake_runner import FakeRunner
+from tests.kit.serving import EOS, VOCAB_SIZE, Served, saying, serving, small_tokenizer
 
 tokenizer = small_tokenizer()
 SCHEMA = closed(a={"type": "boolean"})

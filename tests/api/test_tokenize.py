@@ -18,11 +18,18 @@ from tokenizers import (
     trainers,
 )
 
-from kvasir.model.chat_template import ChatTemplate
+from kvasir.model.template.chat_template import ChatTemplate
 from kvasir.model.tokenizer import keep_spaces_in_offsets, train_tokenizer
-from tests.fake_runner import FakeRunner
+from tests.kit.fake_runner import FakeRunner
+from tests.kit.serving import (
+    CHAT_TEMPLATE,
+    MODEL,
+    VOCAB_SIZE,
+    fake_bundle,
+    serving,
+    small_tokenizer,
+)
 from tests.model.test_tokenizer import with_damaged_charsmap
-from tests.serving import CHAT_TEMPLATE, MODEL, VOCAB_SIZE, fake_bundle, serving, small_tokenizer
 
 TEXT = "def read_json(path):\n    return 'naïve ☃🙂'"
 

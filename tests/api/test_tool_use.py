@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from tests.chats import (
+from tests.kit.chats import (
     BOTH,
     HERMES_TEXT,
     SCHEMAS,
@@ -20,8 +20,8 @@ from tests.chats import (
     tool,
     with_template,
 )
-from tests.dialects import CHAT, JSON, post, without
-from tests.serving import CHAT_TEMPLATE, small_tokenizer
+from tests.kit.dialects import CHAT, JSON, post, without
+from tests.kit.serving import CHAT_TEMPLATE, small_tokenizer
 
 
 async def test_a_call_that_is_cut_short_is_no_reason_to_finish() -> None:

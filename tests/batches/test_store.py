@@ -24,7 +24,7 @@ from kvasir.server.batches.requests import MOST_BLANK, Parse, RequestFile
 from kvasir.server.batches.store import WINDOW, BatchStore
 from kvasir.server.batches.worker import Answer, BatchWorker
 from kvasir.server.errors import RequestTooLargeError, StartupError
-from tests.fake_runner import TIMEOUT
+from tests.kit.fake_runner import TIMEOUT
 
 ENDPOINT = "/v1/completions"
 NOW = 1_000_000.0

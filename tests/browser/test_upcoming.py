@@ -19,8 +19,8 @@ N_DRAWS = 4000
 SERVER = f"""
 import json, sys
 import numpy as np
-from kvasir.server.engine.sampler import sample
-from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sampling.sampler import sample
+from kvasir.server.engine.sampling.params import SamplingParams
 
 class Numbers:
     def __init__(self, value): self.value = value

@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 from kvasir.__main__ import app
 from kvasir.commands.console.chat_client import ChatClient, ChatError
 from kvasir.commands.console.conversation import COMMANDS, Conversation
-from tests.fake_completions import FakeCompletions as Server
-from tests.fake_completions import fake_completions
-from tests.fake_runner import TIMEOUT
+from tests.kit.fake_completions import FakeCompletions as Server
+from tests.kit.fake_completions import fake_completions
+from tests.kit.fake_runner import TIMEOUT
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples/stdlib")
 NO_TEMPLATE = 400, b'{"error": {"message": "this model has no chat template: export it"}}'

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from kvasir.__main__ import app
 from kvasir.commands import doctor
-from kvasir.model.machine import usable_cpus
+from kvasir.model.platform.machine import usable_cpus
 
 XEON = "flags\t\t: fpu avx2 avx512f avx512_vnni avx512_bf16 amx_bf16 amx_tile amx_int8\n"
 ZEN_3 = "model name\t: AMD EPYC\nflags\t\t: fpu avx avx2 fma\n"

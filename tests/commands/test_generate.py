@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 import kvasir.model.bundle
 from kvasir.__main__ import app
-from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.sequence import Sequence
 from kvasir.server.process.engine_builder import build_engine
 from kvasir.server.settings import load_settings

@@ -15,9 +15,9 @@ from kvasir.__main__ import app
 from kvasir.commands.console import progress
 from kvasir.model.checkpoint import save_checkpoint
 from kvasir.model.tokenizer import train_tokenizer
-from tests.huggingface_checkpoints import make_model
-from tests.huggingface_checkpoints import save_checkpoint as save_folder
-from tests.random_models import make_config, make_decoder
+from tests.kit.huggingface_checkpoints import make_model
+from tests.kit.huggingface_checkpoints import save_checkpoint as save_folder
+from tests.kit.random_models import make_config, make_decoder
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from kvasir.model.bundle import GRAPH_FILE, ModelBundle
 from kvasir.model.reference import generate as oracle
 from kvasir.model.tokenizer import train_tokenizer
 from kvasir.server.engine.engine import Engine
-from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.process.library import complete
-from tests.random_models import RandomModel
+from tests.kit.random_models import RandomModel
 
 TEXT = "for name, value in zip(names, values): print(f'{name} = {value}')"
 

@@ -28,8 +28,8 @@ from tests.conformance.model import MAX_MODEL_LEN, make_model, make_tokenizer
 from tests.conformance.openai_batches import use_openai_batches
 from tests.conformance.openai_client import use_openai
 from tests.conformance.server import CAPACITY, Conformed, Server
-from tests.fake_encoder import encoder_app, encoder_bundle
-from tests.live import live_app
+from tests.kit.fake_encoder import encoder_app, encoder_bundle
+from tests.kit.live import live_app
 
 _KEY = "a-key"
 _NODE = {

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from kvasir.export.graph import load_weights
+from kvasir.export.graphs.decoder import load_weights
 from kvasir.model.bundle import load_bundle
 from kvasir.model.network.skeleton import build_decoder
 from kvasir.model.network.transformer import Transformer

@@ -10,8 +10,8 @@ from kvasir.export.directory import export_checkpoint
 from kvasir.model.bundle import CHAT_TEMPLATE_FILE, TOKENIZER_FILE
 from kvasir.model.checkpoint import save_checkpoint
 from kvasir.model.tokenizer import train_tokenizer
-from tests.random_models import make_config, make_decoder
-from tests.serving import CHAT_TEMPLATE
+from tests.kit.random_models import make_config, make_decoder
+from tests.kit.serving import CHAT_TEMPLATE
 
 MAX_MODEL_LEN = 4096  # instructor describes a schema in the prompt
 

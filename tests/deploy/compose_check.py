@@ -24,7 +24,7 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from kvasir.loadtest.sse_client import Answer, Target
+from kvasir.loadtest.client import Answer, Target
 from tests.deploy.checking import ROOT, FailedError, SkippedError, load
 from tests.deploy.monitoring import RULES
 from tests.deploy.rolling_restart import free_port, stream_tokens

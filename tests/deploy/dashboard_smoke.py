@@ -22,7 +22,7 @@ from urllib.parse import urlencode, urlsplit
 import httpx
 import yaml
 
-from kvasir.loadtest.sse_client import Target, complete
+from kvasir.loadtest.client import Target, complete
 from tests.deploy.checking import ROOT
 from tests.deploy.monitoring import RULES, expressions
 from tests.deploy.rolling_restart import free_port

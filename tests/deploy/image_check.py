@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvasir.loadtest.sse_client import Target, complete
+from kvasir.loadtest.client import Target, complete
 from kvasir.server.process.local_server import run_server
 from tests.deploy.checking import ROOT, FailedError
 

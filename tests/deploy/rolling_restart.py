@@ -23,7 +23,7 @@ from itertools import count
 from pathlib import Path
 from urllib.request import urlopen
 
-from kvasir.loadtest.sse_client import Answer, Target, complete
+from kvasir.loadtest.client import Answer, Target, complete
 from tests.faults.server_process import ServerProcess
 
 N_CLIENTS = 8

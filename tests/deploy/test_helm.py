@@ -18,8 +18,8 @@ from kvasir.server.errors import StartupError
 from kvasir.server.settings import PREFIX, load_settings
 from tests.deploy.chart_relations import INTERNAL, is_below
 from tests.deploy.helm_schema import settings_schema
-from tests.fake_encoder import encoder_app, encoder_bundle
-from tests.live import KEY, Live, live, live_app
+from tests.kit.fake_encoder import encoder_app, encoder_bundle
+from tests.kit.live import KEY, Live, live, live_app
 
 CHART = Path(__file__).parents[2] / "helm"
 SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.numpy_session import export_paged
-from tests.random_models import RandomModel
+from tests.kit.numpy_session import export_paged
+from tests.kit.random_models import RandomModel
 
 
 @pytest.fixture(scope="session")

@@ -7,15 +7,15 @@ import random
 import pytest
 
 from kvasir.server.engine.engine import Engine
-from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.sequence import (
     BACKGROUND_PRIORITY,
     FinishReason,
     Sequence,
     SequenceStatus,
 )
-from tests.engine_driver import Collector, make_sequence, run_to_end
-from tests.fake_runner import FakeRunner
+from tests.kit.engine_driver import Collector, make_sequence, run_to_end
+from tests.kit.fake_runner import FakeRunner
 
 VOCAB_SIZE = 64
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvasir.server.engine.candidates import candidate_logprobs, choose_rows
-from kvasir.server.engine.logits import Candidates
-from kvasir.server.engine.sampler import sample
-from kvasir.server.engine.sampling import Floats, SamplingParams, token_logprobs
-from tests.engine_driver import sampled_sequence
+from kvasir.server.engine.sampling.candidates import candidate_logprobs, choose_rows
+from kvasir.server.engine.sampling.logits import Candidates
+from kvasir.server.engine.sampling.params import Floats, SamplingParams, token_logprobs
+from kvasir.server.engine.sampling.sampler import sample
+from tests.kit.engine_driver import sampled_sequence
 
 K = 128
 

@@ -24,12 +24,12 @@ from kvasir.server.engine.grammar.constraints import (
     enforceable_schema,
 )
 from kvasir.server.engine.grammar.trial import GrammarTrial
-from kvasir.server.engine.sampling import SamplingParams, token_logprobs
+from kvasir.server.engine.sampling.params import SamplingParams, token_logprobs
 from kvasir.server.engine.sequence import FinishReason, Sequence
-from tests.engine_driver import Result, make_sequence, run_to_end
-from tests.fake_runner import FakeRunner
-from tests.random_schemas import random_schema
-from tests.serving import EOS, VOCAB_SIZE, small_tokenizer
+from tests.kit.engine_driver import Result, make_sequence, run_to_end
+from tests.kit.fake_runner import FakeRunner
+from tests.kit.random_schemas import random_schema
+from tests.kit.serving import EOS, VOCAB_SIZE, small_tokenizer
 
 tokenizer = small_tokenizer()
 MODEL = (tokenizer.to_str(), VOCAB_SIZE, [EOS])

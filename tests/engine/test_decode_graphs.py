@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import pytest
 
-from kvasir.export.paged_graph import export_paged_graph
+from kvasir.export.graphs.paged import export_paged_graph
 from kvasir.model.bundle import CANDIDATES_OUTPUT
 from kvasir.model.reference import generate
 from kvasir.server.engine.engine import Engine
@@ -26,11 +26,11 @@ from kvasir.server.engine.gpu.outputs import DeviceOutputs
 from kvasir.server.engine.gpu.runner import PagedRunner
 from kvasir.server.engine.gpu.session import BACKENDS, open_gpu_runner
 from kvasir.server.engine.kv.blocks import KVBlocks
-from kvasir.server.engine.sampling import SamplingParams
-from tests.engine_driver import Result, make_sequence, run_at_random, run_to_end
-from tests.numpy_session import BLOCK, HostBuffer
-from tests.random_models import RandomModel, make_config, make_decoder
-from tests.recording_session import RecordingSession, RecordingStream, recording_backend
+from kvasir.server.engine.sampling.params import SamplingParams
+from tests.kit.engine_driver import Result, make_sequence, run_at_random, run_to_end
+from tests.kit.numpy_session import BLOCK, HostBuffer
+from tests.kit.random_models import RandomModel, make_config, make_decoder
+from tests.kit.recording_session import RecordingSession, RecordingStream, recording_backend
 
 N_BLOCKS = 50
 GREEDY = SamplingParams(max_tokens=30, temperature=0.0)

@@ -17,9 +17,9 @@ from kvasir.model.config import Pooling
 from kvasir.model.packing import pack
 from kvasir.server.engine.encoder.engine import MAX_PADDING, EncoderEngine
 from kvasir.server.engine.encoder.sequence import EncoderOutput, EncoderSequence
-from kvasir.server.engine.sampling import Floats, SamplingParams
+from kvasir.server.engine.sampling.params import Floats, SamplingParams
 from kvasir.server.engine.sequence import FinishReason
-from tests.encoders import (
+from tests.kit.encoders import (
     BERT,
     LAST_TOKEN,
     MODERN,
@@ -30,9 +30,9 @@ from tests.encoders import (
     of_tokens,
     open_runner,
 )
-from tests.fake_encoder import FakeTextRunner
-from tests.fake_runner import TIMEOUT
-from tests.random_models import RandomModel
+from tests.kit.fake_encoder import FakeTextRunner
+from tests.kit.fake_runner import TIMEOUT
+from tests.kit.random_models import RandomModel
 
 N_TEXTS = 21
 MEAN = Pooling(kind="mean")

@@ -22,10 +22,10 @@ from hypothesis.stateful import (
 from kvasir.server.engine.engine import Engine, StepStats
 from kvasir.server.engine.kv.prefix_cache import PrefixCache
 from kvasir.server.engine.kv.rows import MAX_PROMPT_ROWS
-from kvasir.server.engine.sampling import SamplingParams, token_logprobs
+from kvasir.server.engine.sampling.params import SamplingParams, token_logprobs
 from kvasir.server.engine.sequence import FinishReason, Sequence, SequenceStatus
-from tests.engine_driver import Collector, make_sequence, run_to_end
-from tests.fake_runner import FakeRunner
+from tests.kit.engine_driver import Collector, make_sequence, run_to_end
+from tests.kit.fake_runner import FakeRunner
 
 VOCAB = 50
 EOS = 7

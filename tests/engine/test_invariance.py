@@ -16,12 +16,12 @@ from kvasir.server.engine.grammar.compiler import GrammarCompiler
 from kvasir.server.engine.grammar.constraints import Grammar
 from kvasir.server.engine.kv.prefix_cache import PrefixCache
 from kvasir.server.engine.runner import OnnxRunner
-from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.sequence import Sequence
 from kvasir.server.engine.step_capacity import StepCapacity
-from tests.engine_driver import Result, assert_same, make_sequence, run_at_random, run_to_end
-from tests.random_models import RandomModel
-from tests.serving import VOCAB_SIZE, small_tokenizer
+from tests.kit.engine_driver import Result, assert_same, make_sequence, run_at_random, run_to_end
+from tests.kit.random_models import RandomModel
+from tests.kit.serving import VOCAB_SIZE, small_tokenizer
 
 N_REQUESTS = 14
 CONSTRAINED = {

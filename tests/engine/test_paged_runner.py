@@ -16,11 +16,11 @@ from kvasir.server.engine.gpu.runner import PagedRunner
 from kvasir.server.engine.gpu.session import warm_up_largest
 from kvasir.server.engine.kv.blocks import KVBlocks
 from kvasir.server.engine.model_runner import warm_up
-from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sampling.params import SamplingParams
 from tests.engine.test_candidates import random_params
-from tests.engine_driver import Collector, make_sequence, run_to_end
-from tests.numpy_session import BLOCK, NumpyModel
-from tests.random_models import RandomModel
+from tests.kit.engine_driver import Collector, make_sequence, run_to_end
+from tests.kit.numpy_session import BLOCK, NumpyModel
+from tests.kit.random_models import RandomModel
 
 
 def make_engine(

@@ -11,11 +11,11 @@ from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.model_runner import group_neighbours
 from kvasir.server.engine.runner import OnnxRunner, RowBinding
-from kvasir.server.engine.sampling import Floats, SamplingParams
+from kvasir.server.engine.sampling.params import Floats, SamplingParams
+from kvasir.server.engine.sampling.speculation import Speculation
 from kvasir.server.engine.sequence import Sequence
-from kvasir.server.engine.speculation import Speculation
-from tests.engine_driver import Collector, Result, make_sequence, run_to_end
-from tests.random_models import RandomModel
+from tests.kit.engine_driver import Collector, Result, make_sequence, run_to_end
+from tests.kit.random_models import RandomModel
 
 
 def prompt_in_row(runner: OnnxRunner, prompt_ids: list[int]) -> Sequence:

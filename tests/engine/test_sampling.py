@@ -13,10 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvasir.server.engine import sampler
-from kvasir.server.engine.sampling import Floats, SamplingParams, token_logprobs
+from kvasir.server.engine.sampling.params import Floats, SamplingParams, sampler, token_logprobs
 from kvasir.server.engine.sequence import Sequence
-from tests.engine_driver import sampled_sequence
+from tests.kit.engine_driver import sampled_sequence
 
 SHARES = ("top_p", "min_p", "typical_p")
 VOCAB = 700  # more than two of the sampler's blocks, and not a whole number of them

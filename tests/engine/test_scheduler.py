@@ -10,11 +10,11 @@ import pytest
 from kvasir.server.engine.kv.memory import KVShape
 from kvasir.server.engine.kv.prefix_cache import PrefixCache
 from kvasir.server.engine.kv.rows import KVRows
-from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.scheduler import Scheduler
 from kvasir.server.engine.sequence import PRIORITY_LEVEL_SECONDS, Sequence, SequenceStatus
 from kvasir.server.engine.step_capacity import StepCapacity
-from tests.engine_driver import make_sequence
+from tests.kit.engine_driver import make_sequence
 
 BLOCK = 4
 

@@ -9,14 +9,14 @@ import pytest
 
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.reference import generate
-from kvasir.server.engine.beams import BeamSearch
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.kv.source_rows import SourceRows
-from kvasir.server.engine.sampling import BeamParams, SamplingParams
+from kvasir.server.engine.sampling.beams import BeamSearch
+from kvasir.server.engine.sampling.params import BeamParams, SamplingParams
 from kvasir.server.engine.sequence import FinishReason, Sequence
-from tests.beam_search import beam_search
-from tests.engine_driver import Collector, run_to_end
-from tests.fake_seq2seq import EOS, FakeSeq2SeqRunner, read, small_config, small_model
+from tests.kit.beam_search import beam_search
+from tests.kit.engine_driver import Collector, run_to_end
+from tests.kit.fake_seq2seq import EOS, FakeSeq2SeqRunner, read, small_config, small_model
 
 MODEL = small_model(small_config())
 MODELS = [MODEL, small_model(small_config((3, 7, 9)))]

@@ -11,14 +11,14 @@ import pytest
 
 from kvasir.model.network.transformer import Transformer
 from kvasir.server.engine.engine import Engine
-from kvasir.server.engine.sampling import BeamParams, SamplingParams
+from kvasir.server.engine.sampling.params import BeamParams, SamplingParams
 from kvasir.server.engine.seq2seq.runner import Seq2SeqRunner
 from kvasir.server.engine.sequence import Sequence
-from tests.beam_search import beam_search
-from tests.encoder_decoders import export_both
 from tests.engine.test_seq2seq import expected
-from tests.engine_driver import Result, assert_same, run_at_random, run_to_end
-from tests.fake_seq2seq import EOS, read, small_config, small_model
+from tests.kit.beam_search import beam_search
+from tests.kit.encoder_decoders import export_both
+from tests.kit.engine_driver import Result, assert_same, run_at_random, run_to_end
+from tests.kit.fake_seq2seq import EOS, read, small_config, small_model
 
 N_REQUESTS = 12
 BEAMS = {2: BeamParams(2), 6: BeamParams(4, 0.5, early_stopping=True), 9: BeamParams(3, 2.0)}

@@ -16,7 +16,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from kvasir.export.paged_graph import export_paged_graph
+from kvasir.export.graphs.paged import export_paged_graph
 from kvasir.model.config import TransformerConfig
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.server.engine.gpu import cuda, webgpu
@@ -26,8 +26,8 @@ from kvasir.server.engine.gpu.errors import NoDeviceError
 from kvasir.server.engine.gpu.model import DeviceModel
 from kvasir.server.engine.gpu.session import block_bytes
 from kvasir.server.engine.session import check_shape, open_session
-from tests.numpy_session import HostBuffer
-from tests.random_models import make_config, make_decoder
+from tests.kit.numpy_session import HostBuffer
+from tests.kit.random_models import make_config, make_decoder
 
 NO_GPU = pytest.mark.skipif(
     "CUDAExecutionProvider" in onnxruntime.get_available_providers(),

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvasir.server.engine.sampler import sample, verify
-from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sampling.params import SamplingParams
+from kvasir.server.engine.sampling.sampler import sample, verify
+from kvasir.server.engine.sampling.speculation import NGRAM_SIZES, Speculation, best_draft_length
 from kvasir.server.engine.sequence import Sequence
-from kvasir.server.engine.speculation import NGRAM_SIZES, Speculation, best_draft_length
-from tests.engine_driver import make_sequence
+from tests.kit.engine_driver import make_sequence
 
 VOCAB = 12
 PROMPT = [1, 2, 3, 1, 2]

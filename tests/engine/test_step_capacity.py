@@ -9,11 +9,11 @@ import pytest
 
 from kvasir.server.engine.batch import StepBatch
 from kvasir.server.engine.engine import Engine
-from kvasir.server.engine.logits import Logits
-from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sampling.logits import Logits
+from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.step_capacity import StepCapacity
-from tests.engine_driver import Collector, make_sequence
-from tests.fake_runner import FakeRunner
+from tests.kit.engine_driver import Collector, make_sequence
+from tests.kit.fake_runner import FakeRunner
 
 CHUNK = 256
 LEAST, LEAST_BY_DEFAULT = 32, 128

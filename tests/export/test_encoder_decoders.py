@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from kvasir.export.directory import export_checkpoint, verify_directory
-from kvasir.export.source_graph import load_both_weights
+from kvasir.export.graphs.source import load_both_weights
 from kvasir.export.verification.pair_plan import SamplePairs
 from kvasir.export.verification.samples import make_sample
 from kvasir.export.verification.segments import SegmentedGraph
@@ -29,8 +29,8 @@ from kvasir.model.bundle import (
 )
 from kvasir.model.checkpoint import load_checkpoint
 from kvasir.model.onnx.runtime import open_cpu_session
-from kvasir.model.training.translations import HELD_OUT_FILE
-from tests.encoder_decoders import PairSession, export_both
+from kvasir.model.training.data.translations import HELD_OUT_FILE
+from tests.kit.encoder_decoders import PairSession, export_both
 from tests.model.test_encoder_decoders import VOCABULARY, make_model, save
 
 _MAX_TOKENS = 64

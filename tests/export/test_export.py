@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from kvasir.__main__ import app
 from kvasir.export import directory as export_directory
 from kvasir.export.directory import export_checkpoint, verify_directory
-from kvasir.export.graph import STEP_INPUTS, export_graph
+from kvasir.export.graphs.decoder import STEP_INPUTS, export_graph
 from kvasir.export.verification import verify as export_verify
 from kvasir.export.verification.verify import VerificationError
 from kvasir.model.bundle import cache_names, load_bundle
@@ -25,14 +25,14 @@ from kvasir.model.checkpoint import CheckpointError, save_checkpoint
 from kvasir.model.config import TransformerConfig
 from kvasir.model.records import GenerationDefaults
 from kvasir.model.tokenizer import train_tokenizer
-from kvasir.model.training.corpus import Corpus
-from kvasir.model.training.data import write_tokens
+from kvasir.model.training.data.corpus import Corpus
+from kvasir.model.training.data.tokens import write_tokens
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.model_runner import warm_up
 from kvasir.server.engine.runner import OnnxRunner
-from kvasir.server.engine.sampling import SamplingParams
-from tests.engine_driver import make_sequence, run_to_end
-from tests.random_models import export_random, make_config, make_decoder
+from kvasir.server.engine.sampling.params import SamplingParams
+from tests.kit.engine_driver import make_sequence, run_to_end
+from tests.kit.random_models import export_random, make_config, make_decoder
 
 TEXT = "\n".join(f"the {i}th line of a text that nobody needs to read twice" for i in range(400))
 

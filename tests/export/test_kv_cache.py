@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from kvasir.export.kv_cache import scale_kv_channels
-from kvasir.export.weights import Weights
+from kvasir.export.rounding.kv_cache import scale_kv_channels
+from kvasir.export.rounding.weights import Weights
 from kvasir.model.network.attention import split_heads
 from kvasir.model.network.positions import rotary_table, rotate
 from kvasir.model.network.transformer import Transformer
 from kvasir.server.engine.batch import Chunk, StepBatch
-from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.sequence import SequenceStatus
-from tests.engine_driver import make_sequence
-from tests.random_models import (
+from tests.kit.engine_driver import make_sequence
+from tests.kit.random_models import (
     RandomModel,
     export_decoder,
     make_config,

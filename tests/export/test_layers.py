@@ -11,8 +11,8 @@ import torch
 
 from kvasir.export.verification import layers
 from kvasir.export.verification.layers import LayeredDecoder
+from tests.kit.random_models import make_config, make_decoder
 from tests.model.variants import VARIANTS
-from tests.random_models import make_config, make_decoder
 
 
 class Counted(Mapping[str, torch.Tensor]):

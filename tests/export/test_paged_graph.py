@@ -10,12 +10,12 @@ import onnx_ir
 import pytest
 import torch
 
-from kvasir.export.paged_graph import DTYPES, RUN_INPUTS, export_paged_graph, speed_notes
-from kvasir.export.rounding import BLOCK, quantize_blocks
+from kvasir.export.graphs.paged import DTYPES, RUN_INPUTS, export_paged_graph, speed_notes
+from kvasir.export.rounding.formulas import BLOCK, quantize_blocks
 from kvasir.model.bundle import INVERSE_TEMPERATURES_INPUT, KV_BLOCK_SIZE, PRECISIONS
 from kvasir.model.config import ConfigError, RopeScaling
-from tests import paged_reference
-from tests.random_models import make_config, make_decoder, measure_scales
+from tests.kit import paged_reference
+from tests.kit.random_models import make_config, make_decoder, measure_scales
 
 BIASES = {"qkv_bias": True, "output_bias": True, "feed_forward_bias": True}
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -18,10 +18,10 @@ from kvasir.model.tokenizer import train_tokenizer
 from kvasir.server.engine.gpu.errors import NoDeviceError
 from kvasir.server.engine.gpu.graphs import Inputs
 from kvasir.server.engine.gpu.model import DeviceModel
-from kvasir.server.engine.logits import Candidates, Logits
+from kvasir.server.engine.sampling.logits import Candidates, Logits
 from tests.engine.test_session import NO_GPU
-from tests.numpy_session import BLOCK, NumpyModel, export_paged, numpy_backend
-from tests.random_models import make_config, make_decoder
+from tests.kit.numpy_session import BLOCK, NumpyModel, export_paged, numpy_backend
+from tests.kit.random_models import make_config, make_decoder
 
 
 def test_a_graph_for_cuda_is_verified_as_one_for_the_cpu(tmp_path: Path) -> None:

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from kvasir.export.graph import load_weights
+from kvasir.export.graphs.decoder import load_weights
 from kvasir.export.verification.verify import VerificationError, check
 from kvasir.model.reference import generate
 from kvasir.server.engine.engine import Engine
-from kvasir.server.engine.sampling import SamplingParams
-from tests.engine_driver import make_sequence, run_to_end
-from tests.model.variants import VARIANTS
-from tests.random_models import (
+from kvasir.server.engine.sampling.params import SamplingParams
+from tests.kit.engine_driver import make_sequence, run_to_end
+from tests.kit.random_models import (
     RandomModel,
     export_decoder,
     export_random,
     make_config,
     make_decoder,
 )
+from tests.model.variants import VARIANTS
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())

@@ -16,8 +16,8 @@ from kvasir.export.verification import verify
 from kvasir.model.checkpoint import CheckpointError, load_checkpoint
 from kvasir.model.checkpoint import save_checkpoint as save_run
 from kvasir.model.importing.published import is_published
-from tests.gguf_files import write_gguf
-from tests.huggingface_checkpoints import make_model, save_checkpoint
+from tests.kit.gguf_files import write_gguf
+from tests.kit.huggingface_checkpoints import make_model, save_checkpoint
 from tests.model.test_quantized import write as write_rounded
 
 MANIFEST = "manifest.json"

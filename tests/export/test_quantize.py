@@ -10,16 +10,16 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from kvasir.export.graph import export_graph
-from kvasir.export.quantize import quantize
-from kvasir.export.rewrite import branches
-from kvasir.export.rounding import BLOCK, quantize_blocks, quantize_pairs, quantize_rows
-from kvasir.export.weights import Weights
+from kvasir.export.graphs.decoder import export_graph
+from kvasir.export.graphs.rewrite import branches
+from kvasir.export.rounding.formulas import BLOCK, quantize_blocks, quantize_pairs, quantize_rows
+from kvasir.export.rounding.quantize import quantize
+from kvasir.export.rounding.weights import Weights
 from kvasir.model.bundle import GRAPH_FILE, WEIGHTS_FILE
 from kvasir.model.onnx.runtime import onnxruntime, open_cpu_session
-from tests import paged_reference
+from tests.kit import paged_reference
+from tests.kit.random_models import RandomModel, export_random, measure_scales
 from tests.model.variants import VARIANTS
-from tests.random_models import RandomModel, export_random, measure_scales
 
 Floats = NDArray[np.float32]
 

@@ -10,8 +10,8 @@ import pytest
 
 from kvasir.export.verification.segments import Case, SegmentedGraph, Step
 from kvasir.model.onnx.runtime import onnxruntime
-from tests.random_models import RandomModel
-from tests.whole_graph import GraphSession
+from tests.kit.random_models import RandomModel
+from tests.kit.whole_graph import GraphSession
 
 
 def make_cases(vocab_size: int, longest: int) -> list[Case]:

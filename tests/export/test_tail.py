@@ -6,11 +6,11 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from kvasir.export.tail import MAX_CANDIDATES, add_candidates, n_parts
+from kvasir.export.graphs.tail import MAX_CANDIDATES, add_candidates, n_parts
 from kvasir.model.bundle import CANDIDATES_OUTPUT, INVERSE_TEMPERATURES_INPUT
 from kvasir.model.onnx.runtime import onnxruntime
-from kvasir.server.engine.logits import Candidates
-from kvasir.server.engine.sampling import Floats
+from kvasir.server.engine.sampling.logits import Candidates
+from kvasir.server.engine.sampling.params import Floats
 
 
 def make_session(vocab_size: int) -> onnxruntime.InferenceSession:

@@ -10,13 +10,13 @@ from typing import Any
 import onnx_ir
 import pytest
 
-from kvasir.export import trace
-from kvasir.export.encoder_graph import export_encoder_graph
-from kvasir.export.graph import export_graph
+from kvasir.export.graphs import trace
+from kvasir.export.graphs.decoder import export_graph
+from kvasir.export.graphs.encoder import export_encoder_graph
 from kvasir.model.bundle import GRAPH_FILE
-from tests.encoders import BERT
+from tests.kit.encoders import BERT
+from tests.kit.random_models import make_config, make_decoder
 from tests.model.variants import VARIANTS
-from tests.random_models import make_config, make_decoder
 
 
 def described(path: Path) -> Iterator[tuple[Any, ...]]:

@@ -15,8 +15,8 @@ from kvasir.export.verification.verify import VerificationError
 from kvasir.model.bundle import load_bundle
 from kvasir.model.checkpoint import load_checkpoint, save_checkpoint
 from kvasir.model.tokenizer import train_tokenizer
-from tests.encoders import BERT, MPNET
-from tests.random_models import make_config, make_decoder
+from tests.kit.encoders import BERT, MPNET
+from tests.kit.random_models import make_config, make_decoder
 
 TEXT = "It was the best of times, it was the worst of times, in 1859. " * 40
 

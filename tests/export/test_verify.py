@@ -20,7 +20,7 @@ from kvasir.model.bundle import GRAPH_FILE, WEIGHTS_FILE
 from kvasir.model.checkpoint import Checkpoint
 from kvasir.model.records import Verification
 from kvasir.model.tokenizer import train_tokenizer
-from tests.random_models import RandomModel, export_random, make_config
+from tests.kit.random_models import RandomModel, export_random, make_config
 
 TEXT = np.random.default_rng(5).integers(10, 300, size=500)
 

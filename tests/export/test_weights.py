@@ -12,14 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvasir.export import weights as export_weights
-from kvasir.export.graph import export_graph, load_weights
-from kvasir.export.paged_graph import export_paged_graph
-from kvasir.export.rounding import quantize_pairs
-from kvasir.export.weights import Weights
+from kvasir.export.graphs.decoder import export_graph, load_weights
+from kvasir.export.graphs.paged import export_paged_graph
+from kvasir.export.rounding.formulas import quantize_pairs
+from kvasir.export.rounding.formulas import weights as export_weights
+from kvasir.export.rounding.weights import Weights
 from kvasir.model.config import TransformerConfig
 from kvasir.model.tensor_files import LazyWeights
-from tests.random_models import make_config, make_decoder
+from tests.kit.random_models import make_config, make_decoder
 
 Floats = NDArray[np.float32]
 BIASES = {"qkv_bias": True, "output_bias": True, "feed_forward_bias": True}

@@ -15,9 +15,9 @@ from tempfile import TemporaryDirectory
 
 from kvasir.model.bundle import MANIFEST_FILE, hash_files
 from kvasir.server.process.local_server import serve_command
-from tests.fake_runner import TIMEOUT
 from tests.faults.report import Report
 from tests.faults.server_process import EXAMPLE
+from tests.kit.fake_runner import TIMEOUT
 
 
 def damaged_models(n: int, seed: int = 0) -> Report:

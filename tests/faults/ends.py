@@ -13,10 +13,10 @@ from contextlib import closing
 
 import psutil
 
-from tests.fake_runner import TIMEOUT
 from tests.faults.client import stream
 from tests.faults.report import Report
 from tests.faults.server_process import ServerProcess
+from tests.kit.fake_runner import TIMEOUT
 
 _CLIENTS = 24  # more than run at once
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from kvasir.server.process.local_server import serve_command
 from kvasir.server.process.serve import bind
-from tests.fake_runner import TIMEOUT
 from tests.faults.client import stream
 from tests.faults.report import Report
 from tests.faults.server_process import EXAMPLE
+from tests.kit.fake_runner import TIMEOUT
 
 
 def full_disk(n: int, _seed: int = 0) -> Report:

@@ -16,8 +16,8 @@ import numpy as np
 import typer
 import uvloop
 
+from kvasir.loadtest.client import Answer, Target, complete
 from kvasir.loadtest.load import Prompts, Workload, closed_loop, open_loop
-from kvasir.loadtest.sse_client import Answer, Target, complete
 from kvasir.server.process.local_server import serve_locally
 from tests.faults.server_process import EXAMPLE, Model
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from kvasir.server.process.local_server import serve_command, wait_until_ready
-from tests.fake_runner import TIMEOUT
+from tests.kit.fake_runner import TIMEOUT
 
 EXAMPLE = Path(__file__).parents[2] / "examples/stdlib"
 Model = Annotated[Path, typer.Argument(help="Model directory.")]

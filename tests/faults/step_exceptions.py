@@ -20,9 +20,9 @@ import httpx
 import kvasir.server.engine
 import kvasir.server.requests.async_engine
 from kvasir.server.requests.async_engine import AsyncEngine
-from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.faults.report import Report
-from tests.serving import VOCAB_SIZE, Served, serving
+from tests.kit.fake_runner import TIMEOUT, FakeRunner
+from tests.kit.serving import VOCAB_SIZE, Served, serving
 
 Line = tuple[str, str, int]  # file, function, line
 

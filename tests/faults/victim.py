@@ -18,7 +18,7 @@ from urllib.request import urlopen
 import psutil
 
 from tests.faults.damage import with_file
-from tests.serving import CHAT_TEMPLATE
+from tests.kit.serving import CHAT_TEMPLATE
 
 MEMORY = 2**30  # bytes that the server and its children may use
 DRAIN = 2.0

@@ -13,7 +13,7 @@ import sys
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 
-from kvasir.loadtest.sse_client import Answer, Target
+from kvasir.loadtest.client import Answer, Target
 
 _PAUSE = 0.05  # seconds between probes, and after a stream that was refused
 _TICK = 0.005

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from kvasir.__main__ import app
 from kvasir.loadtest.load import SUITES
-from tests.fake_completions import DONE, event, fake_completions, well
+from tests.kit.fake_completions import DONE, event, fake_completions, well
 
 ROOT = Path(__file__).parents[2]
 ONE = ["--workload", "2x3/4", "--rounds", "2", "--requests", "4", "--warmup", "1"]

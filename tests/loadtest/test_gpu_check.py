@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from kvasir.loadtest import bench_engine, gpu_check, gpu_peer, gpu_steps
-from kvasir.loadtest.gpu_check import FigureLog, Sequences, check, check_parity
-from kvasir.loadtest.gpu_peer import Peer
-from kvasir.loadtest.gpu_promises import SkippedError, check_figures, check_promises
+from kvasir.loadtest import bench_engine
+from kvasir.loadtest.gpu import check as gpu_check
+from kvasir.loadtest.gpu import peer as gpu_peer
+from kvasir.loadtest.gpu import steps as gpu_steps
+from kvasir.loadtest.gpu.check import FigureLog, Sequences, check, check_parity
+from kvasir.loadtest.gpu.peer import Peer
+from kvasir.loadtest.gpu.promises import SkippedError, check_figures, check_promises
 from kvasir.loadtest.random_model import make_random_model
 from kvasir.model.bundle import PRECISIONS
 from kvasir.model.presets import PRESETS, preset
@@ -21,8 +24,8 @@ from kvasir.server.engine.gpu.runner import PagedRunner
 from kvasir.server.engine.gpu.session import BACKENDS
 from tests.engine.test_paged_runner import make_engine
 from tests.engine.test_session import NO_GPU
-from tests.numpy_session import export_paged, numpy_backend
-from tests.recording_session import recording_backend
+from tests.kit.numpy_session import export_paged, numpy_backend
+from tests.kit.recording_session import recording_backend
 
 
 def test_a_failure_costs_only_its_own_figure(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from kvasir.loadtest.gpu_wheels import requirements, write_pieces
+from kvasir.loadtest.gpu.wheels import requirements, write_pieces
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from kvasir.loadtest.client import Answer
 from kvasir.loadtest.load import SUITES, Prompts, Workload, closed_loop, open_loop
-from kvasir.loadtest.sse_client import Answer
 
 
 def test_workloads_are_written_as_they_are_parsed() -> None:

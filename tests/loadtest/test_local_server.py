@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.fake_runner import TIMEOUT
+from tests.kit.fake_runner import TIMEOUT
 
 SERVER = """
 import json, os, sys, time

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvasir.loadtest.locust.traffic import LATENCIES
-from tests.fake_runner import TIMEOUT, FakeRunner
-from tests.live import KEY, Live, live
-from tests.serving import VOCAB_SIZE, fake_bundle
+from tests.kit.fake_runner import TIMEOUT, FakeRunner
+from tests.kit.live import KEY, Live, live
+from tests.kit.serving import VOCAB_SIZE, fake_bundle
 
 ROOT = Path(__file__).parents[2]
 LOCUST = ROOT / "build/loadtest/bin/locust"

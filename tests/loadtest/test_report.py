@@ -12,9 +12,9 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from kvasir.loadtest.client import Answer
 from kvasir.loadtest.locust.report import draw, latencies, over_time, summary, token_times, windows
 from kvasir.loadtest.locust.traffic import parse_slo
-from kvasir.loadtest.sse_client import Answer
 
 
 def random_answers(seed: int, n: int = 80) -> list[Answer]:

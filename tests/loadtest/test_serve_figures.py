@@ -8,6 +8,7 @@ from statistics import median
 
 import pytest
 
+from kvasir.loadtest.client import Answer
 from kvasir.loadtest.load import Workload
 from kvasir.loadtest.serve_figures import (
     LATENCIES,
@@ -18,7 +19,6 @@ from kvasir.loadtest.serve_figures import (
     parse_limits,
     ratios,
 )
-from kvasir.loadtest.sse_client import Answer
 
 WORKLOAD = Workload(4, 10, 8)
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvasir.loadtest.sse_client import Answer, Client, Target, complete
-from tests.fake_completions import DONE, event, fake_completions, usage, well
-from tests.fake_runner import TIMEOUT
+from kvasir.loadtest.client import Answer, Client, Target, complete
+from tests.kit.fake_completions import DONE, event, fake_completions, usage, well
+from tests.kit.fake_runner import TIMEOUT
 
 BODY = b'{"prompt": [1, 2], "max_tokens": 3}'
 

@@ -15,7 +15,7 @@ from kvasir.model.config import TransformerConfig
 from kvasir.model.network.attention import Attention, LayerCache, merge_heads, split_heads
 from kvasir.model.network.positions import Positions, rotary_table, rotate
 from kvasir.model.network.run_inputs import StepInputs
-from tests.random_models import make_config
+from tests.kit.random_models import make_config
 
 Floats = NDArray[np.float64]
 

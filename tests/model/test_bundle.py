@@ -11,8 +11,8 @@ import pytest
 
 from kvasir.model.bundle import BundleError, hash_files, load_bundle
 from kvasir.model.tokenizer import train_tokenizer
-from tests.random_models import make_config
-from tests.serving import fake_manifest
+from tests.kit.random_models import make_config
+from tests.kit.serving import fake_manifest
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from kvasir.model.chat_template import ChatTemplate, ChatTemplateError
+from kvasir.model.template.chat_template import ChatTemplate, ChatTemplateError
 
 CHATML = """\
 {%- if tools %}

@@ -24,7 +24,7 @@ from kvasir.model.checkpoint import (
 )
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.tokenizer import train_tokenizer
-from tests.random_models import make_config, make_decoder
+from tests.kit.random_models import make_config, make_decoder
 
 tokenizer = train_tokenizer(["some text to count pairs in"], 270)
 STATE = {"x/exp_avg": torch.arange(6.0).view(2, 3)}

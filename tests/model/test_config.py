@@ -22,9 +22,9 @@ from kvasir.model.config import (
 )
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.presets import PRESETS, preset
-from tests.encoders import BERT, MODERN, MPNET
+from tests.kit.encoders import BERT, MODERN, MPNET
+from tests.kit.random_models import SHAPE, make_config
 from tests.model.variants import VARIANTS
-from tests.random_models import SHAPE, make_config
 
 VALID = SHAPE | {"max_model_len": 64}
 SIZES = list(VALID)

@@ -25,7 +25,7 @@ from kvasir.model.training.distributed import PeerError, Processes, one_process
 ROOT = Path(__file__).parents[2]
 SHAPE = ("n_layer=2", "d_model=32", "d_ff=48", "n_head=2", "n_kv_head=1", "head_dim=16")
 STEPS = 16
-HELD = "tests.held_training"
+HELD = "tests.kit.held_training"
 # In float32: in bfloat16, gradients summed over two halves of a batch are off by a percent.
 OPTIONS = [
     *(f"--set={change}" for change in (*SHAPE, "vocab_size=270")),

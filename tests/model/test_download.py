@@ -24,8 +24,8 @@ from kvasir.model.download.choice import choose_files
 from kvasir.model.download.oci import guard
 from kvasir.model.download.pull import find
 from kvasir.model.download.reference import DownloadError, Reference
-from tests import fake_stores
-from tests.fake_stores import CREDENTIALS, Store, running
+from tests.kit import fake_stores
+from tests.kit.fake_stores import CREDENTIALS, Store, running
 
 WEIGHTS = random.Random(0).randbytes(100_000)
 CHECKPOINT = {

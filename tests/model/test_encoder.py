@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvasir.model.config import TransformerConfig
-from tests import encoders
-from tests.random_models import make_config, make_decoder
+from tests.kit import encoders
+from tests.kit.random_models import make_config, make_decoder
 
 BERT, MODERN = (
     {field: value for field, value in shape.items() if field != "pooling"}

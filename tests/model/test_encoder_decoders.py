@@ -14,8 +14,8 @@ from kvasir.model.checkpoint import load_checkpoint
 from kvasir.model.network.cross_attention import Source
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.reference import generate
-from tests.beam_search import beam_search
-from tests.huggingface_checkpoints import make_uneven, save_tokenizer
+from tests.kit.beam_search import beam_search
+from tests.kit.huggingface_checkpoints import make_uneven, save_tokenizer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -16,7 +16,7 @@ from kvasir.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from kvasir.model.config import Pooling, Projection
 from kvasir.model.importing.families.encoders import ENCODERS
 from kvasir.model.records import EmbeddingDefaults
-from tests.huggingface_checkpoints import (
+from tests.kit.huggingface_checkpoints import (
     EOS,
     make_uneven,
     save_tokenizer,

@@ -22,12 +22,9 @@ from kvasir.model.checkpoint import load_checkpoint
 from kvasir.model.config import Pooling, Projection
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.tokenizer import train_tokenizer
-from kvasir.model.training.corpus import Corpus, CorpusError
-from kvasir.model.training.data import Batch, TokenData, write_tokens
-from kvasir.model.training.distributed import Processes
-from kvasir.model.training.masking import IGNORED, Masking
-from kvasir.model.training.objectives import Ranking
-from kvasir.model.training.pairs import (
+from kvasir.model.training.data.corpus import Corpus, CorpusError
+from kvasir.model.training.data.masking import IGNORED, Masking
+from kvasir.model.training.data.pairs import (
     PairBatch,
     PairData,
     Pairs,
@@ -35,13 +32,16 @@ from kvasir.model.training.pairs import (
     read_pairs,
     write_pairs,
 )
+from kvasir.model.training.data.tokens import Batch, TokenData, write_tokens
+from kvasir.model.training.distributed import Processes
+from kvasir.model.training.objectives import Ranking
 from kvasir.model.training.settings import TrainSettings
 from kvasir.model.training.trainer import Trainer
-from tests.encoders import BERT, LAST_TOKEN
+from tests.kit.encoders import BERT, LAST_TOKEN
+from tests.kit.random_models import make_config
 from tests.model.test_encoder_families import make_model, save
 from tests.model.test_run import trained
 from tests.model.test_trainer import metrics
-from tests.random_models import make_config
 
 CPU = torch.device("cpu")
 NAMES = [f"{a}{b}" for a in ("red", "blue", "old", "wet") for b in ("fish", "bird", "ship", "tree")]

@@ -19,7 +19,7 @@ from kvasir.model.importing.families.encoder_decoders import ENCODER_DECODERS
 from kvasir.model.importing.families.encoders import ENCODERS
 from kvasir.model.importing.families.family import NEUTRAL
 from kvasir.model.presets import preset
-from tests.huggingface_checkpoints import FAMILIES as CHECKPOINTS
+from tests.kit.huggingface_checkpoints import FAMILIES as CHECKPOINTS
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors import SafetensorError
 
-from kvasir.model.files import in_words, new_directory, writing
+from kvasir.model.platform.files import in_words, new_directory, writing
 
 FULL = os.strerror(errno.ENOSPC)
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kvasir.model.training import flops
 from kvasir.model.training.flops import flops_per_token, flops_per_translation, peak_flops
-from tests.random_models import make_config, make_decoder
+from tests.kit.random_models import make_config, make_decoder
 
 CONTEXT = 32
 CPU = torch.device("cpu")

@@ -18,13 +18,20 @@ from numpy.typing import NDArray
 from transformers.integrations.gguf.dequant import dequantize
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from kvasir.export.rounding import quantize_blocks
+from kvasir.export.rounding.formulas import quantize_blocks
 from kvasir.model.checkpoint import CheckpointError, load_checkpoint
 from kvasir.model.config import RopeScaling
 from kvasir.model.importing.gguf.file import read_gguf
 from kvasir.model.tensor_files import StoredTensor
-from tests.gguf_files import ARCHITECTURES, write_gguf
-from tests.huggingface_checkpoints import BOS, CHAT_TEMPLATE, EOS, make_model, rope, save_checkpoint
+from tests.kit.gguf_files import ARCHITECTURES, write_gguf
+from tests.kit.huggingface_checkpoints import (
+    BOS,
+    CHAT_TEMPLATE,
+    EOS,
+    make_model,
+    rope,
+    save_checkpoint,
+)
 
 Array = NDArray[Any]
 LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

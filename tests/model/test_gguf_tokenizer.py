@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, trainers
 
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.gguf.tokenizer import read_tokenizer
-from tests.huggingface_checkpoints import TEXT, make_tokenizer
+from tests.kit.huggingface_checkpoints import TEXT, make_tokenizer
 
 TEXTS = [
     "the 12345th line's   text\n\n  that nobody needs; l'Été ÉTÉ 東京 ١٢٣ \t\r\n 'RE 'll x",

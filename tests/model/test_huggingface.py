@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvasir.export.graph import export_graph
+from kvasir.export.graphs.decoder import export_graph
 from kvasir.model.checkpoint import load_checkpoint
 from kvasir.server.engine.engine import Engine
-from kvasir.server.engine.sampling import SamplingParams
-from tests.engine_driver import make_sequence, run_to_end
-from tests.huggingface_checkpoints import FAMILIES, LENGTH, make_model, save_checkpoint
-from tests.random_models import RandomModel
+from kvasir.server.engine.sampling.params import SamplingParams
+from tests.kit.engine_driver import make_sequence, run_to_end
+from tests.kit.huggingface_checkpoints import FAMILIES, LENGTH, make_model, save_checkpoint
+from tests.kit.random_models import RandomModel
 
 N_NEW = 64
 # Each feature of a graph is compared with PyTorch in tests/export; these are the most different.

@@ -28,9 +28,9 @@ from torch import Tensor
 from kvasir.export.directory import export_checkpoint
 from kvasir.model import tensor_files
 from kvasir.model.bundle import load_bundle
-from kvasir.model.chat_template import ChatTemplate
 from kvasir.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
-from tests.huggingface_checkpoints import (
+from kvasir.model.template.chat_template import ChatTemplate
+from tests.kit.huggingface_checkpoints import (
     BOS,
     CHAT_TEMPLATE,
     EOS,
@@ -41,7 +41,7 @@ from tests.huggingface_checkpoints import (
     set_tensors,
     set_values,
 )
-from tests.huggingface_checkpoints import FAMILIES as CHECKPOINTS
+from tests.kit.huggingface_checkpoints import FAMILIES as CHECKPOINTS
 
 Folders = Callable[[str], Path]
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]

@@ -13,8 +13,8 @@ import torch
 from tokenizers import Tokenizer
 
 from kvasir.model.checkpoint import CheckpointError, load_checkpoint
-from tests import huggingface_checkpoints as checkpoints
-from tests.huggingface_checkpoints import make_model, save_checkpoint
+from tests.kit import huggingface_checkpoints as checkpoints
+from tests.kit.huggingface_checkpoints import make_model, save_checkpoint
 from tests.model.test_tokenizer import with_damaged_charsmap
 
 WEIGHTS = "model.safetensors"

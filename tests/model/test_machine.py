@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvasir.model.machine import available_memory, memory_limit, usable_cpus
+from kvasir.model.platform.machine import available_memory, memory_limit, usable_cpus
 
 AFFINITY = len(psutil.Process().cpu_affinity() or []) or os.cpu_count() or 1
 

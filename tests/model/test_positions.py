@@ -11,7 +11,7 @@ import torch
 
 from kvasir.model.config import RopeScaling
 from kvasir.model.network.positions import alibi_table, rotary_table
-from tests.random_models import make_config, make_decoder
+from tests.kit.random_models import make_config, make_decoder
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -8,7 +8,7 @@ from threading import Event, Thread
 
 import pytest
 
-from kvasir.model.progress import interruptible
+from kvasir.model.platform.progress import interruptible
 
 
 def test_the_result_is_the_works() -> None:

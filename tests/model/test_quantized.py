@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from kvasir.export.rounding import BLOCK, quantize_blocks
+from kvasir.export.rounding.formulas import BLOCK, quantize_blocks
 from kvasir.model.checkpoint import CheckpointError, load_checkpoint
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.quantized import restore
 from kvasir.model.tensor_files import StoredTensor
-from tests.huggingface_checkpoints import make_model, save_checkpoint
+from tests.kit.huggingface_checkpoints import make_model, save_checkpoint
 
 WEIGHTS = "model.safetensors"
 FIRST = "model.layers.0.self_attn.q_proj"

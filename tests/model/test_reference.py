@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvasir.model.reference import draw, generate, next_logits
-from tests.random_models import make_config, make_decoder
+from tests.kit.random_models import make_config, make_decoder
 
 # Untied: tied random weights repeat the last token for ever.
 CONFIG = make_config(max_model_len=40, tied_embeddings=False)

@@ -21,14 +21,14 @@ from kvasir.model.checkpoint import load_checkpoint
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.tokenizer import train_tokenizer
 from kvasir.model.training import run
-from kvasir.model.training.data import open_arrays
+from kvasir.model.training.data.tokens import open_arrays
 from kvasir.model.training.distributed import Processes
 from kvasir.model.training.metrics import StepMetrics
 from kvasir.model.training.report import expected_time
 from kvasir.model.training.trainer import Report, Trainer
-from tests.encoders import BERT
+from tests.kit.encoders import BERT
+from tests.kit.random_models import make_config
 from tests.model.test_trainer import metrics
-from tests.random_models import make_config
 
 SHAPE = ("n_layer=1", "d_model=32", "d_ff=48", "n_head=2", "n_kv_head=1", "head_dim=16")
 QUICK = [*(f"--set={change}" for change in SHAPE), "--context=8", "--batch-size=2", "--warmup=1"]

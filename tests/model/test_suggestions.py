@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from kvasir.model.config import ConfigError
+from kvasir.model.platform.suggestions import nearest
 from kvasir.model.presets import preset
-from kvasir.model.suggestions import nearest
-from kvasir.model.training.corpus import CorpusError
-from kvasir.model.training.pairs import read_pairs
-from kvasir.model.training.translations import read_translations
+from kvasir.model.training.data.corpus import CorpusError
+from kvasir.model.training.data.pairs import read_pairs
+from kvasir.model.training.data.translations import read_translations
 
 
 def test_the_nearest_name_is_found_and_strange_ones_have_none() -> None:

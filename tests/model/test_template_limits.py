@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvasir.model import template_process
-from kvasir.model.chat_template import ChatTemplate, ChatTemplateError, ChatTemplateLimitError
-from kvasir.model.template_process import MOST_TEXT
+from kvasir.model.template import process as template_process
+from kvasir.model.template.chat_template import (
+    ChatTemplate,
+    ChatTemplateError,
+    ChatTemplateLimitError,
+)
+from kvasir.model.template.process import MOST_TEXT
 
 GROW = "{% set n = namespace(x='xx', y=(1,), z=(1,)) %}{% for i in range(60) %}"
 LISTS = GROW + "{% set n.y = (n.y, n.y) %}{% set n.z = (n.z, n.z) %}{% endfor %}"

@@ -20,12 +20,12 @@ from kvasir.model.checkpoint import load_checkpoint
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.tokenizer import train_tokenizer
 from kvasir.model.training import trainer as training
-from kvasir.model.training.corpus import Corpus
-from kvasir.model.training.data import Batch, TokenData, write_tokens
+from kvasir.model.training.data.corpus import Corpus
+from kvasir.model.training.data.tokens import Batch, TokenData, write_tokens
 from kvasir.model.training.metrics import StepMetrics, plot_losses
 from kvasir.model.training.settings import TrainSettings
 from kvasir.model.training.trainer import Trainer
-from tests.random_models import make_config
+from tests.kit.random_models import make_config
 
 TEXTS = [
     f"The {animal} sat on the {place}.\n" * 6

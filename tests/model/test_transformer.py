@@ -16,8 +16,8 @@ from kvasir.model.network.norm import make_norm
 from kvasir.model.network.positions import Positions, sinusoidal_table
 from kvasir.model.network.run_inputs import StepInputs
 from kvasir.model.network.transformer import Transformer
+from tests.kit.random_models import make_config, make_decoder
 from tests.model.variants import VARIANTS
-from tests.random_models import make_config, make_decoder
 
 EVERY_VARIANT = pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
 

@@ -19,17 +19,17 @@ from kvasir.model.network.transformer import Transformer
 from kvasir.model.presets import preset
 from kvasir.model.reference import generate
 from kvasir.model.tokenizer import train_tokenizer
-from kvasir.model.training.corpus import CorpusError
-from kvasir.model.training.masking import IGNORED
-from kvasir.model.training.settings import TrainSettings
-from kvasir.model.training.trainer import Trainer
-from kvasir.model.training.translations import (
+from kvasir.model.training.data.corpus import CorpusError
+from kvasir.model.training.data.masking import IGNORED
+from kvasir.model.training.data.translations import (
     TranslationBatch,
     TranslationData,
     Translations,
     read_translations,
     write_translations,
 )
+from kvasir.model.training.settings import TrainSettings
+from kvasir.model.training.trainer import Trainer
 from tests.model.test_encoder_decoders import make_model, save
 from tests.model.test_run import trained
 

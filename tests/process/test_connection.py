@@ -26,9 +26,9 @@ from kvasir.server.process.connection import (
 )
 from kvasir.server.process.serve import configure
 from kvasir.server.process.shared_limits import SharedLimits, Turns, max_connections
-from tests.fake_runner import TIMEOUT, FakeRunner
-from tests.live import Live, live, wait
-from tests.serving import VOCAB_SIZE, fake_app
+from tests.kit.fake_runner import TIMEOUT, FakeRunner
+from tests.kit.live import Live, live, wait
+from tests.kit.serving import VOCAB_SIZE, fake_app
 
 GET = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
 CHUNKED = b"POST /x HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"

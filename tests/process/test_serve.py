@@ -31,8 +31,8 @@ from kvasir.server.errors import StartupError
 from kvasir.server.process import serve
 from kvasir.server.process.engine_builder import check_model
 from kvasir.server.settings import load_settings
-from tests.fake_runner import TIMEOUT
-from tests.serving import fake_bundle
+from tests.kit.fake_runner import TIMEOUT
+from tests.kit.serving import fake_bundle
 
 BODY = {"prompt": "a", "max_tokens": 8, "logit_bias": {"66": 100}}
 
@@ -54,7 +54,7 @@ def directory(tmp_path: Path) -> Path:
 class Process:
     def __init__(self, options: dict[str, Any]) -> None:
         self.popen: Any = subprocess.Popen(
-            [sys.executable, "-m", "tests.serve_process", json.dumps({"port": 0} | options)],
+            [sys.executable, "-m", "tests.kit.serve_process", json.dumps({"port": 0} | options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

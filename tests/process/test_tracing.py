@@ -21,9 +21,9 @@ from kvasir.server.api.http.body import BodyRoute
 from kvasir.server.api.routes import ROUTES
 from kvasir.server.engine.sequence import FinishReason
 from kvasir.server.process.tracing import make_provider
-from tests.fake_encoder import encoder_app, encoder_bundle
-from tests.fake_runner import FakeRunner
-from tests.serving import EOS, MODEL, VOCAB_SIZE, serving, small_tokenizer
+from tests.kit.fake_encoder import encoder_app, encoder_bundle
+from tests.kit.fake_runner import FakeRunner
+from tests.kit.serving import EOS, MODEL, VOCAB_SIZE, serving, small_tokenizer
 
 ENDPOINT = "http://collector.invalid:4318/v1/traces"
 BODY = {"prompt": "a", "max_tokens": 2, "ignore_eos": True}
@@ -372,7 +372,7 @@ def test_the_environment_can_rename_the_service(monkeypatch: pytest.MonkeyPatch)
 def test_the_sdk_is_needed_only_where_an_endpoint_is_set() -> None:
     code = (
         "import sys, asyncio; sys.modules['opentelemetry.sdk'] = None\n"
-        "from tests.serving import serving\n"
+        "from tests.kit.serving import serving\n"
         "async def main():\n"
         "    async with serving() as served:\n"
         "        body = {'prompt': 'a'}\n"

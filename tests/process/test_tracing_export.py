@@ -10,9 +10,9 @@ import threading
 import pytest
 
 import kvasir.server.process.app
-from tests.collector import collecting
-from tests.fake_runner import TIMEOUT
-from tests.serving import MODEL, serving
+from tests.kit.collector import collecting
+from tests.kit.fake_runner import TIMEOUT
+from tests.kit.serving import MODEL, serving
 
 BODY = {"prompt": [5] * 9, "max_tokens": 6, "ignore_eos": True}
 EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"

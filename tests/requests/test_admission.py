@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvasir.server.engine.engine import Engine, StepStats
-from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.sequence import BACKGROUND_PRIORITY
 from kvasir.server.errors import (
     ContextLengthError,
@@ -20,7 +20,7 @@ from kvasir.server.errors import (
 from kvasir.server.requests.admission.forecast import LEAST_SHARE, Forecast, Snapshot, Work
 from kvasir.server.requests.admission.queue import SLACK, Admission, Phase, check_length
 from kvasir.server.requests.request import CompletionRequest, Prompt
-from tests.fake_runner import FakeRunner
+from tests.kit.fake_runner import FakeRunner
 
 IDLE = Snapshot(n_slots=2)
 

@@ -18,13 +18,13 @@ from kvasir.model.config import Pooling
 from kvasir.server.engine.encoder.engine import EncoderEngine
 from kvasir.server.engine.encoder.sequence import EncoderSequence
 from kvasir.server.engine.engine import Engine, TokenOutput
-from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.sequence import PRIORITY_LEVEL_SECONDS, FinishReason, Sequence
 from kvasir.server.errors import EngineError
 from kvasir.server.requests.async_engine import AsyncEngine, OutputStream
-from tests.fake_encoder import FakeTextRunner
-from tests.fake_runner import FakeRunner
-from tests.serving import sample
+from tests.kit.fake_encoder import FakeTextRunner
+from tests.kit.fake_runner import FakeRunner
+from tests.kit.serving import sample
 
 VOCAB_SIZE = 40
 

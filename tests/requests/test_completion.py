@@ -7,14 +7,14 @@ from itertools import count
 
 import pytest
 
-from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.sequence import FinishReason
 from kvasir.server.errors import EngineError
 from kvasir.server.requests.builder import RequestOptions
 from kvasir.server.requests.completion import Delta, RequestState, make_choices
 from kvasir.server.requests.request import CompletionRequest
 from kvasir.server.requests.service import Service
-from tests.serving import EOS, serving, small_tokenizer
+from tests.kit.serving import EOS, serving, small_tokenizer
 
 
 async def request(

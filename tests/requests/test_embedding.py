@@ -27,9 +27,9 @@ from kvasir.server.requests.request import EmbeddingRequest
 from kvasir.server.requests.service import Service
 from kvasir.server.settings import load_settings
 from kvasir.server.telemetry.start_clock import StartClock
-from tests.fake_encoder import FakeTextRunner, encoder_bundle, pair_tokenizer
-from tests.fake_runner import TIMEOUT
-from tests.serving import fake_bundle, small_tokenizer
+from tests.kit.fake_encoder import FakeTextRunner, encoder_bundle, pair_tokenizer
+from tests.kit.fake_runner import TIMEOUT
+from tests.kit.serving import fake_bundle, small_tokenizer
 
 
 @asynccontextmanager

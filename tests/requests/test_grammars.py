@@ -20,13 +20,13 @@ from tokenizers import Tokenizer, models
 
 from kvasir.server.engine.grammar import compiler
 from kvasir.server.engine.grammar.constraints import Grammar
-from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.errors import DeadlineExceededError
 from kvasir.server.requests import grammars
 from kvasir.server.requests.request import CompletionRequest, Prompt
-from tests.dialects import COMPLETIONS, parsed
-from tests.fake_runner import FakeRunner
-from tests.serving import (
+from tests.kit.dialects import COMPLETIONS, parsed
+from tests.kit.fake_runner import FakeRunner
+from tests.kit.serving import (
     EOS,
     VOCAB_SIZE,
     Served,

@@ -16,8 +16,8 @@ import pytest
 from kvasir.server.errors import ContextLengthError
 from kvasir.server.requests.service import Service, start_timers
 from kvasir.server.settings import load_settings
-from tests.fake_runner import TIMEOUT
-from tests.serving import fake_bundle, small_tokenizer
+from tests.kit.fake_runner import TIMEOUT
+from tests.kit.serving import fake_bundle, small_tokenizer
 
 tokenizer = small_tokenizer()
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvasir.server.errors import OverloadedError
 from kvasir.server.requests.text_worker import MOST_WAITING, THREADS, TextWorker
-from tests.fake_runner import TIMEOUT
+from tests.kit.fake_runner import TIMEOUT
 
 LONG = 2**20
 

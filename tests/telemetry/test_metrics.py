@@ -11,12 +11,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvasir.server.engine.engine import StepKind
-from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.sequence import FinishReason, Sequence
 from kvasir.server.telemetry.metrics import Metrics
-from tests.fake_runner import FakeRunner
-from tests.serving import VOCAB_SIZE, Served, serving, small_tokenizer
-from tests.serving import sample as value
+from tests.kit.fake_runner import FakeRunner
+from tests.kit.serving import VOCAB_SIZE, Served, serving, small_tokenizer
+from tests.kit.serving import sample as value
 
 NAMES = {
     "gauge": """num_requests_running num_requests_waiting kv_cache_usage_ratio build_info model_info

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvasir.model.chat_template import ChatTemplate, ChatTemplateError
+from kvasir.model.template.chat_template import ChatTemplate, ChatTemplateError
 from kvasir.server.text.chat_format import ChatFormat
 from kvasir.server.text.reasoning import ReasoningFormat as Think
 from kvasir.server.text.tool_formats import DEEPSEEK_TAGS

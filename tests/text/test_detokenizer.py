@@ -15,7 +15,7 @@ from kvasir.server.text.detokenizer import (
     token_name,
     token_text,
 )
-from tests.serving import EOS, small_tokenizer
+from tests.kit.serving import EOS, small_tokenizer
 
 tokenizer = small_tokenizer()
 N = tokenizer.get_vocab_size()

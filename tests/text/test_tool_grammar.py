@@ -18,7 +18,7 @@ from kvasir.server.engine.grammar.constraints import Constraint, Grammar
 from kvasir.server.text.tool_calls import ToolCallParser, ToolCallPiece
 from kvasir.server.text.tool_formats import DEEPSEEK_TAGS, ToolCallFormat
 from kvasir.server.text.tool_grammar import calls_in_text
-from tests.serving import EOS, small_tokenizer
+from tests.kit.serving import EOS, small_tokenizer
 
 HERMES, LLAMA = ToolCallFormat.HERMES, ToolCallFormat.LLAMA
 FUNCTIONS: dict[str, dict[str, Any]] = {

@@ -10,13 +10,13 @@ from kvasir.model.bundle import (
     SPECIAL_TOKENS_FILE,
     TOKENIZER_FILE,
 )
-from kvasir.model.files import read_limited
 from kvasir.model.importing.contents import Contents, generation_defaults, to_json
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.gguf.family import read_family
 from kvasir.model.importing.gguf.file import read_gguf
 from kvasir.model.importing.gguf.tokenizer import read_tokenizer
 from kvasir.model.importing.plan import plan_parameters
+from kvasir.model.platform.files import read_limited
 
 # The recommended sampling parameters among the keys of the metadata.
 _SAMPLING = {name: name for name in ("top_k", "top_p", "min_p")}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvasir.model.files import read_object
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.huggingface.sentencepiece import (
     END,
@@ -19,6 +18,7 @@ from kvasir.model.importing.huggingface.sentencepiece import (
     make_tokenizer,
     read_model,
 )
+from kvasir.model.platform.files import read_object
 
 SOURCE_FILE = "source.spm"
 VOCABULARY_FILE = "vocab.json"

@@ -17,8 +17,8 @@ from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.families.family import Dense, Family
 from kvasir.model.importing.huggingface.tokenizer import TOKENIZER_CONFIG_FILE, read_optional
 from kvasir.model.importing.tensors import first_rows
+from kvasir.model.platform.suggestions import first_problem
 from kvasir.model.records import EmbeddingDefaults
-from kvasir.model.suggestions import first_problem
 from kvasir.model.tensor_files import StoredTensor, list_tensors
 
 CLASSIFIER = "ForSequenceClassification"  # the end of its architecture's name

@@ -26,8 +26,8 @@ from tokenizers import (
     processors,
 )
 
-from kvasir.model.files import read_limited
 from kvasir.model.importing.errors import UnsupportedError
+from kvasir.model.platform.files import read_limited
 
 FILES = ("spiece.model", "sentencepiece.bpe.model")
 END, UNKNOWN, PADDING = "</s>", "<unk>", "<pad>"

@@ -18,10 +18,10 @@ from kvasir.model.bundle import (
     TOKENIZER_FILE,
     token_texts,
 )
-from kvasir.model.files import read_limited, read_object
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.huggingface.marian import SOURCE_FILE, VOCABULARY_FILE, read_marian
 from kvasir.model.importing.huggingface.sentencepiece import FILES, read_sentencepiece
+from kvasir.model.platform.files import read_limited, read_object
 from kvasir.model.tokenizer import check_tokenizer, parse_tokenizer
 from kvasir.model.tokenizer_limits import MAX_FILE
 

@@ -25,7 +25,7 @@ from kvasir.server.api.http.body import LabelRoute, VectorRoute
 from kvasir.server.api.http.pieces import LazyList
 from kvasir.server.api.http.responses import GENERATE_ERRORS, service_of, state_of
 from kvasir.server.api.schemas import Items, ModelName, ResponseBody, Share, Size
-from kvasir.server.engine.sampling import Floats
+from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.errors import InvalidRequestError
 
 router = APIRouter(route_class=VectorRoute)

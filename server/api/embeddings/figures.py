@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvasir.model.config import Pooling
-from kvasir.server.engine.sampling import Floats
+from kvasir.server.engine.sampling.params import Floats
 
 
 def unit(vector: Floats) -> Floats:

@@ -21,7 +21,7 @@ from kvasir.server.api.http.body import VectorRoute
 from kvasir.server.api.http.responses import GENERATE_ERRORS, service_of
 from kvasir.server.api.openai.schemas import Prompts
 from kvasir.server.api.schemas import ModelName, ResponseBody, Size
-from kvasir.server.engine.sampling import Floats
+from kvasir.server.engine.sampling.params import Floats
 
 router = APIRouter(route_class=VectorRoute)
 

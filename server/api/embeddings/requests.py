@@ -15,7 +15,7 @@ from kvasir.server.api import schemas
 from kvasir.server.api.http.pieces import Deferred, LazyList, Pieces, json_response
 from kvasir.server.api.http.responses import service_of, state_of
 from kvasir.server.engine.encoder.sequence import Encoding
-from kvasir.server.engine.sampling import Floats
+from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.errors import InvalidRequestError
 from kvasir.server.requests.encoding import MAX_INPUTS, EncodingOptions, Text, encode
 from kvasir.server.requests.request import EmbeddingRequest, Output

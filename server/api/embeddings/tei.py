@@ -28,7 +28,7 @@ from kvasir.server.api.http.responses import GENERATE_ERRORS, service_of
 from kvasir.server.api.openai.schemas import Prompts
 from kvasir.server.api.schemas import Items, ModelName, RequestBody, ResponseBody, Size
 from kvasir.server.engine.encoder.engine import TOKEN_BUDGET
-from kvasir.server.engine.sampling import Floats
+from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.errors import InvalidRequestError
 from kvasir.server.requests.encoding import MAX_INPUTS
 from kvasir.server.requests.service import Service

@@ -11,7 +11,7 @@ from pydantic import Field
 from kvasir.model.config import TransformerConfig
 from kvasir.server.api import schemas
 from kvasir.server.api.http.pieces import LazyList, Pieces
-from kvasir.server.engine.sampling import Floats
+from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.explain import explanation as explained
 from kvasir.server.explain.explanation import Effect, NextToken
 

@@ -20,7 +20,7 @@ from kvasir.server.api.explain.answers import Explanation, shown
 from kvasir.server.api.http.body import BodyRoute
 from kvasir.server.api.http.pieces import held_response, unless_disconnected
 from kvasir.server.api.http.responses import BODY_ERRORS, service_of, state_of
-from kvasir.server.engine.sampling import SamplingParams
+from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.errors import InvalidRequestError, OverloadedError
 from kvasir.server.explain.explainer import Explainer
 from kvasir.server.explain.explanation import (

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, from_json
 from starlette.responses import Response
 
-from kvasir.model.suggestions import did_you_mean, nearest
+from kvasir.model.platform.suggestions import did_you_mean, nearest
 from kvasir.server.api.http.pieces import compact, unless_disconnected
 from kvasir.server.api.http.responses import models_of, state_of
 from kvasir.server.api.other_servers import NO_OPS, USED_HERE

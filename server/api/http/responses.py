@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from kvasir.model.files import in_words
+from kvasir.model.platform.files import in_words
 from kvasir.server.api.http.pieces import (
     Deferred,
     Written,

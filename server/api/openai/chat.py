@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from kvasir.model.chat_template import ChatTemplateError
+from kvasir.model.template.chat_template import ChatTemplateError
 from kvasir.server.api.http.body import TextRoute
 from kvasir.server.api.http.pieces import LazyList
 from kvasir.server.api.http.responses import STREAMED, respond, service_of, state_of
@@ -16,7 +16,7 @@ from kvasir.server.api.openai.answers import Chat
 from kvasir.server.api.openai.chat_schemas import ChatBody, Conversation
 from kvasir.server.api.openai.formatting import JSON, OpenAIFormatter, join, token_logprobs
 from kvasir.server.api.openai.tools import AnswerForm, read
-from kvasir.server.engine.sampling import TokenLogprobs
+from kvasir.server.engine.sampling.params import TokenLogprobs
 from kvasir.server.errors import ContextLengthError, InvalidRequestError
 from kvasir.server.requests.completion import Delta
 from kvasir.server.requests.request import CompletionRequest

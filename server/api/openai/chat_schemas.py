@@ -10,7 +10,7 @@ from pydantic import ValidatorFunctionWrapHandler as Validate
 from kvasir.server.api.http.body import check_amount
 from kvasir.server.api.openai.schemas import OpenAIBody, Part, TextPart, check_content
 from kvasir.server.api.schemas import AddSpecialTokens, Items, RequestBody
-from kvasir.server.engine.sampling import MAX_LOGPROBS
+from kvasir.server.engine.sampling.params import MAX_LOGPROBS
 from kvasir.server.errors import InvalidRequestError
 from kvasir.server.text.chat_format import REASONING_NAMES
 

@@ -14,7 +14,7 @@ from kvasir.server.api.http.responses import STREAMED, finite, respond, service_
 from kvasir.server.api.openai.answers import Completion
 from kvasir.server.api.openai.formatting import JSON, OpenAIFormatter
 from kvasir.server.api.openai.schemas import CompletionsBody
-from kvasir.server.engine.sampling import TokenLogprobs
+from kvasir.server.engine.sampling.params import TokenLogprobs
 from kvasir.server.errors import InvalidRequestError
 from kvasir.server.requests.completion import Delta
 from kvasir.server.requests.service import Service

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from kvasir.server.api.http.pieces import LazyList, Written, compact, written
 from kvasir.server.api.http.responses import DONE, Formatter, event, finite
 from kvasir.server.api.openai.schemas import OpenAIBody
-from kvasir.server.engine.sampling import TokenLogprobs
+from kvasir.server.engine.sampling.params import TokenLogprobs
 from kvasir.server.requests.completion import Delta
 from kvasir.server.requests.service import Service
 from kvasir.server.text.detokenizer import token_bytes, token_text

@@ -20,7 +20,7 @@ from kvasir.server.api import schemas
 from kvasir.server.api.other_servers import NO_OPS
 from kvasir.server.api.structured import StructuredFields
 from kvasir.server.api.target import TargetFields
-from kvasir.server.engine.sampling import MAX_LOGPROBS
+from kvasir.server.engine.sampling.params import MAX_LOGPROBS
 from kvasir.server.errors import InvalidRequestError
 from kvasir.server.requests.builder import RequestOptions
 

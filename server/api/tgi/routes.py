@@ -21,7 +21,7 @@ from kvasir.server.api.http.responses import GENERATE_ERRORS, STREAMED, finite
 from kvasir.server.api.structured import tgi_grammar
 from kvasir.server.api.tgi.answers import Generated, Info
 from kvasir.server.api.tgi.schemas import CompatibleBody, GenerateBody
-from kvasir.server.engine.sampling import TokenLogprobs
+from kvasir.server.engine.sampling.params import TokenLogprobs
 from kvasir.server.engine.sequence import FinishReason
 from kvasir.server.errors import InvalidRequestError
 from kvasir.server.requests.completion import Choice, Delta

@@ -7,7 +7,7 @@ from pydantic import Field
 from kvasir.server.api import schemas
 from kvasir.server.api.structured import TGIFormat
 from kvasir.server.api.target import TargetFields
-from kvasir.server.engine.sampling import MAX_LOGPROBS
+from kvasir.server.engine.sampling.params import MAX_LOGPROBS
 
 
 class GenerateParameters(schemas.SamplingFields, TargetFields):

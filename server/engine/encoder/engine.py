@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvasir.server.engine.encoder.sequence import EncoderOutput, EncoderSequence
 from kvasir.server.engine.engine import StepStats
-from kvasir.server.engine.sampling import Floats
+from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.engine.sequence import FinishReason, SequenceStatus
 
 if TYPE_CHECKING:  # it imports ONNX Runtime

@@ -6,7 +6,7 @@ import collections.abc
 from dataclasses import dataclass
 
 from kvasir.server.engine.engine import TokenOutput
-from kvasir.server.engine.sampling import Floats
+from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.engine.sequence import Sequence
 
 

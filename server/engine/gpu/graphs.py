@@ -19,8 +19,8 @@ from kvasir.model.bundle import INVERSE_TEMPERATURES_INPUT
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.server.engine.gpu.cuda_runtime import CudaStream
 from kvasir.server.engine.gpu.outputs import DeviceOutputs
-from kvasir.server.engine.logits import Logits
-from kvasir.server.engine.sampling import Floats
+from kvasir.server.engine.sampling.logits import Logits
+from kvasir.server.engine.sampling.params import Floats
 
 logger = logging.getLogger("kvasir")
 

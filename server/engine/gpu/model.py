@@ -14,7 +14,7 @@ from kvasir.server.engine.gpu.cuda_runtime import CudaStream, DeviceBuffer
 from kvasir.server.engine.gpu.graphs import DecodeGraphs, Inputs, without_graph
 from kvasir.server.engine.gpu.outputs import DeviceOutputs
 from kvasir.server.engine.kv.blocks import KVBlocks
-from kvasir.server.engine.logits import Candidates, Logits
+from kvasir.server.engine.sampling.logits import Candidates, Logits
 from kvasir.server.engine.session import KVInput, kv_inputs
 
 

@@ -7,8 +7,8 @@ import numpy as np
 from kvasir.model.bundle import CANDIDATES_OUTPUT
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.server.engine.gpu.cuda_runtime import CudaStream
-from kvasir.server.engine.logits import Candidates, Logits
-from kvasir.server.engine.sampling import Floats
+from kvasir.server.engine.sampling.logits import Candidates, Logits
+from kvasir.server.engine.sampling.params import Floats
 
 
 class DeviceOutputs:

@@ -12,8 +12,8 @@ from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.gpu.graphs import Inputs
 from kvasir.server.engine.gpu.model import DeviceModel
 from kvasir.server.engine.kv.blocks import KVBlocks
-from kvasir.server.engine.logits import Logits
 from kvasir.server.engine.model_runner import group_neighbours
+from kvasir.server.engine.sampling.logits import Logits
 
 _DENSE_TOKENS = 2**14  # of one layer: 64 MiB at 8 heads of 128 channels in 16 bits
 

@@ -23,8 +23,8 @@ from kvasir.server.engine.gpu.outputs import DeviceOutputs
 from kvasir.server.engine.gpu.runner import PagedRunner
 from kvasir.server.engine.gpu.webgpu import bind_webgpu_blocks, open_webgpu_session, require_webgpu
 from kvasir.server.engine.kv.blocks import KVBlocks
-from kvasir.server.engine.logits import most_logits
 from kvasir.server.engine.model_runner import check_max_model_len, warm_up
+from kvasir.server.engine.sampling.logits import most_logits
 from kvasir.server.engine.session import KVInput, check_shape, kv_inputs
 
 _MEMORY_SHARE = 0.9

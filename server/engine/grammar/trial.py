@@ -12,7 +12,13 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-from kvasir.model.limited_process import LimitedProcess, answer, limit_memory, limit_time, messages
+from kvasir.model.platform.limited_process import (
+    LimitedProcess,
+    answer,
+    limit_memory,
+    limit_time,
+    messages,
+)
 from kvasir.server.engine.grammar.compiler import GrammarCompiler
 from kvasir.server.engine.grammar.constraints import Grammar, GrammarError
 

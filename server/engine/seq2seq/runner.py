@@ -13,18 +13,18 @@ import numpy as np
 
 from kvasir.model.bundle import cache_names
 from kvasir.model.config import TransformerConfig
-from kvasir.model.machine import available_memory, usable_cpus
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.model.packing import SOURCE_OUTPUT, pack
+from kvasir.model.platform.machine import available_memory, usable_cpus
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.encoder.engine import MAX_PADDING
 from kvasir.server.engine.kv.memory import KVShape
 from kvasir.server.engine.kv.source_rows import SourceRows
-from kvasir.server.engine.logits import Logits
 from kvasir.server.engine.machine import SPIN_MICROSECONDS
 from kvasir.server.engine.model_runner import check_max_model_len, group_neighbours
 from kvasir.server.engine.runner import TOKEN_BLOCK, RowBinding, lone_token_differs
-from kvasir.server.engine.sampling import Floats
+from kvasir.server.engine.sampling.logits import Logits
+from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.engine.session import check_shape, open_session
 
 

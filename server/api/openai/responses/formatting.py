@@ -15,7 +15,7 @@ from kvasir.server.api.openai.responses.items import PREFIXES, sealed
 from kvasir.server.api.openai.responses.schemas import ENCRYPTED, LOGPROBS, ResponsesBody
 from kvasir.server.api.openai.responses.store import Key, ResponseStore, Stored
 from kvasir.server.api.openai.tools import AnswerForm, read
-from kvasir.server.engine.sampling import TokenLogprobs
+from kvasir.server.engine.sampling.params import TokenLogprobs
 from kvasir.server.engine.sequence import FinishReason
 from kvasir.server.requests.completion import Delta
 from kvasir.server.requests.request import CompletionRequest

@@ -12,7 +12,7 @@ from kvasir.server.api.openai.formatting import JSON
 from kvasir.server.api.openai.responses.items import AnyItem, messages_of
 from kvasir.server.api.schemas import Items, RequestBody
 from kvasir.server.api.structured import JSONSchema
-from kvasir.server.engine.sampling import MAX_LOGPROBS
+from kvasir.server.engine.sampling.params import MAX_LOGPROBS
 from kvasir.server.errors import InvalidRequestError
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"

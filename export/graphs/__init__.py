@@ -1,0 +1,1 @@
+"""The network as graphs: traced, over rows on a CPU, over blocks on a GPU, over packed texts."""

@@ -1,0 +1,234 @@
+"""A second graph over the model's own weights file, which shows what the served graph keeps inside.
+
+GroupQueryAttention returns its softmax on request. That costs time, so the served graph does not.
+Each run is a whole text at once, without rows of keys and values other than its source's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+from onnx_ir.tape import Tape
+
+from kvasir.export.graphs.decoder import STEP_INPUTS
+from kvasir.export.graphs.rewrite import (
+    MICROSOFT,
+    constant,
+    copy_node,
+    remove_unused_constants,
+    replace_node,
+    take_branch,
+)
+from kvasir.model.bundle import (
+    ATTENTION_GRAPH_FILE,
+    GRAPH_FILE,
+    HEAD_MASK_INPUT,
+    LENS_OUTPUT,
+    ROWS_OUTPUT,
+)
+from kvasir.model.packing import SOURCE_OUTPUT
+
+_AFTER_SOFTMAX = 2  # of the operator's attribute qk_output
+_PAST = (3, 4)  # the operator's inputs for keys and values
+_ROTARY = (7, 8)  # cosines and sines
+_BIAS = 10  # added to scores; the next one is the score of each head's sink
+_LAYER = re.compile(r"(?:^|\.)blocks\.(\d+)\.")  # in the name of a parameter
+
+
+def write_attention_graph(directory: Path) -> None:
+    """Make attention.onnx from model.onnx; both read model.onnx.data.
+
+    A further input is head_mask: float [n_layer, n_head, 1], by which each head's weighted values
+    are multiplied.
+
+    Outputs, of each layer i: attention.{i}: float [batch, n_head, sequence, sequence], the softmax;
+    queries.{i} [batch, sequence, (n_head + 2 n_kv_head) · head_dim], keys.{i} and values.{i}
+    [batch, n_kv_head, sequence, head_dim], as scores are made of them; where attention has them,
+    bias.{i} [1 or batch, n_head, sequence, sequence] and sinks.{i} [n_head]. A decoder has logits;
+    lens: float [n_layer · rows, vocab_size], the last norm and the head over each layer's output;
+    and rows: float [n_layer, n_head, rows, sequence], the softmax there. One with an encoder has
+    source_attention.{i}: [1, n_head, sequence, n_source_positions], over all keys that it is given
+    of a source, which the encoder's graph makes.
+    """
+    model = ir.load(directory / GRAPH_FILE)
+    graph = model.graph
+    is_decoder = any(value.name == "logits" for value in graph.outputs)
+    if is_decoder:
+        graph.outputs[:] = [value for value in graph.outputs if value.name == "logits"]
+        graph.inputs[:] = [
+            value
+            for value in graph.inputs
+            if value.name in STEP_INPUTS or str(value.name).startswith(f"{SOURCE_OUTPUT}.")
+        ]
+    for choice in [node for node in graph if node.op_type == "If"]:
+        take_branch(choice, "else_branch")  # over rows of floats
+    attentions = [node for node in graph if node.op_type == "GroupQueryAttention"]
+    of_sources = [node for node in attentions if node.inputs[1] is not None]  # no joined product
+    own = [node for node in attentions if node.inputs[1] is None]
+    if is_decoder:
+        indices = next(value for value in graph.inputs if value.name == "logits_indices")
+        _add_lens(graph, indices)
+    n_head = own[0].attributes["num_heads"].as_int()
+    mask = ir.val(HEAD_MASK_INPUT, ir.DataType.FLOAT, ir.Shape([len(own), n_head, 1]))
+    graph.inputs.append(mask)
+    for layer, node in enumerate(own):
+        _show_attention(graph, node, layer, mask)
+    if is_decoder:
+        _add_rows(graph, [node.outputs[3] for node in own], indices)
+    for layer, node in enumerate(of_sources):
+        weights, n_head = _spell_out(graph, node), node.attributes["num_heads"].as_int()
+        shape: list[int | str] = ["batch", n_head, "sequence", "n_source_positions"]
+        _add_output(graph, weights, f"source_attention.{layer}", shape)
+    if of_sources:
+        RemoveUnusedNodesPass()(model)  # what made their lengths and their lack of new keys
+    remove_unused_constants(graph)
+    ir.save(model, directory / ATTENTION_GRAPH_FILE)
+
+
+def _add_output(graph: ir.Graph, value: ir.Value, name: str, shape: list[int | str]) -> None:
+    value.name, value.type, value.shape = name, ir.TensorType(ir.DataType.FLOAT), ir.Shape(shape)
+    graph.outputs.append(value)
+
+
+def _show_attention(graph: ir.Graph, node: ir.Node, layer: int, mask: ir.Value) -> None:
+    """Make what attention computes outputs of the graph, and multiply its heads by their mask."""
+    n_head, n_kv_head = (node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads"))
+    qkv, *more = node.inputs[0], *node.inputs[_BIAS:][:2]
+    for position in _PAST:
+        node.replace_input_with(position, None)
+    node.attributes["qk_output"] = ir.AttrInt64("qk_output", _AFTER_SOFTMAX)
+    node.resize_outputs(4)
+    attended, *rows, weights = node.outputs
+    _add_output(graph, weights, f"attention.{layer}", ["batch", n_head, "sequence", "sequence"])
+    for value, name in zip(rows, ("keys", "values"), strict=True):
+        _add_output(graph, value, f"{name}.{layer}", ["batch", n_kv_head, "sequence", "head_dim"])
+    tape = Tape()
+    if node.attributes["do_rotary"].as_int():  # the texts' positions begin at 0
+        start = constant(graph, "first_position", np.array([0]))
+        cosines, sines = (node.inputs[position] for position in _ROTARY)
+        assert cosines is not None
+        assert cosines.shape is not None
+        attributes = {
+            "num_heads": n_head + 2 * n_kv_head,
+            "rotary_embedding_dim": 2 * cosines.shape.numpy()[1],
+        }
+        inputs = [qkv, start, cosines, sines]
+        queries = tape.op("RotaryEmbedding", inputs, attributes, domain=MICROSOFT)
+    else:
+        queries = tape.op("Identity", [qkv])
+    _add_output(graph, queries, f"queries.{layer}", ["batch", "sequence", "width"])
+    shapes: list[list[int | str]] = [["biases", n_head, "sequence", "sequence"], [n_head]]
+    for extra, name, shape in zip(more, ("bias", "sinks"), shapes, strict=False):
+        if extra is not None:
+            _add_output(graph, tape.op("Identity", [extra]), f"{name}.{layer}", shape)
+    heads_apart = constant(graph, "heads_apart", np.array([0, 0, n_head, -1]))
+    apart = ir.node("Reshape", [None, heads_apart])
+    which = constant(graph, f"layer_{layer}", np.array(layer))
+    masked = tape.op("Mul", [apart.outputs[0], tape.op("Gather", [mask, which], {"axis": 0})])
+    joined = tape.op("Reshape", [masked, constant(graph, "heads_joined", np.array([0, 0, -1]))])
+    ir.convenience.replace_all_uses_with(attended, joined)
+    apart.replace_input_with(0, attended)
+    graph.insert_after(node, [apart, *tape.nodes])
+
+
+def _add_rows(graph: ir.Graph, attentions: Sequence[ir.Value], indices: ir.Value) -> None:
+    """Give the graph the output `rows`: those of the asked positions, of every layer."""
+    tape = Tape()
+    rows = [tape.op("Gather", [weights, indices], {"axis": 2}) for weights in attentions]
+    every = tape.op("Concat", rows, {"axis": 0})
+    graph.extend(tape.nodes)
+    _add_output(graph, every, ROWS_OUTPUT, ["layers", "n_head", "rows", "sequence"])
+
+
+def _add_lens(graph: ir.Graph, indices: ir.Value) -> None:
+    """Give the graph the output `lens`: what follows the last layer, over every layer's output."""
+    select = next(node for node in graph if node.op_type == "Gather" and _reads(node, indices))
+    flatten = select.inputs[0].producer() if select.inputs[0] else None
+    assert flatten is not None
+    last, reached = flatten.inputs[0], {select.outputs[0]}
+    assert last is not None
+    nodes: list[ir.Node] = []
+    rows = [
+        _repeat([flatten, select], flatten.inputs[0], residual, nodes)
+        for residual in (*_between_layers(graph), last)
+    ]
+    nodes.append(ir.node("Concat", rows, {"axis": 0}))
+    tail = []
+    for node in graph:
+        if reached.intersection(node.inputs):
+            tail.append(node)
+            reached.update(node.outputs)
+    lens = _repeat(tail, select.outputs[0], nodes[-1].outputs[0], nodes)
+    graph.insert_after(tail[-1], nodes)
+    _add_output(graph, lens, LENS_OUTPUT, ["layers · rows", "vocab_size"])
+
+
+def _reads(node: ir.Node, value: ir.Value) -> bool:
+    """Return whether a node chooses rows by a value, or by its reshaped form."""
+    index = node.inputs[1]
+    producer = index.producer() if index is not None else None
+    return index is value or (producer is not None and producer.inputs[0] is value)
+
+
+def _between_layers(graph: ir.Graph) -> list[ir.Value]:
+    """Return what each layer but the last hands to the next.
+
+    If later layers read several values of a layer, take the first; the others are computed from it.
+    A node's layer is the last whose parameters it depends on, shapes apart.
+    """
+    layers: dict[ir.Value | None, int] = {}
+    outputs: dict[int, ir.Value] = {}
+    positions: dict[ir.Value | None, int] = {}
+    for position, node in enumerate(graph):
+        names = (str(value.name) for value in node.inputs if value)
+        own = [int(match[1]) for name in names if (match := _LAYER.search(name))]
+        layer = max([-1, *own, *(layers.get(value, -1) for value in node.inputs)])
+        for value in node.inputs:
+            before = layers.get(value, -1)
+            if value is None or not 0 <= before < layer:
+                continue
+            if before not in outputs or positions[value] < positions[outputs[before]]:
+                outputs[before] = value
+        if node.op_type != "Shape":
+            layers |= dict.fromkeys(node.outputs, layer)
+            positions |= dict.fromkeys(node.outputs, position)
+    return [outputs[layer] for layer in sorted(outputs)]
+
+
+def _repeat(
+    nodes: Sequence[ir.Node], old: ir.Value | None, new: ir.Value, copies: list[ir.Node]
+) -> ir.Value:
+    """Append copies of nodes that read `new` in place of `old`; return the last one's output."""
+    own: dict[ir.Value | None, ir.Value] = {old: new}
+    for node in nodes:
+        copies.append(copy_node(node, [own.get(value, value) for value in node.inputs]))
+        own |= zip(node.outputs, copies[-1].outputs, strict=True)
+    return copies[-1].outputs[0]
+
+
+def _spell_out(graph: ir.Graph, node: ir.Node) -> ir.Value:
+    """Replace attention to a source by single operators; return its weights.
+
+    The operator takes no target that is longer than its source. The weights that make queries hold
+    attention's scale.
+    """
+    query, keys, values = node.inputs[0], *(node.inputs[position] for position in _PAST)
+    n_head, n_kv_head = (node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads"))
+    shared = constant(graph, "shared_heads", np.arange(n_head) // (n_head // n_kv_head))
+    apart = constant(graph, "heads_apart", np.array([0, 0, n_head, -1]))
+    joined = constant(graph, "heads_joined", np.array([0, 0, -1]))
+    tape = Tape()
+    op, axis = tape.op, {"axis": 1}
+    keys, values = (op("Gather", [rows, shared], axis) for rows in (keys, values))
+    query = op("Reshape", [query, apart])  # [batch, n, n_head, head_dim]
+    scores = op("Einsum", [query, keys], {"equation": "bnhd,bhsd->bhns"})
+    weights = op("Softmax", [scores], {"axis": -1})
+    attended = op("Einsum", [weights, values], {"equation": "bhns,bhsd->bnhd"})
+    result = op("Reshape", [attended, joined])
+    replace_node(node, tape.nodes, result)
+    return weights

@@ -1,0 +1,170 @@
+"""int8 keys and values for running sequences, as a pass over the exported graph.
+
+Decoding reads every key and value of every sequence for each token: a quarter of the bytes is a
+shorter step. A prompt, computed many tokens at a time and read little, stays on rows of floats. So
+each attention becomes If(decode): attention over int8 rows; else: over rows of floats; both kinds
+are aliased as before. Where prompts of int4 have int8 weights, branches hold whole layers.
+
+The int8 scale is 1, because each channel's scale is folded into the weights: those that make keys
+and values are divided by a 127th of the channel's largest magnitude in a sample of tokens, and
+those of queries and of attention's output are multiplied by as much. Magnitudes beyond the
+sample's are clipped. A key's rotary pair counts as a whole, because its channels trade places as
+positions grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from numpy.typing import NDArray
+
+from kvasir.export.graphs.rewrite import PROMPT, constant, copy_node
+from kvasir.export.rounding.quantize import products
+from kvasir.export.rounding.weights import Weights
+from kvasir.model.bundle import DECODE_INPUT
+from kvasir.model.config import TransformerConfig
+from kvasir.model.network.attention import LayerCache
+
+_SMALLEST_SCALE = 1e-8  # for a channel of zeros
+_N_INPUTS = 14  # of GroupQueryAttention; the last two are the scales of keys and values
+
+Floats = NDArray[np.float32]
+
+
+class KVScales:
+    """The worth of an int8 step of each channel's keys and values, from all that are observed."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        self._rotates = config.position == "rotary"
+        self._largest = torch.zeros(config.n_layer, 2, config.n_kv_head, config.head_dim)
+
+    def observe(self, layer: int, _: int, cache: LayerCache) -> None:
+        """Take a row's keys and values [n_kv_head, tokens, head_dim] into account."""
+        keys, values = cache
+        if self._rotates:  # sqrt(x_c² + x_c'²) for both channels of every pair
+            keys = torch.hypot(*keys.chunk(2, dim=-1)).repeat(1, 1, 2)
+        # A NaN or an infinity is for verification to find.
+        magnitudes = [rows.abs().nan_to_num(0.0, 0.0).amax(dim=1) for rows in (keys, values)]
+        largest = torch.maximum(self._largest[layer], torch.stack(magnitudes).cpu())
+        self._largest[layer] = largest
+
+    def steps(self) -> Floats:
+        """Return float [2 * n_layer, n_kv_head, head_dim], each layer's keys, then values."""
+        steps = (self._largest.flatten(0, 1) / 127.0).clamp(min=_SMALLEST_SCALE)
+        return steps.numpy().astype(np.float32)
+
+
+def scale_kv_channels(weights: Weights, config: TransformerConfig, scales: Floats) -> None:
+    """Divide keys and values by their scales, and multiply what meets them: logits stay equal."""
+    for layer in range(config.n_layer):
+        keys, values = scales[2 * layer : 2 * layer + 2]  # [n_kv_head, head_dim]
+        by_query, by_output = (steps.repeat(config.n_groups, axis=0) for steps in (keys, values))
+        prefix = f"blocks.{layer}.attention"
+        if config.qk_norm:
+            weights.scale(f"{prefix}.query_norm.weight", by_query)
+            weights.scale(f"{prefix}.key_norm.weight", 1 / keys)
+            keys, by_query = np.ones_like(keys), np.ones_like(by_query)
+        factors = np.concatenate([by_query.ravel(), 1 / keys.ravel(), 1 / values.ravel()])
+        weights.scale(f"{prefix}.qkv.weight", factors[:, None])
+        if config.qkv_bias:
+            weights.scale(f"{prefix}.qkv.bias", factors)
+        weights.scale(f"{prefix}.output.weight", by_output.reshape(1, -1))
+
+
+def quantize_kv_cache(model: ir.Model, config: TransformerConfig, *, whole_layers: bool) -> None:
+    """Give every attention int8 rows beside its rows of floats, in place.
+
+    whole_layers: each `If` holds a layer, so that its products can differ too, and not attention
+    alone.
+    """
+    graph = model.graph
+    decode = ir.val(DECODE_INPUT, ir.DataType.BOOL, [])
+    graph.inputs.append(decode)
+    scale = constant(graph, "kv_cache.step", np.ones(1, dtype=np.float32))
+    attentions = [node for node in graph if node.op_type == "GroupQueryAttention"]
+    parts = _layers(graph) if whole_layers else [[node] for node in attentions]
+    for layer, (node, part) in enumerate(zip(attentions, parts, strict=True)):
+        inputs = list(node.inputs) + [None] * (_N_INPUTS - len(node.inputs))
+        in_floats = list(inputs)
+        for position, kind in ((3, "key"), (4, "value")):
+            running = inputs[position]
+            assert running is not None
+            floats = ir.val(f"prompt_key_values.{layer}.{kind}", ir.DataType.FLOAT, running.shape)
+            graph.inputs.append(floats)
+            in_floats[position] = floats
+            running.type = ir.TensorType(ir.DataType.INT8)
+        inputs[-2:] = [scale, scale]
+        made = [value for inner in part for value in inner.outputs if value not in node.outputs[1:]]
+        read = [value for value in made if any(user not in part for user, _ in value.uses())]
+        branches = {
+            "then_branch": _branch(part, node, inputs, read, config, f"decode.{layer}"),
+            "else_branch": _branch(part, node, in_floats, read, config, f"{PROMPT}{layer}"),
+        }
+        choice = ir.node("If", [decode], attributes=branches, num_outputs=len(read) + 4)
+        graph.insert_before(part[0], choice)
+        old, new = [*read, *node.outputs[1:]], choice.outputs
+        ir.convenience.replace_all_uses_with(old, new[:-2], replace_graph_outputs=True)
+        for before, after in zip(old, new, strict=False):
+            after.name, after.shape, after.type = before.name, before.shape, before.type
+        for before, after in zip(node.outputs[1:], new[-2:], strict=True):
+            after.name, after.shape, after.type = f"prompt_{before.name}", before.shape, before.type
+            graph.outputs.append(after)
+        for running in new[-4:-2]:
+            running.type = ir.TensorType(ir.DataType.INT8)
+        graph.remove(part, safe=True)
+
+
+def _layers(graph: ir.Graph) -> list[list[ir.Node]]:
+    """Return each layer's nodes from the product before attention to the last one.
+
+    Mixtures of experts follow it: they are outside, so that prompts and decoding share them.
+    """
+    nodes, matrices = list(graph), [node for node in products(graph) if node.op_type == "MatMul"]
+    places = [i for i, node in enumerate(nodes) if node in matrices]
+    attentions = [i for i, node in enumerate(nodes) if node.op_type == "GroupQueryAttention"]
+
+    def last(before: int) -> int:
+        return max(place for place in places if place < before)
+
+    starts = [last(i) for i in attentions]
+    return [nodes[start : last(end) + 1] for start, end in pairwise([*starts, len(nodes)])]
+
+
+def _branch(
+    part: Sequence[ir.Node],
+    attention: ir.Node,
+    inputs: Sequence[ir.Value | None],
+    read: Sequence[ir.Value],
+    config: TransformerConfig,
+    name: str,
+) -> ir.Graph:
+    """Return nodes of which attention has other inputs.
+
+    Outputs are the values that are read elsewhere, int8 rows, and float rows; others empty.
+    """
+    decodes = not name.startswith(PROMPT)
+    nodes: list[ir.Node] = []
+    copies: dict[ir.Value | None, ir.Value] = {}
+    for node in part:
+        given = inputs if node is attention else node.inputs
+        nodes.append(copy_node(node, [copies.get(value, value) for value in given]))
+        copies |= zip(node.outputs, nodes[-1].outputs, strict=True)
+        if node is attention and decodes:
+            nodes[-1].attributes.add(ir.AttrString("k_quant_type", "PER_TENSOR"))
+            nodes[-1].attributes.add(ir.AttrString("v_quant_type", "PER_TENSOR"))
+            nodes[-1].attributes.add(ir.AttrInt64("kv_cache_bit_width", 8))
+    rows = [copies[value] for value in attention.outputs[1:]]
+    shape, dtype = (1, config.n_kv_head, 0, config.head_dim), np.float32 if decodes else np.int8
+    nothing = ir.tensor(np.zeros(shape, dtype=dtype))
+    constants = [ir.node("Constant", [], attributes={"value": nothing}) for _ in rows]
+    empty = [constant.outputs[0] for constant in constants]
+    outputs = [copies[value] for value in read] + (rows + empty if decodes else empty + rows)
+    kinds = [ir.DataType.INT8] * 2 + [ir.DataType.FLOAT] * 2
+    types = [value.type for value in read] + [ir.TensorType(kind) for kind in kinds]
+    for output, kind in zip(outputs, types, strict=True):
+        output.type = kind
+    return ir.Graph([], outputs, nodes=[*nodes, *constants], name=name)

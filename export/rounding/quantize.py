@@ -1,0 +1,266 @@
+"""Weights rounded to int8 and int4, as a pass over the exported graph.
+
+int8 on the CPU: a linear layer y = x W becomes, for each token x on its own,
+
+    s = max|x| / 127,   q = round(x / s) + 128 as uint8,   y = s · ((q - 128) W₈ · c)
+
+with W₈ = round(W / c) in [-127, 127] and c a scale for each column of W. The product is ONNX
+Runtime's MatMulIntegerToFloat, which runs on VNNI and AMX units. A scale for each token, not for
+the tensor, is what keeps a row's bits independent of its neighbours. A token of zeros has s = 0:
+whatever its q becomes, y is 0.
+
+int4, and both on CUDA: weights in blocks of 32 rows of a column, each with its own scale
+(MatMulNBits). On the CPU the operator itself rounds activations to int8 in blocks of a token. It
+reads half the bytes, for a single stream, and multiplies many tokens more slowly. So int4 on the
+CPU decodes with int4 weights, and computes prompts with int8 ones, unless they are left out: layers
+are then in the branches that choose the rows of keys and values (export.kv_cache). Those int8
+weights are rounded in pairs, since sessions cannot ask for exact products in branches.
+
+On the CPU the head and the embedding are int8 in both. The embedding has a scale for each token of
+the vocabulary; where it is also the head, both read one stored copy, which ONNX Runtime transposes
+once for the head when it loads the graph.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import cast
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from onnx_ir.tape import Tape
+from torch import Tensor
+
+from kvasir.export.graphs.rewrite import (
+    MICROSOFT,
+    PROMPT,
+    branches,
+    constant,
+    lazy_constant,
+    name_inner_values,
+    owner_of,
+    remove_unused_constants,
+    replace_node,
+)
+from kvasir.export.graphs.trace import TRANSPOSED
+from kvasir.export.rounding.formulas import BLOCK, quantize_blocks, quantize_pairs, quantize_rows
+from kvasir.export.rounding.weights import Weights
+
+_EMBEDDING = "embedding.weight"  # the decoder's name, which the graph keeps
+_KEPT = re.compile(r"\.router\.|^pooler\.")  # weights that are not rounded
+
+Rounder = Callable[[Tensor], tuple[Tensor, Tensor]]  # of a matrix, to integers and scales
+
+
+def quantize(
+    model: ir.Model,
+    weights: Weights,
+    precision: str,
+    rank: int = 3,
+    rounder: Rounder | None = None,
+) -> None:
+    """Round products with constant matrices, and the embedding, for the CPU, to int8 or int4.
+
+    rank: of activations, [batch, sequence, width] or, packed, [tokens, width]. rounder: of
+    products' weights to int8; None is `quantize_rows`.
+    """
+    graph, quantizer = model.graph, _Int8(model.graph, weights, rank, rounder or quantize_rows)
+    gathers = [node for node in graph if node.op_type == "Gather"]
+    for part in (graph, *branches(graph)):
+        in_blocks = precision == "int4" and not str(part.name).startswith(PROMPT)
+        for node in products(part):
+            if in_blocks and node.op_type == "MatMul":
+                # Activations in int8.
+                _round_in_blocks(graph, weights, node, bits=4, accuracy_level=4)
+            else:  # the head is a Gemm
+                quantizer.replace_product(node)
+    for node in gathers:
+        if node.inputs[0] is not None and node.inputs[0].name == _EMBEDDING:
+            quantizer.replace_lookup(node)
+    remove_unused_constants(graph)
+    name_inner_values(graph)
+    model.opset_imports[MICROSOFT] = 1
+
+
+def quantize_in_blocks(model: ir.Model, weights: Weights, bits: int) -> None:
+    """Round products with constant matrices, for CUDA; the embedding stays as it is."""
+    for node in products(model.graph):
+        _round_in_blocks(model.graph, weights, node, bits)
+    remove_unused_constants(model.graph)
+    model.opset_imports[MICROSOFT] = 1
+
+
+def products(graph: ir.Graph) -> list[ir.Node]:
+    """Return the products x W with constant matrices, and x Wᵀ + b, which torch makes a Gemm.
+
+    The routers of mixtures are left out: a rounded one would choose other experts. So are the
+    projections of poolers, which are small.
+    """
+    products = (node for node in graph if node.op_type in ("MatMul", "Gemm"))
+    by_weight = ((node, node.inputs[1]) for node in products)
+    return [
+        node
+        for node, weight in by_weight
+        if weight and weight.const_value is not None and not _KEPT.search(str(weight.name))
+    ]
+
+
+def _round_in_blocks(
+    graph: ir.Graph, weights: Weights, node: ir.Node, bits: int, **attributes: int
+) -> None:
+    """Replace a product by MatMulNBits."""
+    x, weight, *bias = cast("tuple[ir.Value, ...]", node.inputs)
+    rounder = partial(quantize_blocks, bits=bits)
+    n_in, n_out = _sizes(weight)
+    n_blocks = -(-n_in // BLOCK)
+    shapes = (n_out, n_blocks, BLOCK * bits // 8), (n_out, n_blocks)
+    integers, scales = rounded_weight(
+        graph, weights, weight, f"int{bits}", rounder, torch.uint8, shapes
+    )
+    sizes = {"K": n_in, "N": n_out, "bits": bits, "block_size": BLOCK}
+    tape = Tape()
+    product = tape.op("MatMulNBits", [x, integers, scales], sizes | attributes, domain=MICROSOFT)
+    result = tape.op("Add", [product, *bias]) if bias else product
+    replace_node(node, tape.nodes, result)
+
+
+def _sizes(weight: ir.Value) -> tuple[int, int]:
+    """Return a linear layer's inputs and outputs."""
+    assert weight.shape is not None
+    rows, columns = weight.shape.numpy()  # [outputs, inputs] unless transposed
+    return (rows, columns) if str(weight.name).endswith(TRANSPOSED) else (columns, rows)
+
+
+def rounded_weight(
+    graph: ir.Graph,
+    weights: Weights,
+    weight: ir.Value,
+    kind: str,
+    rounder: Rounder,
+    dtype: torch.dtype,
+    shapes: tuple[Sequence[int], Sequence[int]],
+) -> tuple[ir.Value, ir.Value]:
+    """Return initializers of a weight's integers and scales.
+
+    One is written right after the other, so a weight is rounded once for both.
+    """
+    name, kept = str(weight.name).removesuffix(TRANSPOSED), list[Tensor]()
+    in_columns = len(shapes[0]) == 2 and name != weight.name  # blocks are always in rows
+
+    def make_integers() -> Tensor:
+        parts = zip(*map(rounder, weights.slices(name)), strict=True)
+        integers, scales = (torch.cat(part) for part in parts)
+        kept[:] = [scales.to(weights.dtype)]
+        return integers.t().contiguous() if in_columns else integers
+
+    def make_scales() -> Tensor:
+        if not kept:
+            make_integers()
+        return kept.pop()
+
+    return (
+        lazy_constant(graph, f"{weight.name}.{kind}", make_integers, dtype, shapes[0]),
+        lazy_constant(graph, f"{weight.name}.{kind}.scales", make_scales, weights.dtype, shapes[1]),
+    )
+
+
+class _Int8:
+    """Products and lookups in int8; what layers share is made once."""
+
+    def __init__(self, graph: ir.Graph, weights: Weights, rank: int, rounder: Rounder) -> None:
+        self._graph, self._weights, self._rank, self._rounder = graph, weights, rank, rounder
+        # By the float activations: uint8, and the scale of each token.
+        self._activations: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
+        self._deferred: dict[ir.Value, ir.Value] = {}  # factors of tokens still to be applied
+        # By the graph or branch, and the rank of the activations.
+        self._zero_points: dict[tuple[ir.Graph, int], ir.Value] = {}
+
+    def replace_product(self, node: ir.Node) -> None:
+        """Replace a product without a bias. A Gemm is the head, with activations of rank 2."""
+        x, weight = cast("tuple[ir.Value, ...]", node.inputs)
+        tape, is_head = Tape(), node.op_type == "Gemm"
+        # The session option for exact products leaves branches alone (`open_cpu_session`).
+        is_inner = owner_of(node) is not self._graph
+        matrix, scales = self._matrix(weight, quantize_pairs if is_inner else self._rounder)
+        if is_head:
+            matrix = tape.op("Transpose", [matrix], {"perm": [1, 0]})
+        rank = 2 if is_head else self._rank
+        quantized, scale = self._quantized(tape, x, _sizes(weight)[0], (owner_of(node), rank))
+        one = constant(self._graph, "quantize.one", np.array(1.0, dtype=np.float32))
+        zero_point = constant(self._graph, "quantize.zero_point", np.array(128, dtype=np.uint8))
+        inputs = [quantized, matrix, one, scales, zero_point]
+        product = tape.op("MatMulIntegerToFloat", inputs, domain=MICROSOFT)
+        splits = [user for user, _ in node.outputs[0].uses() if user.op_type == "Split"]
+        if not splits or len(splits[0].outputs) != 2:
+            scaled = tape.op("Mul", [product, scale])
+            replace_node(node, tape.nodes, scaled)
+            return
+        # Scale the gate only. act(s · gate) · up then lacks a factor s, to which the next layer's
+        # quantisation is blind: it is applied afterwards.
+        gate, up = splits[0].outputs
+        multiply = ir.node("Mul", [gate, scale])
+        ir.convenience.replace_all_uses_with(gate, multiply.outputs[0])
+        multiply.replace_input_with(0, gate)
+        owner_of(node).insert_after(splits[0], multiply)
+        ((gated, _),) = up.uses()
+        self._deferred[gated.outputs[0]] = scale
+        replace_node(node, tape.nodes, product)
+
+    def replace_lookup(self, node: ir.Node) -> None:
+        """Replace the embedding's Gather."""
+        table, ids = cast("tuple[ir.Value, ...]", node.inputs)
+        tape = Tape()
+        matrix, scales = self._matrix(table, quantize_rows)
+        integers = tape.op("Gather", [matrix, ids], {"axis": 0})
+        rows = tape.op("Cast", [integers], {"to": ir.DataType.FLOAT})
+        of_ids = tape.op("Gather", [scales, ids], {"axis": 0})
+        scale = tape.op("Unsqueeze", [of_ids, self._axis(self._rank - 1)])
+        embedded = tape.op("Mul", [rows, scale])
+        replace_node(node, tape.nodes, embedded)
+
+    def _quantized(
+        self, tape: Tape, x: ir.Value, width: int, place: tuple[ir.Graph, int]
+    ) -> tuple[ir.Value, ir.Value]:
+        """Return x as uint8, and the scale that is to multiply each token's product.
+
+        x: [batch, sequence, width] or [rows, width]. place: the graph or branch that multiplies it,
+        and its rank. Axes are counted from the front: a reduction over axis -1 of no rows keeps the
+        axis, in ONNX Runtime 1.31.
+        """
+        rank = place[1]
+        if x not in self._activations:
+            axes = [tape.op("Abs", [x]), self._axis(rank - 1)]
+            largest = tape.op("ReduceMax", axes, {"keepdims": 1})
+            step = constant(self._graph, "quantize.step", np.array(1 / 127, dtype=np.float32))
+            scale = tape.op("Mul", [largest, step])
+            if place not in self._zero_points:
+                # 128 for each token: QuantizeLinear wants as many as there are scales.
+                shape = [tape.op("Shape", [x], {"end": -1}), self._axis(1)]
+                fill = {"value": ir.tensor(np.array([128], dtype=np.uint8))}
+                tokens = tape.op("Concat", shape, {"axis": 0})
+                self._zero_points[place] = tape.op("ConstantOfShape", [tokens], fill)
+            inputs = [x, scale, self._zero_points[place]]
+            sizes = {"axis": rank - 1, "block_size": width}
+            quantized = tape.op("QuantizeLinear", inputs, sizes)
+            if x in self._deferred:
+                scale = tape.op("Mul", [scale, self._deferred[x]])
+            self._activations[x] = quantized, scale
+        return self._activations[x]
+
+    def _axis(self, n: int) -> ir.Value:
+        return constant(self._graph, f"quantize.axis_{n}", np.array([n], dtype=np.int64))
+
+    def _matrix(self, weight: ir.Value, rounder: Rounder) -> tuple[ir.Value, ir.Value]:
+        """Return integers of a weight in its own layout, and a scale for each output.
+
+        They are made once.
+        """
+        assert weight.shape is not None
+        shapes = weight.shape.numpy(), [_sizes(weight)[1]]
+        if weight.name == _EMBEDDING:
+            rounder = quantize_rows
+        graph, weights = self._graph, self._weights
+        return rounded_weight(graph, weights, weight, "int8", rounder, torch.int8, shapes)

@@ -1,0 +1,86 @@
+"""Folders and files that are named in place of a model, told apart."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+from kvasir.model.platform.files import parse_object
+from kvasir.model.platform.suggestions import nearest
+
+ADAPTER_FILE = "adapter_config.json"
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_POINTER = b"version https://git-lfs.github.com/"
+_LONGEST_HEADER = 100 * 10**6  # bytes, of the format
+_MOST_NAMES = 1000  # beside a path that does not exist, compared with its own
+_LARGE = ("*.safetensors", "*.gguf", "*.onnx", "*.data", "tokenizer.json")
+
+
+def find_mistake(source: Path) -> str | None:
+    """Return in one line why a path cannot be a whole model, and the mend; None if it may be one.
+
+    Of files only names, sizes and headers are read. Raises OSError.
+    """
+    if not source.exists():
+        return _advice_on_missing(source)
+    if source.is_file():
+        if source.suffix == ".safetensors":
+            return f"{source} is a file of weights alone; name its folder: {source.parent}"
+        return next(_damages([source]), None)
+    adapter = source / ADAPTER_FILE
+    if adapter.is_file() and not any(source.glob("model*.safetensors")):
+        try:
+            base = parse_object(adapter.read_bytes()).get("base_model_name_or_path")
+        except ValueError:
+            base = None
+        return f"{source} {of_adapter(base)}"
+    return next(_damages(path for kind in _LARGE for path in sorted(source.glob(kind))), None)
+
+
+def _advice_on_missing(source: Path) -> str | None:
+    kind = source.suffix  # alike in many names, so it says little
+    beside = islice(source.parent.iterdir(), _MOST_NAMES) if source.parent.is_dir() else ()
+    paths = {path.name.removesuffix(kind): path for path in beside}
+    if near := nearest(source.name.removesuffix(kind), paths):
+        return f"{source} does not exist; did you mean {paths[near]}?"
+    if _HUB_ID.fullmatch(str(source)):
+        return f"{source} does not exist; a model of Hugging Face's hub is hf://{source}"
+    return None
+
+
+def of_adapter(base: object) -> str:
+    """Return what is wrong with an adapter, for a line that begins with its name."""
+    return (
+        f"is a LoRA adapter of {base or 'another model'}, not a model; merge it into that with "
+        "peft, merge_and_unload(), and save it with its tokenizer"
+    )
+
+
+def _damages(paths: Iterable[Path]) -> Iterator[str]:
+    for path in paths:
+        with path.open("rb") as file:
+            begin, size = file.read(len(_POINTER)), path.stat().st_size
+            if begin == _POINTER:
+                yield (
+                    f"{path} is a Git LFS pointer, not the file itself; fetch that with git lfs "
+                    "pull, or the whole model with kvasir pull hf://ORG/NAME"
+                )
+            if path.suffix != ".safetensors":
+                continue
+            n_header = int.from_bytes(begin[:8], "little")
+            if size < 8 or n_header > size - 8:
+                yield f"{path} is cut off: it ends in its header; copy it again"
+                continue
+            if n_header > _LONGEST_HEADER:
+                continue  # no safetensors file: what opens it says so
+            file.seek(8)
+            try:
+                tensors = parse_object(file.read(n_header)).values()
+                ends = (tensor["data_offsets"][1] for tensor in tensors if "data_offsets" in tensor)
+                whole = 8 + n_header + max(ends, default=0)
+            except (ValueError, LookupError, TypeError):
+                continue
+            if size < whole:
+                yield f"{path} is cut off: it has {size:,} of {whole:,} bytes; copy it again"
