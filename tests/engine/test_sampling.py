@@ -13,7 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvasir.server.engine.sampling.params import Floats, SamplingParams, sampler, token_logprobs
+from kvasir.server.engine.sampling import sampler
+from kvasir.server.engine.sampling.params import Floats, SamplingParams, token_logprobs
 from kvasir.server.engine.sequence import Sequence
 from tests.kit.engine_driver import sampled_sequence
 

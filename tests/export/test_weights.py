@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvasir.export.graphs.decoder import export_graph, load_weights
 from kvasir.export.graphs.paged import export_paged_graph
+from kvasir.export.rounding import weights as export_weights
 from kvasir.export.rounding.formulas import quantize_pairs
-from kvasir.export.rounding.formulas import weights as export_weights
 from kvasir.export.rounding.weights import Weights
 from kvasir.model.config import TransformerConfig
 from kvasir.model.tensor_files import LazyWeights

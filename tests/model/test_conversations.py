@@ -16,10 +16,11 @@ from torch.nn import functional
 
 from kvasir.model.template.chat_template import ChatTemplate
 from kvasir.model.tokenizer import train_tokenizer
+from kvasir.model.training.data import conversations
 from kvasir.model.training.data.conversations import Rendering, pack, read_conversations
 from kvasir.model.training.data.corpus import CorpusError
 from kvasir.model.training.data.masking import IGNORED
-from kvasir.model.training.data.tokens import TokenData, conversations, open_arrays
+from kvasir.model.training.data.tokens import TokenData, open_arrays
 from kvasir.model.training.settings import TrainSettings
 from kvasir.model.training.trainer import Trainer
 from tests.kit.random_models import make_config, make_decoder

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from kvasir.model.tokenizer import TokenizerError, train_tokenizer
+from kvasir.model.training.data import tokens as data
 from kvasir.model.training.data.corpus import Corpus, CorpusError, read_corpus
 from kvasir.model.training.data.masking import IGNORED
 from kvasir.model.training.data.tokens import Batch, TokenData, open_arrays, write_tokens
-from kvasir.model.training.data.tokens import tokens as data
 
 TEXTS = [f"document {i}: " + "abc " * i for i in range(1, 30)]
 tokenizer = train_tokenizer(TEXTS, 300)
