@@ -81,7 +81,7 @@ def test_a_client_that_has_sent_more_than_its_request_is_cancelled_too(
     more: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its next request, or what is none. Nothing more is read, so only writing shows the end."""
-    monkeypatch.setattr("kvasir.server.api.http.responses.KEEP_ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr("kvasir.server.api.http.streams.KEEP_ALIVE_SECONDS", 0.05)
     with live(FakeRunner(VOCAB_SIZE, max_num_seqs=1)) as served:
         served.runner.hold()
         leaving = served.post_raw(max_tokens=50, stream=True)
@@ -115,7 +115,7 @@ def test_a_cancelled_request_without_a_stream_frees_its_slot_too() -> None:
 def test_a_queued_request_whose_status_is_not_known_yet_is_sent_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvasir.server.api.http.responses.KEEP_ALIVE_SECONDS", 0.001)
+    monkeypatch.setattr("kvasir.server.api.http.streams.KEEP_ALIVE_SECONDS", 0.001)
     with live(FakeRunner(VOCAB_SIZE, max_num_seqs=1)) as served:
         served.runner.hold()
         with served.post_raw(max_tokens=2, stream=True) as waiting, served.http() as client:

@@ -12,12 +12,7 @@ from pydantic import Field
 
 from kvasir.model.bundle import ATTENTION_GRAPH_FILE
 from kvasir.server.api.explain.routes import MAX_WEIGHTS
-from kvasir.server.api.http.responses import (
-    MODEL_ERRORS,
-    NamedService,
-    errors,
-    models_of,
-)
+from kvasir.server.api.http.responses import MODEL_ERRORS, NamedService, errors, models_of
 from kvasir.server.api.schemas import ResponseBody, Size
 from kvasir.server.engine.engine import Engine
 from kvasir.server.errors import InvalidRequestError

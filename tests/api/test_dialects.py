@@ -277,7 +277,7 @@ async def test_an_answer_that_is_ended_has_one_end(
 
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
 def test_a_client_that_leaves_ends_its_request(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvasir.server.api.http.responses.KEEP_ALIVE_SECONDS", 0.1)
+    monkeypatch.setattr("kvasir.server.api.http.streams.KEEP_ALIVE_SECONDS", 0.1)
     runner = FakeRunner(VOCAB_SIZE, max_model_len=2000)
     with live(runner) as served, served.http() as client:
         body = LEAST[path] | {

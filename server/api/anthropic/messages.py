@@ -16,15 +16,8 @@ from kvasir.server.api.anthropic.conversion import chat_body
 from kvasir.server.api.anthropic.schemas import CountTokensBody, MessagesBody
 from kvasir.server.api.http.body import TextRoute
 from kvasir.server.api.http.pieces import compact
-from kvasir.server.api.http.responses import (
-    BODY_ERRORS,
-    STREAMED,
-    Formatter,
-    event,
-    respond,
-    service_of,
-    state_of,
-)
+from kvasir.server.api.http.responses import BODY_ERRORS, STREAMED, service_of, state_of
+from kvasir.server.api.http.streams import Formatter, event, respond
 from kvasir.server.api.openai.chat import prepare, render
 from kvasir.server.api.openai.formatting import JSON, join
 from kvasir.server.api.openai.tools import AnswerForm, read

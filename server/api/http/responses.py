@@ -1,4 +1,4 @@
-"""Responses: errors, and a completion whole or as server-sent events.
+"""Statuses and errors of all routes, and the state of a request.
 
 An error becomes a response in `error_response`, or in a stream's last event: nowhere else.
 """
@@ -7,42 +7,24 @@ from __future__ import annotations
 
 import errno
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import AbstractContextManager, aclosing, nullcontext
-from functools import partial
 from typing import Annotated, Any, TypeVar, cast
 
 from fastapi import Depends, Query
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.responses import JSONResponse
+from starlette.types import Scope
 
 from kvasir.model.platform.files import in_words
-from kvasir.server.api.http.pieces import (
-    Deferred,
-    Written,
-    compact,
-    json_response,
-    sent,
-    together,
-    unless_disconnected,
-    whole,
-)
 from kvasir.server.errors import EngineError, InsufficientStorageError, KvasirError
-from kvasir.server.requests.completion import Completion, Delta, RequestState
+from kvasir.server.requests.completion import RequestState
 from kvasir.server.requests.models import Models
-from kvasir.server.requests.request import CompletionRequest
 from kvasir.server.requests.service import Service
 
 logger = logging.getLogger("kvasir")
 
 T = TypeVar("T")
-Failed = Callable[[dict[str, Any]], bytes]
 
-DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 # Their errors have the form of TGI, which is TEI's, too.
 TGI_PATHS = frozenset({"/", "/generate", "/generate_stream"}) | {
@@ -60,7 +42,6 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-KEEP_ALIVE_SECONDS = 15.0  # of silence, after which a stream gets a comment line
 _TGI_TYPES = {"invalid_request_error": "validation", "internal_error": "generation"}
 
 STATUSES = {
@@ -177,135 +158,3 @@ def error_response(scope: Scope, error: Exception) -> JSONResponse:
     refusal, body = error_body(scope, error)
     models_of(scope).metrics.rejected(refusal.reason, state_of(scope).model)
     return JSONResponse(body, refusal.status, refusal.headers)
-
-
-class Formatter(ABC):
-    """The form of a completion's response: a stream shows the parts of which `whole` is made."""
-
-    end = b""  # the last event of a stream
-    keep_alive = KEEP_ALIVE
-    completion: Completion  # once the request is admitted
-
-    def __init__(self, service: Service) -> None:
-        self.service = service
-        self.tokenizer = service.bundle.tokenizer
-
-    @abstractmethod
-    def parts(self, delta: Delta) -> Iterator[Any]:
-        """Yield what a delta adds, if it has anything to show."""
-
-    @abstractmethod
-    def event(self, part: Any) -> Written:
-        """Return the event of a part."""
-
-    def chunk(self, delta: Delta) -> Written:
-        """Return the events for a delta."""
-        return together([self.event(part) for part in self.parts(delta)])
-
-    def keep(self, part: Any) -> None:  # noqa: B027  (most forms keep what `parts` yields)
-        """Add a part to the whole, if `parts` has not done so."""
-
-    def add(self, delta: Delta) -> None:
-        """Keep the content of a delta."""
-        for part in self.parts(delta):
-            self.keep(part)
-
-    @abstractmethod
-    def whole(self) -> Any:
-        """Return the body of a finished completion."""
-
-    def tail(self) -> Written:
-        """Return the events after all deltas."""
-        return self.end
-
-    def failed(self, fields: dict[str, Any]) -> bytes:
-        """Return the last events of a stream that an error has ended, given the error's body."""
-        return failure(fields) + self.end
-
-
-def respond(
-    request: Request, wanted: CompletionRequest, formatter: Formatter, *, stream: bool
-) -> Response:
-    """Return the response to a request, whole or as a stream, which runs when it is sent."""
-    state = state_of(request.scope)
-    held = formatter.service.answers[state.is_background].hold(wanted.answer_bytes)
-    if stream:
-        return EventStream(_events(state, wanted, formatter), formatter.failed, held)
-    return Deferred(partial(_whole, state, wanted, formatter), held)
-
-
-async def _events(
-    state: RequestState, wanted: CompletionRequest, formatter: Formatter
-) -> AsyncGenerator[bytes, None]:
-    service = formatter.service
-    async with service.complete(wanted) as completion:
-        state.completion = formatter.completion = completion
-        async for deltas in completion.deltas(KEEP_ALIVE_SECONDS):
-            chunk = together([formatter.chunk(delta) for delta in deltas])
-            if not isinstance(chunk, bytes):
-                async for piece in sent(chunk, service.text_worker):
-                    yield piece
-            elif chunk or not deltas:
-                yield chunk or formatter.keep_alive
-        async for piece in sent(formatter.tail(), service.text_worker):
-            yield piece
-
-
-async def _whole(state: RequestState, wanted: CompletionRequest, formatter: Formatter) -> Response:
-    async with formatter.service.complete(wanted) as completion:
-        state.completion = formatter.completion = completion
-        async for deltas in completion.deltas():
-            for delta in deltas:
-                formatter.add(delta)
-    return json_response(whole(formatter.whole()), formatter.service.text_worker)
-
-
-def event(data: str, name: str | None = None) -> bytes:
-    """Return a server-sent event with one line of data: JSON, which holds no line break."""
-    head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {data}\n\n".encode()
-
-
-def failure(fields: dict[str, Any]) -> bytes:
-    """Return the event of an error, named if its body has a type."""
-    return event(compact(fields), fields.get("type"))
-
-
-class EventStream(Response):
-    """A stream of server-sent events, which closes `events` in any case.
-
-    The response starts with the first event, so an error before it has a status of its own. A later
-    error ends it with the events that `failed` returns for the error's body. A client that
-    disconnects, waiting or reading, cancels the stream.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        failed: Failed = failure,
-        held: AbstractContextManager[None] | None = None,
-    ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
-        self._events = events
-        self._failed, self._held = failed, held or nullcontext()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream, as an ASGI application does."""
-        with self._held:
-            await unless_disconnected(receive, self._send_all(scope, send))
-
-    async def _send_all(self, scope: Scope, send: Send) -> None:
-        async with aclosing(self._events) as events:
-            body = await anext(events)
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            try:
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-                async for body in events:
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
-                body = b""
-            except Exception as error:
-                body = self._failed(error_body(scope, error)[1])
-            await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -11,7 +11,8 @@ from starlette.responses import Response
 from kvasir.model.template.chat_template import ChatTemplateError
 from kvasir.server.api.http.body import TextRoute
 from kvasir.server.api.http.pieces import LazyList
-from kvasir.server.api.http.responses import STREAMED, respond, service_of, state_of
+from kvasir.server.api.http.responses import STREAMED, service_of, state_of
+from kvasir.server.api.http.streams import respond
 from kvasir.server.api.openai.answers import Chat
 from kvasir.server.api.openai.chat_schemas import ChatBody, Conversation
 from kvasir.server.api.openai.formatting import JSON, OpenAIFormatter, join, token_logprobs

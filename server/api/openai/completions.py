@@ -10,7 +10,8 @@ from starlette.responses import Response
 
 from kvasir.server.api.http.body import TextRoute
 from kvasir.server.api.http.pieces import LazyList, compact
-from kvasir.server.api.http.responses import STREAMED, finite, respond, service_of, state_of
+from kvasir.server.api.http.responses import STREAMED, finite, service_of, state_of
+from kvasir.server.api.http.streams import respond
 from kvasir.server.api.openai.answers import Completion
 from kvasir.server.api.openai.formatting import JSON, OpenAIFormatter
 from kvasir.server.api.openai.schemas import CompletionsBody

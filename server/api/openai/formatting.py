@@ -13,7 +13,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from kvasir.server.api.http.pieces import LazyList, Written, compact, written
-from kvasir.server.api.http.responses import DONE, Formatter, event, finite
+from kvasir.server.api.http.responses import finite
+from kvasir.server.api.http.streams import DONE, Formatter, event
 from kvasir.server.api.openai.schemas import OpenAIBody
 from kvasir.server.engine.sampling.params import TokenLogprobs
 from kvasir.server.requests.completion import Delta

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from kvasir.server.api.embeddings.tei import EncoderInfo, encoder_info
-from kvasir.server.api.http import responses
+from kvasir.server.api.http import responses, streams
 from kvasir.server.api.http.body import TextRoute
 from kvasir.server.api.http.pieces import LazyList, compact
 from kvasir.server.api.http.responses import GENERATE_ERRORS, STREAMED, finite
@@ -88,7 +88,7 @@ async def _generate(request: Request, body: GenerateBody, *, stream: bool = Fals
     )
     wanted = await service.builder.build(options, state)
     formatter = GenerateFormatter(service, body)
-    return responses.respond(request, wanted, formatter, stream=stream)
+    return streams.respond(request, wanted, formatter, stream=stream)
 
 
 _Scored = tuple[TokenLogprobs, str]  # with its text
@@ -110,7 +110,7 @@ class _Shown:
         return fmean(scores) if scores else -math.inf
 
 
-class GenerateFormatter(responses.Formatter):
+class GenerateFormatter(streams.Formatter):
     """The form of TGI's responses, whose choices are samples of one prompt."""
 
     def __init__(self, service: Service, body: GenerateBody) -> None:

@@ -9,7 +9,7 @@ from time import time
 from typing import Any
 
 from kvasir.server.api.http.pieces import LazyList, Written, compact, together, written
-from kvasir.server.api.http.responses import Formatter
+from kvasir.server.api.http.streams import Formatter
 from kvasir.server.api.openai.formatting import JSON, token_logprobs
 from kvasir.server.api.openai.responses.items import PREFIXES, sealed
 from kvasir.server.api.openai.responses.schemas import ENCRYPTED, LOGPROBS, ResponsesBody

@@ -13,14 +13,8 @@ from starlette.responses import Response
 
 from kvasir.server.api.http.body import TextRoute
 from kvasir.server.api.http.pieces import compact, held_response, written
-from kvasir.server.api.http.responses import (
-    STREAMED,
-    errors,
-    models_of,
-    respond,
-    service_of,
-    state_of,
-)
+from kvasir.server.api.http.responses import STREAMED, errors, models_of, service_of, state_of
+from kvasir.server.api.http.streams import respond
 from kvasir.server.api.openai.chat import prepare
 from kvasir.server.api.openai.chat_schemas import ChatBody
 from kvasir.server.api.openai.formatting import JSON
