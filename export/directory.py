@@ -87,39 +87,38 @@ def export_checkpoint(
         check_pageable(config)
         require_device(device)
     sample = None if config.pooling else make_sample(checkpoint, text, precision)
-    files = _extra_files(checkpoint, generation)
+    extra_files = _extra_files(checkpoint, generation)
     with new_directory(out) as part:
-        config.save(part / CONFIG_FILE)
-        checkpoint.tokenizer.save(str(part / TOKENIZER_FILE))
-        for name, content in files.items():
-            (part / name).write_bytes(content)
+        _save_files(checkpoint, extra_files, part)
         graph = part / GRAPH_FILE
+        arguments = config, weights, graph
         if config.pooling is not None:
-            export_encoder_graph(config, weights, graph, precision, progress)
-            tokenizer = checkpoint.tokenizer
+            export_encoder_graph(*arguments, precision, progress)
             write_attention_graph(part)
-            figures = verify_vectors(config, weights, graph, tokenizer, precision, progress)
+            figures = verify_vectors(*arguments, checkpoint.tokenizer, precision, progress)
         else:
             verifier, scales = Verifier(config, weights, sample, device), KVScales(config)
             verifier.compute(progress, scales.observe)
             steps = scales.steps()
             if device != "cpu":
-                export_paged_graph(
-                    config, weights, graph, precision, kv_cache, steps, progress, device
-                )
+                export_paged_graph(*arguments, precision, kv_cache, steps, progress, device)
             else:
-                export_graph(
-                    config, weights, graph, precision, steps, progress, int8_prompts=int8_prompts
-                )
+                export_graph(*arguments, precision, steps, progress, int8_prompts=int8_prompts)
                 write_attention_graph(part)
             if config.encoder is not None:
-                encoder = part / ENCODER_GRAPH_FILE
-                export_source_graph(config, weights, encoder, precision, progress)
+                export_source_graph(config, weights, part / ENCODER_GRAPH_FILE, precision, progress)
             figures = _verify(verifier, graph, config, device, precision, progress)
-        notes = _describe_source(checkpoint)
-        manifest = make_manifest(config, part, precision, notes, figures, device)
+        source_facts = _describe_source(checkpoint)
+        manifest = make_manifest(config, part, precision, source_facts, figures, device)
         manifest.save(part / MANIFEST_FILE)
     return manifest, checkpoint.notes + (speed_notes(config) if device == "cuda" else ())
+
+
+def _save_files(checkpoint: Checkpoint, files: dict[str, bytes], part: Path) -> None:
+    checkpoint.config.save(part / CONFIG_FILE)
+    checkpoint.tokenizer.save(str(part / TOKENIZER_FILE))
+    for name, content in files.items():
+        (part / name).write_bytes(content)
 
 
 def _check_options(
