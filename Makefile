@@ -23,7 +23,7 @@ serve: $(VENV)/.serve  ## Serve MODEL=DIR (the example); ARGS="--port 9000"
 	$(BIN)/kvasir serve $(MODEL) $(ARGS)
 
 test: $(VENV)/.dev  ## Run the tests; ARGS="-k name" selects some
-	@$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS) || { code=$$?; \
+	@$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS) || { code=$$?; \
 		test $$code -lt 4 || $(BIN)/python -m pytest -q --collect-only $(ARGS) | tail -n 5; exit $$code; }
 
 lint: $(VENV)/.dev  ## Check style, formatting, types and workflows

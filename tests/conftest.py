@@ -44,6 +44,16 @@ for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.default_int_handler if ctrl_c else lambda *_: None)
 
 
+# Files of a minute or more. A worker takes whole files: one that began last would end alone.
+LONGEST = {"test_faults", "test_invariance", "test_explain_lab", "test_parity", "test_published"}
+LONGEST |= {"test_encoder_decoders", "test_quantize", "test_distributed", "test_paged_graph"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest files."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Give a test the same random numbers, whichever ran before it in this process."""

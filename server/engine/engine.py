@@ -132,8 +132,12 @@ class Engine:
             raise ValueError(f"{n_prompt} prompt and {n_after} new tokens cannot fit")
         if self.speculate and sequence.constraint is None:  # each draft token would need a mask
             sequence.speculation = Speculation()
-        self.scheduler.add(sequence)
         self._sequences[sequence.id] = sequence
+        try:
+            self.scheduler.add(sequence)
+        except BaseException:
+            del self._sequences[sequence.id]
+            raise
 
     def abort(
         self, sequence_id: int, reason: FinishReason = FinishReason.ABORT

@@ -163,14 +163,25 @@ async def test_a_sequence_that_cannot_be_added_ends_alone(
     await engine.stop()
 
 
+class NothingGoesIn(dict[int, Sequence]):
+    """A function and a dictionary, both broken."""
+
+    def __call__(self, _: Sequence) -> None:
+        raise RuntimeError("a bug")
+
+    __setitem__ = None  # type: ignore[assignment]
+
+
 async def test_a_sequence_that_the_engine_refuses_leaves_it_idle() -> None:
     async with running(FakeRunner(VOCAB_SIZE, max_model_len=8)) as engine:
         assert isinstance(engine.engine, Engine)
         assert await ends(submit(engine, [1] * 9), 1) == [FinishReason.ERROR]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine.engine.scheduler, "add", None)
-            assert await ends(submit(engine, [1]), 1) == [FinishReason.ERROR]
-        assert not engine.engine.has_work
+        for owner, name in ((engine.engine.scheduler, "add"), (engine.engine, "_sequences")):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(owner, name, NothingGoesIn())
+                assert await ends(submit(engine, [1]), 1) == [FinishReason.ERROR]
+            assert not engine.engine.has_work
+            assert not engine.engine.scheduler.waiting
         assert await ends(submit(engine, [1]), 1) == [FinishReason.LENGTH]
 
 
