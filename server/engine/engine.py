@@ -132,11 +132,11 @@ class Engine:
             raise ValueError(f"{n_prompt} prompt and {n_after} new tokens cannot fit")
         if self.speculate and sequence.constraint is None:  # each draft token would need a mask
             sequence.speculation = Speculation()
-        self._sequences[sequence.id] = sequence
         try:
+            self._sequences[sequence.id] = sequence
             self.scheduler.add(sequence)
         except BaseException:
-            del self._sequences[sequence.id]
+            self._sequences.pop(sequence.id, None)
             raise
 
     def abort(
