@@ -72,7 +72,7 @@ def screen_of(code: str, *, press_at: bytes = b"", columns: int = 60) -> list[st
 
 BAR = """
 import os
-from sys import stdin
+from time import sleep
 from kvasir.commands.console import progress
 progress._DELAY = 0
 try:
@@ -86,7 +86,7 @@ try:
         print("waiting" if {long} else "done", flush=True)
         os.write(1, b"\\a")  # only now, since Ctrl-C in a flush would make it write twice
         while {long}:
-            stdin.readline()
+            sleep(0.01)  # a signal just before a system call does not interrupt it
 except KeyboardInterrupt:
     print("stopped")
 """
