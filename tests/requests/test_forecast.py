@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from kvasir.server.engine.engine import StepStats
+from kvasir.server.engine.sampling.params import SamplingParams
+from kvasir.server.engine.sequence import Sequence
 from kvasir.server.errors import OverloadedError
 from kvasir.server.requests.admission.forecast import LEAST_SHARE, Forecast, Snapshot, Work
 from kvasir.server.requests.admission.queue import longest_wait
@@ -242,3 +244,13 @@ def test_cached_tokens_and_accepted_drafts_save_time() -> None:
     drafted.step(StepStats(2, 0, CHUNK, 0, 0, 4, 2, 0.5))
     assert cached.seconds_to_run(Work(1056, 0)) == 0.5
     assert drafted.seconds_to_run(Work(0, 4)) == 1.0
+
+
+def test_what_a_sequence_still_needs() -> None:
+    params = SamplingParams(max_tokens=9, min_tokens=5)
+    sequence = Sequence(0, [1] * 10, params, frozenset(), 2.0, deadline=50.0, n_certain=5)
+    assert Work.of(sequence, 7.0) == Work(10, 9, 5, 0.0, 43.0, sequence.queue_key[0])
+    sequence.scheduled_at, sequence.n_computed, sequence.output_ids = 3.0, 4, [1, 2, 3]
+    assert Work.of(sequence, 7.0) == Work(6, 6, 2, 4.0, 43.0, sequence.queue_key[0])
+    sequence.n_computed, sequence.output_ids = 16, [1] * 7
+    assert Work.of(sequence, 7.0) == Work(0, 2, 0, 4.0, 43.0, sequence.queue_key[0])
