@@ -87,7 +87,7 @@ class _Segment(NamedTuple):
 
     @property
     def makes(self) -> list[str]:
-        """What it makes for later segments."""
+        """The values that it makes for later segments."""
         return [name for name in self.hands_on if name not in self.takes]
 
 
