@@ -91,6 +91,8 @@ def bench_serve(
     with one_line_errors():
         servers = {"A": bench.Server(server, named | _parse_object("--extra-body", extra_body))}
         body = named | _parse_object("--extra-body-b", extra_body_b)
+        if len(compare or ()) >= len(ascii_uppercase):
+            raise ValueError(f"--compare is given {len(compare or ())} times; 25 are enough")
         for letter, address in zip(ascii_uppercase[1:], compare or (), strict=False):
             servers[letter] = bench.Server(address, body)
         texts = workload or ["text"]

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 _EXPERT_MULTIPLE = 32  # of experts' sizes: ONNX Runtime rounds their weights in blocks of as many
+_LAYERS = ("layers_without_rotary", "sliding_window_layers", "dense_layers")
+_LAYERS += ("layers_without_attention_norm",)
+_OF_EXPERTS = ("n_experts_per_token", "d_expert", "normalize_expert_shares", "dense_layers")
 Rule = tuple[str, bool, str]  # a field, whether its value is valid, and what it must be
 
 
@@ -17,10 +20,7 @@ def rules(config: Any) -> Iterator[Rule]:
     yield from _heads(config)
     yield from _positions(config)
     layers = range(config.n_layer)
-    for name in (
-        *("layers_without_rotary", "sliding_window_layers", "dense_layers"),
-        "layers_without_attention_norm",
-    ):
+    for name in _LAYERS:
         exist = all(layer in layers for layer in getattr(config, name) or ())
         yield name, exist, f"layers from 0 to {config.n_layer - 1}"
     yield from _experts(config)
@@ -63,8 +63,9 @@ def _positions(config: Any) -> Iterator[Rule]:
     if scaling is not None and scaling.kind == "longrope":
         n_pairs = (config.rotary_dim or config.head_dim) // 2
         for name in ("short_factors", "long_factors"):
-            fit = len(getattr(scaling, name)) == n_pairs
-            yield "rope_scaling", fit, f"one with {n_pairs} {name}, a number for each rotary pair"
+            n_given = len(getattr(scaling, name))
+            allowed = f"one with {n_pairs} {name}, for as many rotary pairs (it has {n_given})"
+            yield "rope_scaling", n_given == n_pairs, allowed
     if scaling is not None and scaling.query_growth is not None:
         yield "qk_norm", not config.qk_norm, "left out with a query_growth"
     if config.has_relative_bias:  # the first half of a direction's buckets are single distances
@@ -76,9 +77,7 @@ def _positions(config: Any) -> Iterator[Rule]:
 
 def _experts(config: Any) -> Iterator[Rule]:
     if config.n_experts is None:
-        for name in (
-            *("n_experts_per_token", "d_expert", "normalize_expert_shares", "dense_layers"),
-        ):
+        for name in _OF_EXPERTS:
             yield name, not getattr(config, name), "left out without n_experts"
         dense = config.feed_forward != "swiglu_clamped"
         yield "feed_forward", dense, "another one without n_experts"
@@ -105,9 +104,10 @@ def _encoder(config: Any) -> Iterator[Rule]:
     allowed = "pre or post with an encoder"
     yield "norm_placement", config.norm_placement in ("pre", "post"), allowed
     yield "parallel_residual", not config.parallel_residual, "false with an encoder"
-    plain = encoder.encoder is None and encoder.pooling is None and encoder.tied_embeddings
-    allowed = "one that is not causal, without encoder, pooling and head"
-    yield "encoder", plain and not encoder.causal, allowed
+    faults = [name for name in ("causal", "encoder", "pooling") if getattr(encoder, name)]
+    faults += [] if encoder.tied_embeddings else ["head"]
+    allowed = f"one without causal, encoder, pooling and head (it has {' and '.join(faults)})"
+    yield "encoder", not faults, allowed
     if config.shared_embedding:
         for name in ("vocab_size", "d_model"):
             its = getattr(encoder, name)

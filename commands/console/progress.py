@@ -38,7 +38,7 @@ def on_interrupt(
 
 
 class ProgressBar:
-    """A `model.progress.Progress` that draws a bar for each stage, below the earlier ones.
+    """A `model.platform.progress.Progress` that draws a bar for each stage, below the earlier ones.
 
     It draws on standard error if that is a terminal and `quiet` is not set. Ctrl-C ends the block
     as KeyboardInterrupt, at the next report at the latest: PyTorch swallows some of them, or turns

@@ -7,11 +7,11 @@ vocab_size], and present.{i}.key and .value, which are aliased with the past.
 
 int8 and int4 have rows of int8 under these names, which the input `decode` (a bool) chooses, and
 rows of floats for prompts beside them: prompt_key_values.{i}.key, .value and
-prompt_present.{i}.key, .value (export.kv_cache).
+prompt_present.{i}.key, .value (export.rounding.kv_cache).
 
 A decoder with an encoder also reads SOURCE_INPUTS and keys and values of sources,
 source_key_values.{i}.key and .value: float [batch, n_kv_head, n_source_positions, head_dim], which
-`export.source_graph` makes. It has rows of floats only, and no input `decode`. A run of several
+`export.graphs.source` makes. It has rows of floats only, and no input `decode`. A run of several
 tokens a row takes one row, whose source is no shorter.
 """
 

@@ -4,7 +4,7 @@ Inputs are those of RUN_INPUTS, which `PagedInputs` describes, and blocks of key
 past_key_values.{i}.key and .value: [num_blocks, KV_BLOCK_SIZE, n_kv_head, head_dim]. logits_indices
 names the tokens that want logits. attention_metadata is the most new tokens of a sequence, and
 twice the most in all. Outputs are logits, float [rows, vocab_size], present.{i}.key and .value,
-which are aliased with the past, and for CUDA the likeliest tokens (`export.tail`).
+which are aliased with the past, and for CUDA the likeliest tokens (`export.graphs.tail`).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def export_paged_graph(
 
     precision: one of DTYPES; WebGPU has no bfloat16, so activations there are float16. kv_cache:
     one of KV_DTYPES; None is the activations' own type. weights and kv_scales, which a kv_cache
-    needs: see `export.graph.export_graph`. Raises ConfigError as `check_pageable`.
+    needs: see `export.graphs.decoder.export_graph`. Raises ConfigError as `check_pageable`.
     """
     on_webgpu = device == "webgpu"
     dtype = torch.float16 if on_webgpu else DTYPES[precision]

@@ -32,7 +32,7 @@ def require_device(device: Device) -> None:
 
 
 class PagedSession:
-    """A graph of `export.paged_graph`; make_model: returns it with so many blocks."""
+    """A graph of `export.graphs.paged`; make_model: returns it with so many blocks."""
 
     def __init__(
         self,

@@ -92,7 +92,7 @@ class _Segment(NamedTuple):
 
 
 class SegmentedGraph:
-    """A graph of `export.graph`, whose weights are read a segment at a time."""
+    """A graph of `export.graphs.decoder`, whose weights are read a segment at a time."""
 
     def __init__(self, path: Path, config: TransformerConfig) -> None:
         self._config, self._folder = config, path.parent

@@ -13,7 +13,7 @@ at a time is in memory. Formats, by `quantization_config` in config.json:
 A weight gets the type of its scales if that has 16 bits, or else the type that config.json names,
 whose rounding is finer than the first. Symmetric 4-bit integers in groups of 32, or of a multiple,
 become float32: in it integer · scale is exact, so that an int4 export finds the same integers and
-scales again (`export.rounding.quantize_blocks`).
+scales again (`export.rounding.formulas.quantize_blocks`).
 """
 
 from __future__ import annotations

@@ -9,13 +9,13 @@ from pathlib import Path
 from pydantic import ValidationError
 
 _LONGEST_ERROR = 300  # characters: a value may be a list of millions
-_UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")  # before what lacks for them
-_LONGEST = 64  # characters of a name that is compared, which takes time by their number
+_UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")  # told first: a misspelt field leaves another missing
+_LONGEST_NAME = 64  # characters of a name that is compared, which takes time by their number
 
 
 def nearest(name: str, names: Collection[str]) -> str | None:
     """Return the known name that is most like this one, if any is."""
-    return next(iter(get_close_matches(name[:_LONGEST], names, n=1)), None)
+    return next(iter(get_close_matches(name[:_LONGEST_NAME], names, n=1)), None)
 
 
 def did_you_mean(name: str, names: Collection[str], otherwise: str) -> str:

@@ -1,4 +1,4 @@
 """Metrics, logs and start-up times.
 
-Imports `server.engine`, `model.machine` and errors.
+Imports `server.engine`, `model.platform` and errors.
 """

@@ -39,7 +39,7 @@ TEXT = "\n".join(f"the {i}th line of a text that nobody needs to read twice" for
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A training run: a checkpoint with random weights, and its token shards."""
+    """A training run: a checkpoint with random weights, and its tokens."""
     folder = tmp_path_factory.mktemp("runs") / "tale"
     tokenizer = train_tokenizer([TEXT], 300)
     write_tokens(Corpus([TEXT], 0), tokenizer, folder / "data", held_out=0.1, context=32)

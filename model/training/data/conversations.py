@@ -111,7 +111,7 @@ def _parse(chat: Any, template: ChatTemplate) -> tuple[list[_Object], list[_Obje
             raise ValueError(f"message {i} has weight 1, but only the assistant's are learned")
         for name in sorted(message.keys() - _OPTIONAL):
             names = REASONING if name in REASONING else (name,)
-            is_read = any(is_read in template.source for is_read in names)
+            is_read = any(alias in template.source for alias in names)
             if message[name] not in (None, "", []) and not is_read:
                 unread = f"{name!r}, which the chat template does not read"
                 advice = did_you_mean(name, _OPTIONAL, "leave it out")

@@ -65,7 +65,7 @@ class DeviceModel:
     def run(self, inputs: Inputs, first_row: int = 0) -> Logits:
         """Run a part of a step, whose logits follow `first_row` rows of parts that ran before.
 
-        Returns the logits of all. inputs: as in `export.paged_graph`, without the blocks. Without
+        Returns the logits of all. inputs: as in `export.graphs.paged`, without the blocks. Without
         `outputs` a step has one part.
         """
         if self.graphs is not None and not first_row:

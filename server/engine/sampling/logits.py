@@ -35,7 +35,7 @@ class Candidates(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: Floats) -> Candidates:
-        """Take apart what a graph returns, [rows, 3 n]; see `export.tail`."""
+        """Take apart what a graph returns, [rows, 3 n]; see `export.graphs.tail`."""
         n = packed.shape[1] // 3
         ids = packed[:, 2 * n :].astype(np.int64)
         return cls(ids, packed[:, n : 2 * n], packed[:, 0], packed[:, 1])
