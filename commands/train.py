@@ -157,7 +157,7 @@ def _prepare_run(
     from kvasir.model.checkpoint import load_checkpoint
     from kvasir.model.config import TransformerConfig
     from kvasir.model.presets import preset
-    from kvasir.model.training.data.preparation import CorpusSettings, prepare_run
+    from kvasir.model.training.preparation import CorpusSettings, prepare_run
     from kvasir.model.training.settings import TrainSettings
 
     changes, checkpoint = _parse_changes(options["changes"] or []), None

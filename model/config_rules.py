@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 _EXPERT_MULTIPLE = 32  # of experts' sizes: ONNX Runtime rounds their weights in blocks of as many
-_LAYERS = ("layers_without_rotary", "sliding_window_layers", "dense_layers")
-_LAYERS += ("layers_without_attention_norm",)
+_LAYERS = (
+    *("layers_without_rotary", "sliding_window_layers"),
+    *("dense_layers", "layers_without_attention_norm"),
+)
 _OF_EXPERTS = ("n_experts_per_token", "d_expert", "normalize_expert_shares", "dense_layers")
 Rule = tuple[str, bool, str]  # a field, whether its value is valid, and what it must be
 

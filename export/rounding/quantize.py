@@ -13,8 +13,8 @@ int4, and both on CUDA: weights in blocks of 32 rows of a column, each with its 
 (MatMulNBits). On the CPU the operator itself rounds activations to int8 in blocks of a token. It
 reads half the bytes, for a single stream, and multiplies many tokens more slowly. So int4 on the
 CPU decodes with int4 weights, and computes prompts with int8 ones, unless they are left out: layers
-are then in the branches that choose the rows of keys and values (export.rounding.kv_cache). Those int8
-weights are rounded in pairs, since sessions cannot ask for exact products in branches.
+are then in the branches that choose the rows of keys and values (export.rounding.kv_cache). Those
+int8 weights are rounded in pairs, since sessions cannot ask for exact products in branches.
 
 On the CPU the head and the embedding are int8 in both. The embedding has a scale for each token of
 the vocabulary; where it is also the head, both read one stored copy, which ONNX Runtime transposes

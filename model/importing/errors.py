@@ -2,4 +2,4 @@
 
 
 class UnsupportedError(ValueError):
-    """A checkpoint that cannot be imported; one line with the file, key or tensor, and the fix."""
+    """A published model that cannot be read; one line with the file, key or tensor, and the fix."""

@@ -1,4 +1,4 @@
-"""The plan of an import: every parameter of a network, made of the tensors of a published model."""
+"""A published model as a checkpoint: each parameter made of the tensors of its files."""
 
 from __future__ import annotations
 

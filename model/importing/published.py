@@ -41,4 +41,4 @@ def read_published(source: Path) -> Contents:
         return read(source)
     except _FAULTS as error:
         problem = " ".join(str(error).split())  # a header's array is written in several lines
-        raise UnsupportedError(f"{source} cannot be imported: {problem}") from None
+        raise UnsupportedError(f"{source} cannot be read: {problem}") from None

@@ -89,7 +89,7 @@ def _scheme(key: str, values: object) -> Scheme:
         problem = first_problem(error)
         place = "" if QUANTIZATION_KEYS[0] in problem else f"{key}: "
         raise UnsupportedError(
-            f"config.json's {place}{problem}; import the checkpoint that it was made from"
+            f"config.json's {place}{problem}; use the checkpoint that it was made from"
         ) from None
 
 

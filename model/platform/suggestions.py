@@ -9,7 +9,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 _LONGEST_ERROR = 300  # characters: a value may be a list of millions
-_UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")  # told first: a misspelt field leaves another missing
+# Told first, since a misspelt field leaves another missing.
+_UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
 _LONGEST_NAME = 64  # characters of a name that is compared, which takes time by their number
 
 

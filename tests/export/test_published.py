@@ -105,7 +105,7 @@ def test_what_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> None:
         assert is_published(source)
         result = kvasir("export", source, "--out", tmp_path / "new/out")
         assert result.exit_code == 1
-        assert result.stderr.splitlines()[-1].startswith(f"kvasir: {source} cannot be imported: ")
+        assert result.stderr.splitlines()[-1].startswith(f"kvasir: {source} cannot be read: ")
         assert reason in result.stderr
         assert not (tmp_path / "new").exists()
 

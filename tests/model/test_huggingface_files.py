@@ -401,7 +401,7 @@ def test_the_decoder_of_a_model_that_sees_images_is_imported_alone(
     tensors = load_file(folder / "model.safetensors")
     assert any("vision_tower" in name for name in tensors)
     checkpoint = load_checkpoint(folder)
-    assert checkpoint.notes == ("only the part for text is imported: the model sees no images",)
+    assert checkpoint.notes == ("only the part for text is read: the model sees no images",)
     input_ids = torch.randint(320, (2, 40))
     with torch.inference_mode():
         theirs = model(input_ids).logits

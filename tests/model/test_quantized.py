@@ -301,7 +301,7 @@ REFUSALS: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "another method": (
         "gptq",
         changed(quant_method="bitsandbytes"),
-        r"quantization_config: quant_method must be 'awq'.* not 'bitsandbytes'; import the",
+        r"quantization_config: quant_method must be 'awq'.* not 'bitsandbytes'; use the",
     ),
     "other bits": ("gptq", changed(bits=3), r"bits must be 4 or 8, not 3"),
     "another packing": ("awq", changed(version="gemv"), r"version must be 'gemm', not 'gemv'"),

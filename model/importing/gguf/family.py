@@ -144,7 +144,7 @@ def read_family(
     for key in values:
         if key.startswith(f"{kind}.") and key not in {*read_anyhow, *names.values(), *neutral}:
             raise UnsupportedError(
-                f"its key {key} is unknown, and may change what the model computes; import the "
+                f"its key {key} is unknown, and may change what the model computes; use the "
                 "model's folder with config.json"
             )
     family = replace(
@@ -269,7 +269,7 @@ def _llama3(values: Mapping[str, Any], family: Family, factors: StoredTensor) ->
     if not torch.allclose(divisors, expected, rtol=1e-3) or "llama3" not in family.scalings:
         raise UnsupportedError(
             f"tensor {_FACTORS!r} in {factors.file.name} does not scale rotary positions as Llama "
-            "3.1 does; import the model's folder with config.json"
+            "3.1 does; use the model's folder with config.json"
         )
     return rope
 

@@ -7,7 +7,8 @@ restore the weights. Format: ggml-org/ggml, docs/gguf.md.
 All scales are float16 in quantised types, so each value is a multiple of 2^-24, which float16
 holds; it rounds values to 11 bits, where the integers have at most 8. Weights become float16, and
 bfloat16 where scales are powers of two (MXFP4). Q4_0 becomes float32, in which integer · scale is
-exact, so that an int4 export finds the same values again (`export.rounding.formulas.quantize_blocks`).
+exact, so that an int4 export finds the same values again (`quantize_blocks` in
+`export.rounding.formulas`).
 """
 
 from __future__ import annotations

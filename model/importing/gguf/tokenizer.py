@@ -89,7 +89,7 @@ def read_tokenizer(values: Mapping[str, Any]) -> GgufTokenizer:
     if model == "gpt2" and pre not in _PRE_TOKENIZERS:
         raise UnsupportedError(
             f"its key tokenizer.ggml.pre is {pre!r}; supported are {', '.join(_PRE_TOKENIZERS)}; "
-            "import the model's folder with tokenizer.json"
+            "use the model's folder with tokenizer.json"
         )
     tokens, kinds = _tokens(values)
     ids = _special_ids(values, len(tokens))
@@ -131,7 +131,7 @@ def _tokens(values: Mapping[str, Any]) -> tuple[list[str], list[int]]:
     if (longest := max(map(len, tokens), default=0)) > _LONGEST_TOKEN:
         raise UnsupportedError(
             f"its key tokenizer.ggml.tokens has one of {longest:,} characters, more than "
-            f"{_LONGEST_TOKEN:,}; import the model's folder with tokenizer.json"
+            f"{_LONGEST_TOKEN:,}; use the model's folder with tokenizer.json"
         )
     kinds = _numbers(values, "token_type", len(tokens))
     used = [token for token, kind in zip(tokens, kinds, strict=True) if kind != _UNUSED]

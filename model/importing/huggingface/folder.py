@@ -84,7 +84,7 @@ def _find_family(values: dict[str, Any], notes: list[str]) -> tuple[Family, dict
     if isinstance(kind, str) and set(names) <= set(accepted.get(kind, ())):
         if kind in WITH_VISION:
             values = _text_part(values)
-            notes.append("only the part for text is imported: the model sees no images")
+            notes.append("only the part for text is read: the model sees no images")
         text_kind = values["model_type"]
         family = _KNOWN.get(text_kind) if isinstance(text_kind, str) else None
     if family is None:

@@ -72,7 +72,7 @@ def read_tokenizer(
             if written or int(place) in tokenizer.encode("").ids:
                 raise UnsupportedError(
                     f"prompts need the token {content!r}, which {TOKENIZER_FILE} adds as "
-                    f"{place}, but the model has only {size} tokens; import the model that was "
+                    f"{place}, but the model has only {size} tokens; use the model that was "
                     "trained with it"
                 )
         kept = [token for token in state["added_tokens"] if str(token["id"]) not in beyond]

@@ -39,7 +39,6 @@ from kvasir.model.tokenizer import (
 from kvasir.model.training.data.conversations import Conversation, pack, read_conversations
 from kvasir.model.training.data.corpus import Corpus, CorpusError, read_corpus, read_lines
 from kvasir.model.training.data.masking import Masking
-from kvasir.model.training.data.openings import example_prompts
 from kvasir.model.training.data.pairs import Pairs, is_pair, read_pairs, write_pairs
 from kvasir.model.training.data.tokens import DATA_FOLDER, write_tokens
 from kvasir.model.training.data.translations import (
@@ -51,6 +50,7 @@ from kvasir.model.training.data.translations import (
 )
 from kvasir.model.training.distributed import Processes
 from kvasir.model.training.objectives import Data
+from kvasir.model.training.openings import example_prompts
 from kvasir.model.training.settings import TrainSettings
 from kvasir.model.training.trainer import Trainer
 
