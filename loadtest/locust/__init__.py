@@ -1,4 +1,4 @@
 """A load test by Locust, which runs in an environment of its own.
 
-Imports only `loadtest.sse_client`.
+Imports only `loadtest.client`.
 """

@@ -240,18 +240,18 @@ def _query_model(environment: Environment) -> None:
 
 @events.quitting.add_listener
 def _judge(environment: Environment, **_: Any) -> None:
-    """Draw the picture. Set exit code 1 and print a line for each limit that was missed."""
+    """Set exit code 1 and print a line for each limit that was missed; then draw the picture."""
     options = environment.parsed_options
     limits = parse_slo(options.slo)
-    if options.report and environment.answers:
-        from kvasir.loadtest.locust.report import draw  # noqa: PLC0415  slow
-
-        draw(environment.answers, Path(options.report), limits)
     missed = [line for limit in limits for line in _missed(environment, limit)]
     for line in missed or ["every limit was kept"] * bool(limits):
         print(line, file=sys.stderr)  # noqa: T201
     if limits:
         environment.process_exit_code = int(bool(missed))
+    if options.report and environment.answers:
+        from kvasir.loadtest.locust.report import draw  # noqa: PLC0415  slow
+
+        draw(environment.answers, Path(options.report), limits)
 
 
 def _missed(environment: Environment, limit: Limit) -> Iterator[str]:

@@ -164,9 +164,9 @@ async def test_a_stream_adds_up_to_the_whole_answer(
             assert [one["token_id"] for one in scored] == choice["token_ids"]
         makers = set[str]()
 
-        def noting(value: Any) -> bytes:
+        def noting(value: Any, **options: Any) -> bytes:
             makers.add(threading.current_thread().name.partition("_")[0])
-            return to_json(value)
+            return to_json(value, **options)
 
         monkeypatch.setattr(pieces, "FEW", 0)
         monkeypatch.setattr(pieces, "to_json", noting)

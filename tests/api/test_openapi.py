@@ -54,7 +54,7 @@ with TemporaryDirectory() as folder:
     described = fake_app(FakeRunner(VOCAB_SIZE), api_key=KEY, batch_dir=Path(folder))
     described.state.batches.store.close()
     DOCUMENT = document(described)
-TASKS = {one.path: (getattr(one, "tasks", ()) or ("generate",))[0] for one in ROUTES}
+TASKS = {one.path_format: (getattr(one, "tasks", ()) or ("generate",))[0] for one in ROUTES}
 # One piece of code reads the fields of other servers in every object, and schemathesis sends each a
 # dozen times: three bodies are tested with all of them, the others with one of each kind.
 WITH_ALL_FIELDS = {"CompletionsBody", "DetokenizeBody", "NamedFunction"}

@@ -64,6 +64,16 @@ async def test_a_response_over_http_is_a_chats_answer() -> None:
     assert cut["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
+@pytest.mark.parametrize("content", ["é", "a", "/w==", ""])
+async def test_reasoning_of_another_server_cannot_be_read(content: str) -> None:
+    foreign = {"type": "reasoning", "summary": [], "encrypted_content": content}
+    said = {"type": "message", "role": "user", "content": "Weather?"}
+    async with chatting("Hi.", with_template(REASONING_SHOWN)) as (served, _, prompts):
+        for seen in (foreign, foreign | {"encrypted_content": None}):
+            await post(served, RESPONSES, input=[seen, said])
+    assert prompts[0] == prompts[1]
+
+
 async def test_a_conversation_by_id_is_the_same_sent_whole() -> None:
     """By previous_response_id, by references to items, and as items that clients send back."""
     said = {"type": "message", "role": "user", "content": "Weather?"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -119,9 +120,11 @@ async def embed(request: Request, body: EmbedTextsBody) -> Response:
     texts, forms = body.texts, body.embedding_types
     request_id = state_of(request.scope).id
 
+    def shown(form: str, vector: Floats) -> Any:
+        return _SHOWN[form](figures.shortened(vector, n))
+
     def show(vectors: list[Floats]) -> dict[str, LazyList]:
-        kept = [figures.shortened(vector, n) for vector in vectors]
-        return {form: LazyList(kept, _SHOWN[form]) for form in forms}
+        return {form: LazyList(vectors, partial(shown, form)) for form in forms}
 
     def envelope(embeddings: Any, n_tokens: int) -> dict[str, Any]:
         return {

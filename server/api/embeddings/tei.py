@@ -174,7 +174,7 @@ async def embed_all(request: Request, body: EmbedAllBody) -> Response:
     """Return a vector for each token of each text, as TEI does."""
 
     def show(outputs: list[Floats]) -> list[LazyList]:  # each [n_tokens, d_model]
-        return [LazyList(list(vectors), np.ndarray.tolist) for vectors in outputs]
+        return [LazyList(vectors, np.ndarray.tolist) for vectors in outputs]
 
     return await respond(request, body, body.inputs, "inputs", "tokens", show)
 

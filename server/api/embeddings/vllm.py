@@ -145,11 +145,8 @@ async def score(request: Request, body: ScoreBody) -> Response:
             param="text_1",
         )
     is_cosine = service.task == "embed"
-    pooling, n_first, n_pairs = (
-        pooling_of(service, None if is_cosine else 1),
-        len(firsts),
-        len(seconds),
-    )
+    pooling = pooling_of(service, None if is_cosine else 1)
+    n_first, n_pairs = len(firsts), len(seconds)
 
     def show(outputs: list[Floats]) -> LazyList:
         def scored(index: int) -> dict[str, Any]:
@@ -206,9 +203,9 @@ async def pool(request: Request, body: PoolingBody) -> Response:
 def _listed(request: Request, kind: str) -> Envelope:
     """Return the envelope of an answer."""
     name, request_id = service_of(request).name, state_of(request.scope).id
+    head = {"id": f"{kind}-{request_id}", "object": "list", "created": int(time())}
 
     def envelope(data: Any, n_tokens: int) -> dict[str, Any]:
-        head = {"id": f"{kind}-{request_id}", "object": "list", "created": int(time())}
         return head | {"model": name, "data": data, "usage": figures.usage(n_tokens)}
 
     return envelope

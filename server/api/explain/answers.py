@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Annotated, Any
 
 import numpy as np
@@ -113,7 +113,8 @@ def shown(
             for head in heads
         ]
     if explanation.head_values is not None:
-        values = asdict(explanation.head_values)
+        head_values = explanation.head_values
+        values = {field.name: getattr(head_values, field.name) for field in fields(head_values)}
         if values["bias"] is None:
             del values["bias"]
         answer["head_values"] = {
@@ -124,4 +125,4 @@ def shown(
 
 
 def _rows(matrix: Floats) -> LazyList:
-    return LazyList(list(matrix), np.ndarray.tolist)
+    return LazyList(matrix, np.ndarray.tolist)

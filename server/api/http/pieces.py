@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
+from numpy.typing import NDArray
 from pydantic_core import PydanticSerializationError, to_json
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
@@ -25,13 +26,16 @@ _VALUE_BYTES = 20  # of a value of which JSON is to be made
 PIECE = 2**16  # bytes: uvicorn's limit on data that waits to be sent
 
 
+Items = Sequence[Any] | NDArray[Any]
+
+
 class LazyList:
     """A list in JSON, of what `make` returns for each of some items; null for None.
 
     n_each: values in what it makes.
     """
 
-    def __init__(self, items: Sequence[Any], make: Callable[[Any], Any], n_each: int = 1) -> None:
+    def __init__(self, items: Items, make: Callable[[Any], Any], n_each: int = 1) -> None:
         self.n_values, self._items, self._make = n_each * len(items), items, make
 
     def __iter__(self) -> Iterator[Any]:
@@ -72,12 +76,17 @@ class Pieces:
                 continue
             start = b"["
             for item in part:
-                yield start + to_json(item)
+                yield start + _encoded(item)
                 start = b","
             yield b"]" if start == b"," else b"[]"
 
 
 Written = bytes | Pieces
+
+
+def _encoded(value: Any) -> bytes:
+    """Return the JSON of a value; JSON has no NaN and no infinity, which become null."""
+    return to_json(value, inf_nan_mode="null")
 
 
 def _parts(value: Any) -> Iterator[bytes | LazyList]:
@@ -88,7 +97,7 @@ def _parts(value: Any) -> Iterator[bytes | LazyList]:
         yield from value._parts
     elif isinstance(value, dict) and value:
         for place, (key, item) in enumerate(value.items()):
-            yield (b"," if place else b"{") + to_json(key) + b":"
+            yield (b"," if place else b"{") + _encoded(key) + b":"
             yield from _parts(item)
         yield b"}"
     elif isinstance(value, list) and value and isinstance(value[0], dict | LazyList):
@@ -97,14 +106,14 @@ def _parts(value: Any) -> Iterator[bytes | LazyList]:
             yield from _parts(item)
         yield b"]"
     else:
-        yield to_json(value)
+        yield _encoded(value)
 
 
 def whole(value: Any) -> Written:
     """Return the JSON of an answer: in pieces if much of it is to be made."""
     try:
-        return to_json(value)
-    except PydanticSerializationError:  # of a lazy list
+        return _encoded(value)
+    except PydanticSerializationError:  # of a lazy list; `Pieces` raises any other again
         return _short(Pieces(value))
 
 

@@ -1,4 +1,4 @@
-// The arithmetic of the server's sampler (server/engine/sampling/params.py), for the page's own bars.
+// The arithmetic of the server's sampler (server/engine/sampling/sampler.py), for the page's own bars.
 
 /**
  * Return the probability with which each token is drawn after temperature, top-k, top-p and min-p,

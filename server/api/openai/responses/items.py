@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import binascii
 from base64 import b64decode, b64encode
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
@@ -128,7 +127,7 @@ def sealed(text: str) -> str:
 def _unsealed(content: str) -> str:
     try:
         return b64decode(content, validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:  # not base64, or not of text
         return ""
 
 
