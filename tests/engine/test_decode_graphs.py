@@ -27,6 +27,7 @@ from kvasir.server.engine.gpu.runner import PagedRunner
 from kvasir.server.engine.gpu.session import BACKENDS, open_gpu_runner
 from kvasir.server.engine.kv.blocks import KVBlocks
 from kvasir.server.engine.sampling.params import SamplingParams
+from kvasir.server.engine.sequence import FinishReason
 from tests.kit.engine_driver import Result, make_sequence, run_at_random, run_to_end
 from tests.kit.numpy_session import BLOCK, HostBuffer
 from tests.kit.random_models import RandomModel, make_config, make_decoder
@@ -111,6 +112,10 @@ def test_replays_give_the_tokens_of_eager_runs(
     )
     recorded = Recorded.open(paged_model, **options)
     assert run_traffic(recorded.engine(speculate=speculate), seed=5) == expected
+    assert any(
+        result.token_ids and result.finish_reasons == [FinishReason.ABORT]
+        for result in expected.values()
+    ), "none was aborted between two replays"
     replays, captures = recorded.session.replays, recorded.session.captures
     assert len(replays) > 3 * len(captures)
     assert {rows for rows, _ in replays} >= {1, 2}

@@ -23,6 +23,7 @@ from kvasir.server.engine.engine import Engine, StepStats
 from kvasir.server.engine.kv.prefix_cache import PrefixCache
 from kvasir.server.engine.kv.rows import MAX_PROMPT_ROWS
 from kvasir.server.engine.sampling.params import SamplingParams, token_logprobs
+from kvasir.server.engine.sampling.speculation import MAX_SPECULATING
 from kvasir.server.engine.sequence import FinishReason, Sequence, SequenceStatus
 from tests.kit.engine_driver import Collector, make_sequence, run_to_end
 from tests.kit.fake_runner import FakeRunner
@@ -130,8 +131,12 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(steps):
             if not self.engine.has_work:
                 break
+            held = self.engine.scheduler.held
+            running = {s.id for s in held if s.status is SequenceStatus.RUNNING}
             outputs, stats = self.engine.step()
             self.collector.take(outputs)
+            assert running <= {output.sequence_id for output in outputs}, "a stream waits"
+            assert not stats.n_drafted or len(running) <= MAX_SPECULATING
             assert stats.n_decode + (stats.n_prefill_tokens > 0) >= 1, (
                 "a step that does nothing would spin"
             )

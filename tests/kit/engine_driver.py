@@ -81,23 +81,32 @@ def run_at_random(
     n_aborted: int = 0,
     longest_wait: int = 12,
 ) -> dict[int, Result]:
-    """Add all in any order, each some steps after the one before it; abort some on the way."""
-    collector, steps_until = Collector(), dict[int, int]()
+    """Add all in any order, each some steps after the one before it.
+
+    Some are aborted, up to 30 steps after they were added, if they have not ended.
+    """
+    collector, steps_left = Collector(), dict[int, int]()
     pending = [sequences[i] for i in generator.permutation(len(sequences))]
-    for i in generator.permutation(len(sequences))[:n_aborted]:
-        steps_until[sequences[i].id] = int(generator.integers(0, 30))
+    lives = {
+        sequences[i].id: int(generator.integers(30))
+        for i in generator.permutation(len(sequences))[:n_aborted]
+    }
     wait = 0
     while engine.has_work or pending:
         while pending and (wait <= 0 or not engine.has_work):
-            engine.add(pending.pop())
+            sequence = pending.pop()
+            engine.add(sequence)
+            if sequence.id in lives:
+                steps_left[sequence.id] = lives[sequence.id]
             wait = int(generator.integers(longest_wait))
         wait -= 1
         collector.take(engine.step()[0])
-        for sequence_id in list(steps_until):
-            steps_until[sequence_id] -= 1
-            if steps_until[sequence_id] <= 0 and (output := engine.abort(sequence_id)):
-                collector.take([output])
-                del steps_until[sequence_id]
+        for sequence_id in list(steps_left):
+            steps_left[sequence_id] -= 1
+            if steps_left[sequence_id] <= 0:
+                del steps_left[sequence_id]
+                if output := engine.abort(sequence_id):
+                    collector.take([output])
     return collector.results
 
 
