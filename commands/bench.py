@@ -16,7 +16,7 @@ from typer import Argument, Option
 from kvasir.commands.console.options import Device, Json, Precision, Preset, complete_precision
 from kvasir.commands.console.output import fail, one_line_errors, show
 from kvasir.commands.console.progress import ProgressBar, loading
-from kvasir.model.bundle import PRECISIONS
+from kvasir.model.directory import PRECISIONS
 
 _RANDOM_MODELS = Path("artifacts/bench")
 _WORKLOAD = (

@@ -44,27 +44,27 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Show what the exported model attends to in a text, and a decoder's likeliest next tokens."""
-    from kvasir.model.bundle import load_bundle
+    from kvasir.model.directory import load_model_dir
     from kvasir.server.explain.explainer import Explainer
     from kvasir.server.explain.explanation import Head, Questions, check_index
 
     with one_line_errors(), ProgressBar(quiet=as_json) as progress:
         progress("loading the model", 0, 0)
-        bundle = load_bundle(directory)
+        model_dir = load_model_dir(directory)
         if head is not None:
-            check_index("head", head, bundle.config.n_head)
+            check_index("head", head, model_dir.config.n_head)
         named = without.split(",") if without else ()
         off = tuple(Head(*map(int, name.split("."))) for name in named)
         questions = Questions(top_k=top_k, without=off)
-        explanation = Explainer(bundle).explain(text, [layer], questions, target=target)
-        heads = list(range(bundle.config.n_head)) if head is None else [head]
+        explanation = Explainer(model_dir).explain(text, [layer], questions, target=target)
+        heads = list(range(model_dir.config.n_head)) if head is None else [head]
         if out is not None:
             from kvasir.commands.console.heatmap import draw_attention
 
             progress(f"drawing {out.name}", 0, 0)
-            draw_attention(explanation, bundle, layer, heads, out)
+            draw_attention(explanation, model_dir, layer, heads, out)
     wrote = [] if out is None else [f"wrote {out}"]
-    table = _table(explanation, bundle.config.pooling is None, layer, heads, off)
+    table = _table(explanation, model_dir.config.pooling is None, layer, heads, off)
     show(as_json, explanation.as_json(layer, heads), table, *wrote, then=("serve", directory))
 
 

@@ -11,7 +11,7 @@ from typer import Argument, Exit
 from kvasir.commands.console.options import CacheDir, Json
 from kvasir.commands.console.output import one_line_errors, show
 from kvasir.commands.console.progress import ProgressBar
-from kvasir.model.bundle import FORMAT_VERSION, MANIFEST_FILE
+from kvasir.model.directory import FORMAT_VERSION, MANIFEST_FILE
 from kvasir.model.download.pull import find
 from kvasir.model.download.reference import Reference
 from kvasir.model.platform.progress import Progress

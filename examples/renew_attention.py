@@ -11,16 +11,16 @@ import sys
 from pathlib import Path
 
 from kvasir.export.graphs.attention import write_attention_graph
-from kvasir.model.bundle import ATTENTION_GRAPH_FILE, MANIFEST_FILE, load_bundle, sha256
+from kvasir.model.directory import ATTENTION_GRAPH_FILE, MANIFEST_FILE, load_model_dir, sha256
 
 
 def renew(directory: Path) -> None:
     """Replace the graph, and its hash in the manifest."""
-    before = load_bundle(directory).manifest.files[ATTENTION_GRAPH_FILE]
+    before = load_model_dir(directory).manifest.files[ATTENTION_GRAPH_FILE]
     write_attention_graph(directory)
     manifest, after = directory / MANIFEST_FILE, sha256(directory / ATTENTION_GRAPH_FILE)
     manifest.write_text(manifest.read_text("utf-8").replace(before, after), "utf-8")
-    load_bundle(directory)
+    load_model_dir(directory)
 
 
 if __name__ == "__main__":

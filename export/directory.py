@@ -20,7 +20,9 @@ from kvasir.export.verification.samples import make_sample
 from kvasir.export.verification.segments import SegmentedGraph
 from kvasir.export.verification.vectors import verify_vectors
 from kvasir.export.verification.verify import Verifier, check
-from kvasir.model.bundle import (
+from kvasir.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
+from kvasir.model.config import TransformerConfig
+from kvasir.model.directory import (
     CONFIG_FILE,
     ENCODER_GRAPH_FILE,
     FORMAT_VERSION,
@@ -32,10 +34,8 @@ from kvasir.model.bundle import (
     Device,
     Manifest,
     hash_files,
-    load_bundle,
+    load_model_dir,
 )
-from kvasir.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
-from kvasir.model.config import TransformerConfig
 from kvasir.model.network.skeleton import count_parameters
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.model.platform.files import new_directory
@@ -175,22 +175,23 @@ def verify_directory(
     """Check a model directory's hashes and measure its figures now.
 
     The reference is the checkpoint or else the decoder rebuilt from the graph's own weights;
-    figures are None where rounding has left neither. Raises BundleError, CheckpointError (also for
-    one that the directory was not made from), VerificationError and ValueError.
+    figures are None where rounding has left neither. Raises ModelDirectoryError,
+    CheckpointError (also for one that the directory was not made from), VerificationError and
+    ValueError.
     """
     progress("reading the model", 0, 0)
-    bundle = load_bundle(directory)
-    manifest = bundle.manifest
+    model_dir = load_model_dir(directory)
+    manifest = model_dir.manifest
     if source is not None:
-        checkpoint = load_checkpoint(source, bundle.config.max_model_len)
+        checkpoint = load_checkpoint(source, model_dir.config.max_model_len)
         if hash_weights(checkpoint.weight_files) != manifest.source.get("sha256"):
             raise CheckpointError(
                 f"{directory} was not exported from {checkpoint.path}: the hashes differ"
             )
     elif manifest.precision == "fp32":
-        load = load_weights if bundle.config.encoder is None else load_both_weights
-        weights = load(bundle.config, bundle.graph_path)
-        checkpoint = Checkpoint(directory, bundle.config, weights, bundle.tokenizer, {})
+        load = load_weights if model_dir.config.encoder is None else load_both_weights
+        weights = load(model_dir.config, model_dir.graph_path)
+        checkpoint = Checkpoint(directory, model_dir.config, weights, model_dir.tokenizer, {})
     elif text is not None:
         raise ValueError(
             f"perplexity on {text} is measured against the weights before rounding: "
@@ -199,7 +200,7 @@ def verify_directory(
     else:
         return manifest, None
     config, device, precision = checkpoint.config, manifest.device, manifest.precision
-    graph, weights, tokenizer = bundle.graph_path, checkpoint.weights, checkpoint.tokenizer
+    graph, weights, tokenizer = model_dir.graph_path, checkpoint.weights, checkpoint.tokenizer
     _check_encoder(config, device, precision, text)
     if config.pooling is not None:
         return manifest, verify_vectors(config, weights, graph, tokenizer, precision, progress)

@@ -24,8 +24,8 @@ import torch
 from rich.table import Column, Table
 
 from kvasir.loadtest.random_model import folder_name, make_random_model
-from kvasir.model.bundle import GRAPH_FILE, Device
 from kvasir.model.config import TransformerConfig
+from kvasir.model.directory import GRAPH_FILE, Device
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.model.platform.machine import usable_cpus

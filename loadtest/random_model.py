@@ -17,9 +17,9 @@ from tokenizers import Tokenizer, models
 import kvasir.export
 import kvasir.model.network
 from kvasir.export.directory import check_precision, export_checkpoint
-from kvasir.model.bundle import MANIFEST_FILE, Device
 from kvasir.model.checkpoint import save_checkpoint
 from kvasir.model.config import TransformerConfig
+from kvasir.model.directory import MANIFEST_FILE, Device
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.platform.progress import Progress, no_progress
 from kvasir.model.presets import preset

@@ -22,13 +22,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from kvasir.model.bundle import (
+from kvasir.model.config import ConfigError, TransformerConfig
+from kvasir.model.directory import (
     CONFIG_FILE,
     TOKENIZER_FILE,
     load_config_and_tokenizer,
     read_extra_files,
 )
-from kvasir.model.config import ConfigError, TransformerConfig
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.published import is_published, read_published
 from kvasir.model.network.skeleton import build_decoder, check_size, parameter_shapes

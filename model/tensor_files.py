@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from kvasir.model.bundle import sha256
+from kvasir.model.directory import sha256
 from kvasir.model.platform.files import parse_object
 
 WEIGHTS_FILE = "model.safetensors"

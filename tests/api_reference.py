@@ -10,13 +10,13 @@ from typing import Any, get_args, get_type_hints
 
 from fastapi.routing import APIRoute
 
-from kvasir.model.bundle import load_bundle
+from kvasir.model.directory import load_model_dir
 from kvasir.server.api.http.responses import STATUSES
 from kvasir.server.api.other_servers import IGNORED, NO_OPS
 from kvasir.server.api.routes import ROUTES
 from kvasir.server.api.schemas import RequestBody
 from kvasir.server.errors import KvasirError
-from kvasir.server.requests.service import Service
+from kvasir.server.requests.served_model import ServedModel
 from kvasir.server.settings import Settings, load_settings
 
 EXAMPLE = Path(__file__).parent.parent / "examples/stdlib"
@@ -103,8 +103,8 @@ def _setting(name: str) -> str:
 
 def _metrics() -> Iterator[str]:
     """Yield a row for each of Kvasir's own metrics, as they are at the start."""
-    service = Service(load_settings(model=EXAMPLE), load_bundle(EXAMPLE))
-    for metric in service.metrics.server.registry.collect():
+    served = ServedModel(load_settings(model=EXAMPLE), load_model_dir(EXAMPLE))
+    for metric in served.metrics.server.registry.collect():
         if not metric.name.startswith("kvasir_"):
             continue
         name = metric.name + ("_total" if metric.type == "counter" else "")

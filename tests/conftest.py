@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from torch._export import utils as export_utils
 from torch.onnx._internal._lazy_import import onnxscript_apis  # type: ignore[attr-defined]
 
-from kvasir.model.bundle import GRAPH_FILE
+from kvasir.model.directory import GRAPH_FILE
 from tests.kit.random_models import RandomModel, export_random, make_config, make_decoder
 
 # A slow machine is no failure of the code under test.

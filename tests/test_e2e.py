@@ -50,7 +50,7 @@ def test_a_request_cancelled_in_the_queue_never_runs() -> None:
         assert first.recv(16).startswith(b"HTTP/1.1 200")
     assert served.value("request_success_total", finished_reason="abort") == 1
     assert served.value("generation_tokens_total") == 3
-    assert served.service.admission.n_inside == 0
+    assert served.model.admission.n_inside == 0
 
 
 def test_a_cancelled_stream_frees_its_slot_within_one_step() -> None:

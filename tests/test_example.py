@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 
-from kvasir.model.bundle import load_bundle
+from kvasir.model.directory import load_model_dir
 from kvasir.server.process.local_server import serve_locally
 
 SOURCE = Path(__file__).read_text(encoding="utf-8")
@@ -25,7 +25,7 @@ def url() -> Iterator[str]:
 
 def test_the_example_is_small_and_complete() -> None:
     assert sum(file.stat().st_size for file in EXAMPLE.iterdir()) <= 8_000_000
-    manifest = load_bundle(EXAMPLE).manifest
+    manifest = load_model_dir(EXAMPLE).manifest
     assert manifest.verification.greedy_agreement > 0.95
     assert manifest.source["held_out_tokens"]
 

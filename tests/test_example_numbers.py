@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 
 from examples.number_pairs import draw
-from kvasir.model.bundle import load_bundle
+from kvasir.model.directory import load_model_dir
 from kvasir.server.process.local_server import serve_locally
 
 EXAMPLE = Path(__file__).parent.parent / "examples/numbers"
@@ -17,7 +17,7 @@ EXAMPLE = Path(__file__).parent.parent / "examples/numbers"
 
 def test_it_is_small_and_proves_its_exact_match() -> None:
     assert sum(file.stat().st_size for file in EXAMPLE.iterdir()) <= 4_000_000
-    figures = load_bundle(EXAMPLE).manifest.verification
+    figures = load_model_dir(EXAMPLE).manifest.verification
     assert figures.exact_match_onnx is not None
     assert figures.exact_match_onnx >= 0.99
 

@@ -22,7 +22,7 @@ from tests.deploy.dockerfile import read_stages
 ROOT = Path(__file__).parent.parent
 ROOMS = ("model", "export", "server", "loadtest", "commands")
 WITHOUT_TORCH = (
-    "model.bundle",
+    "model.directory",
     "model.config",
     "model.config_rules",
     "model.download",
@@ -43,9 +43,9 @@ RULES = {
     "model.network": ("model.config",),
     "model.training": ("model",),
     "model.importing": ("model.network", "model.tensor_files", *WITHOUT_TORCH),
-    "model.download": ("model.bundle", "model.not_a_model", "model.platform"),
+    "model.download": ("model.directory", "model.not_a_model", "model.platform"),
     "model.platform": (),
-    "model.template": ("model.bundle", "model.platform"),
+    "model.template": ("model.directory", "model.platform"),
     "model": ("model.network",),
     # Verifies a graph as it is served.
     "export.verification.paged_session": ("export.verification", "model", "server.engine"),

@@ -15,9 +15,9 @@ import torch
 
 import kvasir
 from kvasir.export.directory import export_checkpoint
-from kvasir.model.bundle import EMBEDDING_FILE
 from kvasir.model.checkpoint import save_checkpoint
 from kvasir.model.config import Pooling
+from kvasir.model.directory import EMBEDDING_FILE
 from kvasir.model.tokenizer import train_tokenizer
 from tests.faults.damage import with_file
 from tests.kit.random_models import make_config, make_decoder

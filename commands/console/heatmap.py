@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from kvasir.model.bundle import ModelBundle
+from kvasir.model.directory import ModelDirectory
 from kvasir.server.explain.explanation import Explanation
 
 _MAX_LABELS = 64  # tokens that can be read on an axis
@@ -20,7 +20,7 @@ _VISIBLE = str.maketrans({" ": "·", "\n": "↵", "\t": "→", "$": r"\$"})  # $
 
 
 def draw_attention(
-    explanation: Explanation, bundle: ModelBundle, layer: int, heads: list[int], out: Path
+    explanation: Explanation, model_dir: ModelDirectory, layer: int, heads: list[int], out: Path
 ) -> None:
     """Write a PNG: queries from top to bottom, keys from left to right, masked weights empty.
 
@@ -33,10 +33,10 @@ def draw_attention(
         maps = explanation.source_weights[layer]
     n = max(len(labels), len(keys))
     distances = np.subtract.outer(np.arange(len(labels)), np.arange(len(keys)))
-    masked = abs(distances) >= (bundle.config.window_of(layer) or n)
+    masked = abs(distances) >= (model_dir.config.window_of(layer) or n)
     if explanation.source_ids:
         masked[:] = False
-    elif bundle.config.causal:
+    elif model_dir.config.causal:
         masked |= distances < 0
     colours = LinearSegmentedColormap.from_list("page", _COLOURS).with_extremes(bad="white")
     columns = math.ceil(math.sqrt(len(heads)))
@@ -58,7 +58,7 @@ def draw_attention(
             axes.set_title(f"head {head}", fontsize=9)
             axes.tick_params(labelsize=6)
     which = f"head {heads[0]}" if is_single else f"all {len(heads)} heads"
-    figure.suptitle(f"{bundle.path.name}: layer {layer}, {which}")
+    figure.suptitle(f"{model_dir.path.name}: layer {layer}, {which}")
     figure.colorbar(image, ax=grid, shrink=0.8, label="softmax(s·QKᵀ + M), a row sums to 1")
     with warnings.catch_warnings():  # a missing glyph is drawn as a box
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")

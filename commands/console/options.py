@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from kvasir.model import bundle
+from kvasir.model import directory
 from kvasir.model.presets import PRESETS
 
 
@@ -22,7 +22,7 @@ def _check_text(text: str) -> str:
 
 def complete_precision(context: typer.Context) -> tuple[str, ...]:
     """Return the precisions of the device that is on the command line so far."""
-    return bundle.PRECISIONS[context.params.get("device", "cpu")]
+    return directory.PRECISIONS[context.params.get("device", "cpu")]
 
 
 _PRECISIONS = "int8 (default), int4 or fp32; for cuda bf16 (default), fp16, int8 or int4."
@@ -35,7 +35,7 @@ CacheDir = Annotated[
 ModelDirectory = Annotated[Path, Argument(help="A model directory.")]
 InputText = Annotated[str, Argument(callback=_check_text, help="The text that the model reads.")]
 Preset = Annotated[str, Option(help="Shape of the network.", autocompletion=lambda: list(PRESETS))]
-Device = Annotated[bundle.Device, Option(help="Device that the model runs on.")]
+Device = Annotated[directory.Device, Option(help="Device that the model runs on.")]
 Precision = Annotated[str | None, Option(help=_PRECISIONS, autocompletion=complete_precision)]
 Temperature = Annotated[float | None, Option(min=0.0, max=100.0, help="Of sampling; 0 is greedy.")]
 TopK = Annotated[int | None, Option(min=0, help="Likeliest tokens to sample from; 0: from all.")]

@@ -24,7 +24,7 @@ from kvasir.export.graphs.rewrite import (
     replace_node,
     take_branch,
 )
-from kvasir.model.bundle import (
+from kvasir.model.directory import (
     ATTENTION_GRAPH_FILE,
     GRAPH_FILE,
     HEAD_MASK_INPUT,

@@ -23,8 +23,8 @@ from kvasir.export.graphs.trace import TensorSpec, trace
 from kvasir.export.rounding.kv_cache import scale_kv_channels
 from kvasir.export.rounding.quantize import quantize_in_blocks
 from kvasir.export.rounding.weights import Weights
-from kvasir.model.bundle import KV_BLOCK_SIZE, Device
 from kvasir.model.config import ConfigError, TransformerConfig
+from kvasir.model.directory import KV_BLOCK_SIZE, Device
 from kvasir.model.network.attention import Attention
 from kvasir.model.network.run_inputs import PagedInputs
 from kvasir.model.network.skeleton import make_skeleton

@@ -17,8 +17,8 @@ from kvasir.export.graphs.decoder import load_weights
 from kvasir.export.graphs.encoder import PACKED_INPUTS, run_packed, save_packed
 from kvasir.export.graphs.trace import trace_module
 from kvasir.export.rounding.weights import Weights
-from kvasir.model.bundle import ENCODER_GRAPH_FILE
 from kvasir.model.config import TransformerConfig
+from kvasir.model.directory import ENCODER_GRAPH_FILE
 from kvasir.model.network.skeleton import make_skeleton
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.packing import SOURCE_OUTPUT

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from kvasir.export.graphs.rewrite import constant
-from kvasir.model.bundle import CANDIDATES_OUTPUT, INVERSE_TEMPERATURES_INPUT
+from kvasir.model.directory import CANDIDATES_OUTPUT, INVERSE_TEMPERATURES_INPUT
 
 MAX_CANDIDATES = 128
 # One TopK takes a block of a GPU's threads for a row, so that of a large vocabulary has two stages.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from kvasir.export.graphs.rewrite import copy_node, lazy_constant, remove_unused_constants
 from kvasir.export.rounding.weights import Weights
-from kvasir.model.bundle import cache_names
+from kvasir.model.directory import cache_names
 from kvasir.model.network.attention import LayerCache
 from kvasir.model.network.block import LAYER_MARK
 from kvasir.model.network.cross_attention import SourceRows

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from kvasir.export.graphs.rewrite import PROMPT, constant, copy_node
 from kvasir.export.rounding.quantize import products
 from kvasir.export.rounding.weights import Weights
-from kvasir.model.bundle import DECODE_INPUT
 from kvasir.model.config import TransformerConfig
+from kvasir.model.directory import DECODE_INPUT
 from kvasir.model.network.attention import LayerCache
 
 _SMALLEST_SCALE = 1e-8  # for a channel of zeros

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from kvasir.export.verification.segments import Case
 from kvasir.export.verification.verify import VerificationError
-from kvasir.model.bundle import INVERSE_TEMPERATURES_INPUT, KV_BLOCK_SIZE, Device
 from kvasir.model.config import TransformerConfig
+from kvasir.model.directory import INVERSE_TEMPERATURES_INPUT, KV_BLOCK_SIZE, Device
 from kvasir.model.platform.progress import Progress, no_progress, with_progress
 from kvasir.server.engine.gpu.model import DeviceModel
 from kvasir.server.engine.gpu.session import BACKENDS

@@ -17,8 +17,8 @@ import onnx_ir
 from numpy.typing import NDArray
 from onnx_ir.analysis import analyze_implicit_usage
 
-from kvasir.model.bundle import CACHE_OUTPUTS, DECODE_INPUT, ENCODER_GRAPH_FILE, cache_names
 from kvasir.model.config import TransformerConfig
+from kvasir.model.directory import CACHE_OUTPUTS, DECODE_INPUT, ENCODER_GRAPH_FILE, cache_names
 from kvasir.model.onnx.runtime import onnxruntime, open_cpu_session
 from kvasir.model.packing import SOURCE_OUTPUT, pack
 from kvasir.model.platform.progress import Progress, no_progress, with_progress

@@ -21,8 +21,8 @@ from kvasir.export.verification.layers import LayeredDecoder, Observer
 from kvasir.export.verification.pair_plan import PairPlan, SamplePairs
 from kvasir.export.verification.plan import Plan, SampleText
 from kvasir.export.verification.segments import Case, Floats
-from kvasir.model.bundle import Device
 from kvasir.model.config import TransformerConfig
+from kvasir.model.directory import Device
 from kvasir.model.network.attention import LayerCache
 from kvasir.model.platform.progress import Progress, no_progress
 from kvasir.model.records import Verification

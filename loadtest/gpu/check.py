@@ -44,7 +44,7 @@ from kvasir.loadtest.gpu.steps import (
     measure_step,
 )
 from kvasir.loadtest.random_model import folder_name, make_random_model
-from kvasir.model.bundle import KV_BLOCK_SIZE, PRECISIONS, Device, load_bundle
+from kvasir.model.directory import KV_BLOCK_SIZE, PRECISIONS, Device, load_model_dir
 from kvasir.model.presets import preset
 from kvasir.server.engine.gpu.session import BACKENDS
 from kvasir.server.engine.kv.memory import KVShape
@@ -157,7 +157,7 @@ def check_parity(folder: Path, name: str, precision: str, device: Device, **shap
     Figures of 8-bit keys and values have no limits yet.
     """
     make_random_model(name, precision, folder, device, **shape)
-    figures = load_bundle(folder).manifest.verification
+    figures = load_model_dir(folder).manifest.verification
     if "kv_cache" not in shape:
         check_figures(figures, precision)
     shown = {"max_logit_error", "greedy_agreement", "near_ties", "positions"}
@@ -166,8 +166,8 @@ def check_parity(folder: Path, name: str, precision: str, device: Device, **shap
 
 def check_engine(folder: Path, smallest: float = 0.9) -> float:
     """Return the share of tokens as in a sequence's run alone; see `check_promises`."""
-    bundle = load_bundle(folder)
-    config, sequences = bundle.config, _SEQUENCES[bundle.manifest.device]
+    model_dir = load_model_dir(folder)
+    config, sequences = model_dir.config, _SEQUENCES[model_dir.manifest.device]
     shape = KVShape(config.n_layer, config.n_kv_head, config.head_dim)
     alone, together = (n * KV_BLOCK_SIZE * shape.token_bytes(2) for n in sequences.n_blocks)
     longest = min(2048, config.max_model_len)

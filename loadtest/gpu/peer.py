@@ -17,8 +17,8 @@ import torch
 
 from kvasir.loadtest.bench_engine import seconds_of
 from kvasir.loadtest.gpu.promises import SkippedError, generate, open_runner
-from kvasir.model.bundle import load_bundle
 from kvasir.model.config import TransformerConfig
+from kvasir.model.directory import load_model_dir
 from kvasir.model.presets import preset
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.gpu.session import BACKENDS
@@ -45,7 +45,7 @@ def measure_engine(folder: Path, batch: int, **options: Any) -> float:
     """Return new tokens per second for `batch` simultaneous prompts, prefill included."""
     options |= {"max_model_len": PROMPT + NEW, "keep_prompts": False}
     runner = open_runner(folder, batch, **options)
-    chunk_size = BACKENDS[load_bundle(folder).manifest.device].chunk_size
+    chunk_size = BACKENDS[load_model_dir(folder).manifest.device].chunk_size
     engine = Engine(runner, chunk_size=chunk_size)
     return answer_speed(batch, runner.vocab_size, lambda prompts: generate(engine, prompts, NEW))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvasir.model.bundle import load_bundle
+from kvasir.model.directory import load_model_dir
 from kvasir.model.records import Verification
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.gpu.runner import PagedRunner
@@ -31,11 +31,11 @@ class SkippedError(Exception):
 
 def open_runner(folder: Path, max_num_seqs: int, **options: Any) -> PagedRunner:
     """Open a model directory on the GPU that it was exported for; see `open_gpu_runner`."""
-    bundle = load_bundle(folder)
+    model_dir = load_model_dir(folder)
     return open_gpu_runner(
-        bundle.manifest.device,
-        bundle.graph_path,
-        bundle.config,
+        model_dir.manifest.device,
+        model_dir.graph_path,
+        model_dir.config,
         max_num_seqs=max_num_seqs,
         **options,
     )

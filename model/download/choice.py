@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection
 from pathlib import PurePosixPath
 
-from kvasir.model.bundle import CONFIG_FILE, GRAPH_FILE, MANIFEST_FILE, TOKENIZER_FILE
+from kvasir.model.directory import CONFIG_FILE, GRAPH_FILE, MANIFEST_FILE, TOKENIZER_FILE
 from kvasir.model.download.reference import DownloadError, Reference
 from kvasir.model.not_a_model import ADAPTER_FILE, of_adapter
 from kvasir.model.platform.files import parse_object

@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import ValidationError
 from torch import Tensor
 
-from kvasir.model.bundle import GENERATION_FILE
 from kvasir.model.config import TransformerConfig
+from kvasir.model.directory import GENERATION_FILE
 from kvasir.model.records import GenerationDefaults
 
 

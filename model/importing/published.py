@@ -6,8 +6,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from kvasir.model.bundle import CONFIG_FILE
 from kvasir.model.config import ConfigError
+from kvasir.model.directory import CONFIG_FILE
 from kvasir.model.importing.contents import Contents
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.gguf.model import read_gguf_model

@@ -1,4 +1,4 @@
 """Chat templates: their settings, their Jinja, and the process with limits that renders them.
 
-Imports `model.platform` and `model.bundle`; free of PyTorch.
+Imports `model.platform` and `model.directory`; free of PyTorch.
 """

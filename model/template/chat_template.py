@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvasir.model.bundle import parse_template
+from kvasir.model.directory import parse_template
 from kvasir.model.template.process import LIMITS, run_template
 
 MAX_SOURCE = 2**18  # characters of a template; published ones have up to 2**15

@@ -7,7 +7,7 @@ import json
 import numpy as np
 from tokenizers import Tokenizer
 
-from kvasir.model.bundle import EXAMPLES_FILE
+from kvasir.model.directory import EXAMPLES_FILE
 from kvasir.model.tokenizer import END_OF_TEXT
 from kvasir.model.training.data.tokens import TokenData
 from kvasir.model.training.data.translations import TranslationData

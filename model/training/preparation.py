@@ -20,9 +20,9 @@ import torch
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from kvasir.model.bundle import CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE
 from kvasir.model.checkpoint import Checkpoint
 from kvasir.model.config import ConfigError, Pooling, TransformerConfig
+from kvasir.model.directory import CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.platform.files import new_directory
 from kvasir.model.platform.progress import Progress, no_progress

@@ -10,11 +10,11 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from kvasir.server.api.http.responses import MODEL_ERRORS, OPEN, NamedService, models_of
+from kvasir.server.api.http.responses import MODEL_ERRORS, OPEN, NamedModel, models_of
 from kvasir.server.api.schemas import ResponseBody, Size
 from kvasir.server.engine.sequence import SequenceStatus
-from kvasir.server.requests.models import ModelState
-from kvasir.server.requests.service import onnxruntime_version
+from kvasir.server.requests.registry import ModelState
+from kvasir.server.requests.served_model import onnxruntime_version
 from kvasir.server.telemetry.metrics import CONTENT_TYPE
 
 router = APIRouter()
@@ -131,18 +131,18 @@ def _metrics(request: Request, *, only_load: bool = False) -> Metrics:
 
 
 @router.get("/version", responses=MODEL_ERRORS)
-async def versions(service: NamedService) -> Version:
+async def versions(served: NamedModel) -> Version:
     """Return the versions of software and model."""
     return Version(
         version=version("kvasir-lm"),
         onnxruntime=onnxruntime_version(),
-        **service.describe_model(),
-        speculate=service.settings.speculate,
+        **served.describe_model(),
+        speculate=served.settings.speculate,
     )
 
 
 @router.get("/debug/batch", responses=MODEL_ERRORS)
-async def batch(service: NamedService) -> RunningBatch:
+async def batch(served: NamedModel) -> RunningBatch:
     """Return the sequences that share the engine now, without text.
 
     The engine's thread changes them meanwhile, and the values need not agree. A snapshot between
@@ -162,7 +162,7 @@ async def batch(service: NamedService) -> RunningBatch:
             max_tokens=sequence.params.max_tokens,
             seconds=round(now - sequence.arrived_at, 3),
         )
-        for sequence in service.engine.sequences
+        for sequence in served.engine.sequences
         if (status := sequence.status) is not SequenceStatus.FINISHED
     ]
-    return RunningBatch(max_num_seqs=service.settings.max_num_seqs, sequences=sequences)
+    return RunningBatch(max_num_seqs=served.settings.max_num_seqs, sequences=sequences)

@@ -10,14 +10,14 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Header, Path, Query, Request
 from pydantic import Field
 
-from kvasir.model.bundle import ATTENTION_GRAPH_FILE
+from kvasir.model.directory import ATTENTION_GRAPH_FILE
 from kvasir.server.api.explain.routes import MAX_WEIGHTS
-from kvasir.server.api.http.responses import MODEL_ERRORS, NamedService, errors, models_of
+from kvasir.server.api.http.responses import MODEL_ERRORS, NamedModel, errors, models_of
 from kvasir.server.api.schemas import ResponseBody, Size
 from kvasir.server.engine.engine import Engine
 from kvasir.server.errors import InvalidRequestError
 from kvasir.server.explain.explanation import most_tokens
-from kvasir.server.requests.service import Service
+from kvasir.server.requests.served_model import ServedModel
 from kvasir.server.requests.target import languages
 
 router = APIRouter()
@@ -131,14 +131,14 @@ async def models(
 ) -> Models | AnthropicModels:
     """List the models, without those that could not be loaded. Anthropic's with its header."""
     registry = models_of(request.scope)
-    served = [s for name, s in registry.services.items() if name not in registry.failures]
+    models = [served for name, served in registry.served.items() if name not in registry.failures]
     if anthropic_version is None:
-        return Models(data=list(map(_listed, served)))
-    names = [service.name for service in served]
+        return Models(data=list(map(_listed, models)))
+    names = [served.name for served in models]
     start = 0 if after_id is None else _place(names, after_id, "after_id") + 1
     end = len(names) if before_id is None else _place(names, before_id, "before_id")
     start = start if before_id is None else max(start, end - limit)
-    page = served[start:end][:limit]
+    page = models[start:end][:limit]
     return AnthropicModels(
         data=list(map(_listed_by_anthropic, page)),
         has_more=start > 0 if before_id is not None else start + limit < end,
@@ -154,8 +154,8 @@ async def model(
     anthropic_version: AnthropicVersion = None,
 ) -> Model | AnthropicModel:
     """Return the model by its name."""
-    service = models_of(request.scope).named(model_id)
-    return _listed(service) if anthropic_version is None else _listed_by_anthropic(service)
+    served = models_of(request.scope).named(model_id)
+    return _listed(served) if anthropic_version is None else _listed_by_anthropic(served)
 
 
 def _place(names: list[str], name: str, param: str) -> int:
@@ -164,32 +164,32 @@ def _place(names: list[str], name: str, param: str) -> int:
     return names.index(name)
 
 
-def _listed_by_anthropic(service: Service) -> AnthropicModel:
+def _listed_by_anthropic(served: ServedModel) -> AnthropicModel:
     return AnthropicModel(
-        id=service.name,
-        display_name=service.name,
-        created_at=datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z"),
-        max_input_tokens=service.builder.max_model_len,
-        max_tokens=service.builder.max_model_len,
+        id=served.name,
+        display_name=served.name,
+        created_at=datetime.fromtimestamp(served.created, UTC).isoformat().replace("+00:00", "Z"),
+        max_input_tokens=served.builder.max_model_len,
+        max_tokens=served.builder.max_model_len,
     )
 
 
-def _listed(service: Service) -> Model:
+def _listed(served: ServedModel) -> Model:
     return Model(
-        id=service.name,
-        created=service.created,
-        max_model_len=service.builder.limits.max_model_len,
-        max_source_len=service.builder.limits.max_source_len,
+        id=served.name,
+        created=served.created,
+        max_model_len=served.builder.limits.max_model_len,
+        max_source_len=served.builder.limits.max_source_len,
     )
 
 
 @router.get("/model", responses=MODEL_ERRORS)
-def model_card(service: NamedService) -> ModelCard:  # no coroutine: it asks the file system
+def model_card(served: NamedModel) -> ModelCard:  # no coroutine: it asks the file system
     """Return the model's shape, precision, verification and files."""
-    bundle = service.bundle
-    manifest, limits = bundle.manifest, service.builder.limits
+    model_dir = served.model_dir
+    manifest, limits = model_dir.manifest, served.builder.limits
     kv_cache = None
-    if isinstance(engine := service.engine.engine, Engine):
+    if isinstance(engine := served.engine.engine, Engine):
         rows = engine.kv
         kv_cache = KVCache(
             bytes_per_token=rows.token_bytes,
@@ -197,27 +197,27 @@ def model_card(service: NamedService) -> ModelCard:  # no coroutine: it asks the
             budget_tokens=rows.budget_tokens,
         )
     explain_limits = None
-    if service.settings.explain:
-        most = most_tokens(bundle.config)
+    if served.settings.explain:
+        most = most_tokens(model_dir.config)
         explain_limits = ExplainLimits(max_tokens=most, max_weights=MAX_WEIGHTS)
     files = [
-        ModelFile(name=name, sha256=digest, bytes=_size(bundle.path / name))
+        ModelFile(name=name, sha256=digest, bytes=_size(model_dir.path / name))
         for name, digest in manifest.files.items()
     ]
     return ModelCard(
-        **service.describe_model(),
+        **served.describe_model(),
         parameters=manifest.parameters,
         max_model_len=limits.max_model_len,
         max_source_len=limits.max_source_len,
-        target_languages=sorted(languages(bundle.tokenizer)) if bundle.config.encoder else [],
-        max_num_seqs=service.settings.max_num_seqs,
+        target_languages=sorted(languages(model_dir.tokenizer)) if model_dir.config.encoder else [],
+        max_num_seqs=served.settings.max_num_seqs,
         kv_cache=kv_cache,
-        has_chat_template=service.chat is not None,
+        has_chat_template=served.chat is not None,
         has_attention=explain_limits is not None and ATTENTION_GRAPH_FILE in manifest.files,
         explain_limits=explain_limits,
-        config=asdict(bundle.config),
-        generation=bundle.default_sampling.given(),
-        examples=list(bundle.examples),
+        config=asdict(model_dir.config),
+        generation=model_dir.default_sampling.given(),
+        examples=list(model_dir.examples),
         verification=manifest.verification.model_dump(),
         versions=manifest.versions,
         source=manifest.source,

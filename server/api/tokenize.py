@@ -13,11 +13,11 @@ from tokenizers import Encoding
 from kvasir.server.api import schemas
 from kvasir.server.api.http.body import BodyRoute
 from kvasir.server.api.http.pieces import held_response
-from kvasir.server.api.http.responses import BODY_ERRORS, service_of
+from kvasir.server.api.http.responses import BODY_ERRORS, served_model
 from kvasir.server.api.openai.chat import render
 from kvasir.server.api.openai.chat_schemas import Conversation
 from kvasir.server.errors import ContextLengthError
-from kvasir.server.requests.service import Service
+from kvasir.server.requests.served_model import ServedModel
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -104,21 +104,21 @@ class Detokenized(schemas.ResponseBody):
 @router.post("/tokenize", response_model=Tokens | list[SimpleToken], responses=BODY_ERRORS)
 async def tokenize(request: Request, body: AnyTokenizeBody) -> Response:
     """Turn text or messages into tokens, in vLLM's form; for `inputs`, in TGI's."""
-    service = service_of(request)
+    served = served_model(request)
     if isinstance(body, TokenizeChatBody):
         _, text = await render(request, body)
     else:
         text = body.prompt if isinstance(body, TokenizeBody) else body.inputs
 
     def work() -> bytes:
-        service.builder.check_text(text, "prompt")
+        served.builder.check_text(text, "prompt")
         # Only the batch method releases the interpreter's lock.
         encoding: Encoding
-        (encoding,) = service.bundle.tokenizer.encode_batch(
+        (encoding,) = served.model_dir.tokenizer.encode_batch(
             [text], add_special_tokens=body.add_special_tokens
         )
-        if len(encoding) > service.builder.most_tokens:
-            raise _too_many_tokens(len(encoding), service, "prompt")
+        if len(encoding) > served.builder.most_tokens:
+            raise _too_many_tokens(len(encoding), served, "prompt")
         ids, offsets = encoding.ids, encoding.offsets
         if isinstance(body, TokenizeInputsBody):
             return to_json(
@@ -131,35 +131,35 @@ async def tokenize(request: Request, body: AnyTokenizeBody) -> Response:
             {
                 "prompt": text if isinstance(body, TokenizeChatBody) else None,
                 "count": len(ids),
-                "max_model_len": service.builder.max_model_len,
+                "max_model_len": served.builder.max_model_len,
                 "tokens": ids,
                 "token_strs": encoding.tokens if body.return_token_strs else None,
                 "offsets": offsets,
             }
         )
 
-    return held_response(await service.text_worker.call(len(text), work), service)
+    return held_response(await served.text_worker.call(len(text), work), served)
 
 
 @router.post("/detokenize", response_model=Detokenized, responses=BODY_ERRORS)
 async def detokenize(request: Request, body: DetokenizeBody) -> Response:
     """Turn tokens into text."""
-    service = service_of(request)
-    if len(body.tokens) > service.builder.most_tokens:
-        raise _too_many_tokens(len(body.tokens), service, "tokens")
-    service.builder.check_token_ids(body.tokens, "tokens")
-    tokenizer = service.bundle.tokenizer
+    served = served_model(request)
+    if len(body.tokens) > served.builder.most_tokens:
+        raise _too_many_tokens(len(body.tokens), served, "tokens")
+    served.builder.check_token_ids(body.tokens, "tokens")
+    tokenizer = served.model_dir.tokenizer
 
     def work() -> bytes:
         n_chars = sum(len(tokenizer.id_to_token(token_id) or "") for token_id in body.tokens)
-        service.answers[False].check(n_chars * _CHAR_BYTES, "send fewer tokens", "tokens")
+        served.answers[False].check(n_chars * _CHAR_BYTES, "send fewer tokens", "tokens")
         # Only the batch method releases the interpreter's lock.
         (text,) = tokenizer.decode_batch([body.tokens], skip_special_tokens=False)
         return to_json({"prompt": text})
 
-    return held_response(await service.text_worker.call(len(body.tokens), work), service)
+    return held_response(await served.text_worker.call(len(body.tokens), work), served)
 
 
-def _too_many_tokens(n: int, service: Service, param: str) -> ContextLengthError:
-    message = f"{param}: {n} tokens are too many: at most {service.builder.most_tokens} at once"
+def _too_many_tokens(n: int, served: ServedModel, param: str) -> ContextLengthError:
+    message = f"{param}: {n} tokens are too many: at most {served.builder.most_tokens} at once"
     return ContextLengthError(message, param=param)

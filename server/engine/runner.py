@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvasir.model.bundle import DECODE_INPUT
 from kvasir.model.config import TransformerConfig
+from kvasir.model.directory import DECODE_INPUT
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.model.platform.machine import available_memory, usable_cpus
 from kvasir.server.engine.batch import Chunk, StepBatch

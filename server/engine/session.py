@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvasir.model.bundle import CACHE_OUTPUTS
 from kvasir.model.config import TransformerConfig
+from kvasir.model.directory import CACHE_OUTPUTS
 from kvasir.model.onnx.runtime import onnxruntime, open_cpu_session
 
 _ELEMENT_TYPES = {  # numbers in onnx.TensorProto, and bytes

@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders
 
-from kvasir.model.bundle import (
+from kvasir.model.directory import (
     ATTENTION_GRAPH_FILE,
     ENCODER_GRAPH_FILE,
     HEAD_MASK_INPUT,
     LENS_OUTPUT,
     ROWS_OUTPUT,
-    ModelBundle,
+    ModelDirectory,
     cache_names,
 )
 from kvasir.model.packing import SOURCE_OUTPUT, pack
@@ -48,16 +48,16 @@ class Explainer:
     Raises NotFoundError if the model directory has no attention.onnx.
     """
 
-    def __init__(self, bundle: ModelBundle, threads: int | None = None) -> None:
-        path = bundle.path / ATTENTION_GRAPH_FILE
+    def __init__(self, model_dir: ModelDirectory, threads: int | None = None) -> None:
+        path = model_dir.path / ATTENTION_GRAPH_FILE
         if not path.is_file():
-            how = "again" if bundle.manifest.device == "cpu" else "for the CPU"
-            cause = f"{bundle.path.name} has no {ATTENTION_GRAPH_FILE}"
+            how = "again" if model_dir.manifest.device == "cpu" else "for the CPU"
+            cause = f"{model_dir.path.name} has no {ATTENTION_GRAPH_FILE}"
             raise NotFoundError(f"{cause}; export the model {how}")
         from kvasir.model.onnx.runtime import onnxruntime  # noqa: PLC0415  slow to import
         from kvasir.server.engine.session import open_session  # noqa: PLC0415  imports ONNX Runtime
 
-        self._bundle = bundle
+        self._model_dir = model_dir
         threads = threads or usable_cpus()
         self._session = open_session(path, threads, spin_microseconds=0)
         self._outputs = {value.name for value in self._session.get_outputs()}
@@ -65,9 +65,9 @@ class Explainer:
         self._only_asked = onnxruntime.RunOptions()
         self._only_asked.only_execute_path_to_fetches = True
         self._encoder = None
-        if bundle.config.encoder is not None:
-            encoder = bundle.path / ENCODER_GRAPH_FILE
-            fits_16_bits = bundle.manifest.fits_16_bits
+        if model_dir.config.encoder is not None:
+            encoder = model_dir.path / ENCODER_GRAPH_FILE
+            fits_16_bits = model_dir.manifest.fits_16_bits
             self._encoder = open_session(encoder, threads, 0, fits_16_bits=fits_16_bits)
 
     def explain(
@@ -82,7 +82,7 @@ class Explainer:
 
         Raises InvalidRequestError for a target that is missing, or too much, as well.
         """
-        encode, config = self._bundle.tokenizer.encode, self._bundle.config
+        encode, config = self._model_dir.tokenizer.encode, self._model_dir.config
         token_ids = encode(text).ids
         if (target is None) is not (config.encoder is None):
             raise InvalidRequestError("an encoder-decoder needs a target, and no other model does")
@@ -104,7 +104,7 @@ class Explainer:
         InvalidRequestError for no tokens, for a layer, head or position that does not exist, and
         for what only a newer attention.onnx answers; ContextLengthError for too many tokens.
         """
-        config, tokenizer, n = self._bundle.config, self._bundle.tokenizer, len(token_ids)
+        config, tokenizer, n = self._model_dir.config, self._model_dir.tokenizer, len(token_ids)
         source_ids, asked = source_ids or [], questions or Questions()
         for layer in layers:
             check_index("layer", layer, config.n_layer)
@@ -150,7 +150,7 @@ class Explainer:
 
     def _names(self, layers: list[int], asked: Questions) -> list[str]:
         """Return the outputs that answer questions."""
-        config = self._bundle.config
+        config = self._model_dir.config
         names = [f"attention.{layer}" for layer in layers]
         if config.encoder is not None:
             names += [f"source_attention.{layer}" for layer in layers]
@@ -169,7 +169,7 @@ class Explainer:
         self, token_ids: list[int], source_ids: list[int], position: int
     ) -> dict[str, NDArray[Any]]:
         """Return the graph's inputs but for the mask."""
-        config, n = self._bundle.config, len(token_ids)
+        config, n = self._model_dir.config, len(token_ids)
         if config.pooling is not None:  # one token has another beside it
             return pack([token_ids], None if config.n_token_types is None else [None])[0]
         return {
@@ -187,7 +187,7 @@ class Explainer:
         """Return outputs by name, of a model without some heads."""
         if not names:  # ONNX Runtime would return all outputs
             return {}
-        config = self._bundle.config
+        config = self._model_dir.config
         if self._has_mask:
             mask = np.ones((config.n_layer, config.n_head, 1), dtype=np.float32)
             for layer, head in without:
@@ -197,7 +197,7 @@ class Explainer:
 
     def _head_values(self, outputs: dict[str, NDArray[Any]], place: Head, n: int) -> HeadValues:
         """Return what one head computes, from a layer's outputs."""
-        config, (layer, head) = self._bundle.config, place
+        config, (layer, head) = self._model_dir.config, place
         queries, keys, values = (outputs[f"{part}.{layer}"] for part in _PARTS[:3])
         shared = head // config.n_groups
         # queries: [1, n, (n_head + 2 n_kv_head) · head_dim]; keys, values: [1, n_kv_head, n, …]

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from kvasir.model.bundle import ModelBundle
+from kvasir.model.directory import ModelDirectory
 from kvasir.model.platform.suggestions import install_command
 from kvasir.server.api.explain.routes import Explanations
 from kvasir.server.api.http.keys import ApiKeys
@@ -32,8 +32,8 @@ from kvasir.server.engine.machine import yield_to_streams
 from kvasir.server.errors import StartupError
 from kvasir.server.process.engine_builder import build_encoder_engine, build_engine
 from kvasir.server.requests.async_engine import AnyEngine
-from kvasir.server.requests.models import Models
-from kvasir.server.requests.service import Service
+from kvasir.server.requests.registry import ModelRegistry
+from kvasir.server.requests.served_model import ServedModel
 from kvasir.server.settings import Settings
 from kvasir.server.telemetry.start_clock import StartClock
 
@@ -42,22 +42,22 @@ _FLUSH_SECONDS = 3.0  # for the last spans to reach the collector at shutdown
 
 def create_app(
     settings: Settings,
-    bundles: ModelBundle | Mapping[str, ModelBundle | StartupError],
+    model_dirs: ModelDirectory | Mapping[str, ModelDirectory | StartupError],
     engine: AnyEngine | None = None,
     clock: StartClock | None = None,
 ) -> FastAPI:
     """Return the server as an ASGI application; `app.state.models` is what it runs on.
 
-    bundles: a lone one, or those of several models and the errors of others, by name.
+    model_dirs: a lone one, or those of several models and the errors of others, by name.
     A given engine serves a lone model from the first request. Otherwise models are loaded while the
     application is up, and requests get 503 until then. Raises StartupError for an unusable key
     file, without a model that can be served, or if packages for tracing are missing.
     """
-    if isinstance(bundles, ModelBundle):
-        bundles = {settings.model_name: bundles}
+    if isinstance(model_dirs, ModelDirectory):
+        model_dirs = {settings.model_name: model_dirs}
     key = settings.api_key.get_secret_value() if settings.api_key else None
     keys = ApiKeys(key, settings.api_key_file)
-    models = Models(settings, bundles)
+    models = ModelRegistry(settings, model_dirs)
     models.metrics.key_file_failed.set_function(lambda: keys.has_failed)
     clock = clock or StartClock()
     tracing = _tracing() if settings.otlp_endpoint else None
@@ -66,15 +66,15 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         clock.lap("application")
-        of_text = [service for service in models.services.values() if service.task == "generate"]
-        for service in of_text if engine is None else ():
-            service.grammars.warm_up()
+        of_text = [served for served in models.served.values() if served.task == "generate"]
+        for served in of_text if engine is None else ():
+            served.grammars.warm_up()
 
-        def build(service: Service) -> AnyEngine:
-            if service.task != "generate" and of_text:
+        def build(served: ServedModel) -> AnyEngine:
+            if served.task != "generate" and of_text:
                 yield_to_streams()
-            make = build_engine if service.task == "generate" else build_encoder_engine
-            return engine or make(service.settings, service.bundle, clock)
+            make = build_engine if served.task == "generate" else build_encoder_engine
+            return engine or make(served.settings, served.model_dir, clock)
 
         loading = asyncio.create_task(models.start(build, clock))
         if engine is not None:
@@ -89,7 +89,7 @@ def create_app(
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.models = models
     app.state.explanations = {
-        name: Explanations(service.bundle) for name, service in models.services.items()
+        name: Explanations(served.model_dir) for name, served in models.served.items()
     }
     app.state.batches = _batch_worker(app, keys if settings.has_keys else None)
     app.state.response_store = ResponseStore(settings.stored_responses_memory)
@@ -151,7 +151,7 @@ async def _answering(batches: BatchWorker | None) -> AsyncIterator[None]:
 
 def _batch_worker(app: FastAPI, keys: ApiKeys | None) -> BatchWorker | None:
     """Return what answers the batches of an application; None if it serves none."""
-    models: Models = app.state.models
+    models: ModelRegistry = app.state.models
     settings, metrics = models.settings, models.metrics
     if settings.batch_dir is None:
         return None
@@ -164,7 +164,7 @@ def _batch_worker(app: FastAPI, keys: ApiKeys | None) -> BatchWorker | None:
         store,
         Answers(app, keys),
         parse_line,
-        n_at_once=max(service.settings.max_num_seqs for service in models.services.values()),
+        n_at_once=max(served.settings.max_num_seqs for served in models.served.values()),
         max_line=settings.max_body_bytes,
         count=metrics.batch_request,
     )

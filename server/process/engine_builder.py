@@ -5,14 +5,19 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from kvasir.model.bundle import ENCODER_GRAPH_FILE, BundleError, ModelBundle, load_bundle
+from kvasir.model.directory import (
+    ENCODER_GRAPH_FILE,
+    ModelDirectory,
+    ModelDirectoryError,
+    load_model_dir,
+)
 from kvasir.model.platform.suggestions import install_command
 from kvasir.server.engine.encoder.engine import TOKEN_BUDGET, EncoderEngine
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.gpu.errors import NoDeviceError
 from kvasir.server.engine.model_runner import Runner, warm_up
 from kvasir.server.errors import StartupError
-from kvasir.server.requests.service import onnxruntime_version
+from kvasir.server.requests.served_model import onnxruntime_version
 from kvasir.server.settings import Settings
 from kvasir.server.telemetry.start_clock import StartClock
 
@@ -21,21 +26,21 @@ logger = logging.getLogger("kvasir")
 _CPU_CHUNK = 256  # prompt tokens in a step, unless `chunk_size` is set
 
 
-def check_model(settings: Settings, name: str | None = None) -> ModelBundle:
+def check_model(settings: Settings, name: str | None = None) -> ModelDirectory:
     """Load a model directory, of the first model unless one is named.
 
     Raises StartupError if it is damaged or cannot be served here.
     """
     path = settings.models[name or settings.model_name]
     try:
-        bundle = load_bundle(path)
-    except BundleError as error:
+        model_dir = load_model_dir(path)
+    except ModelDirectoryError as error:
         raise StartupError(str(error)) from None
-    device = bundle.manifest.device
+    device = model_dir.manifest.device
     if device == "cpu":
         if onnxruntime_version() is None:
             raise StartupError(f"this needs onnxruntime; install it with: {install_command('cpu')}")
-        return bundle
+        return model_dir
     from kvasir.server.engine.gpu.session import BACKENDS  # noqa: PLC0415  imports ONNX Runtime
 
     try:
@@ -49,28 +54,28 @@ def check_model(settings: Settings, name: str | None = None) -> ModelBundle:
         raise StartupError(f"{cause}: blocks are kept in kv_cache_memory")
     if settings.kv_cache_memory is None and len(settings.models) > 1:
         raise StartupError("setting kv_cache_memory is needed for several models with one on a GPU")
-    return bundle
+    return model_dir
 
 
 def build_encoder_engine(
-    settings: Settings, bundle: ModelBundle, clock: StartClock | None = None
+    settings: Settings, model_dir: ModelDirectory, clock: StartClock | None = None
 ) -> EncoderEngine:
     """Load a model with a pooling. Raises ValueError for settings that it cannot meet."""
     from kvasir.server.engine.encoder.runner import EncoderRunner  # noqa: PLC0415  imports ONNX Runtime
 
-    n_types = bundle.config.n_token_types or 1
-    highest = max(bundle.tokenizer.encode("a", "a").type_ids, default=0)
+    n_types = model_dir.config.n_token_types or 1
+    highest = max(model_dir.tokenizer.encode("a", "a").type_ids, default=0)
     if highest >= n_types > 1:  # of a lone type, the runner ignores others
         raise ValueError(
             f"its tokenizer gives token type {highest} to pairs of texts, but the model has only "
             f"{n_types} types; mend the tokenizer's post-processor, and export the model again"
         )
     runner = EncoderRunner(
-        bundle.graph_path,
-        bundle.config,
+        model_dir.graph_path,
+        model_dir.config,
         max_model_len=settings.max_model_len,
         threads=settings.threads,
-        fits_16_bits=bundle.manifest.fits_16_bits,
+        fits_16_bits=model_dir.manifest.fits_16_bits,
     )
     if clock is not None:
         clock.lap("session")
@@ -82,19 +87,19 @@ def build_encoder_engine(
 
 
 def build_engine(
-    settings: Settings, bundle: ModelBundle, clock: StartClock | None = None
+    settings: Settings, model_dir: ModelDirectory, clock: StartClock | None = None
 ) -> Engine:
     """Load a model of text and warm it up, which takes seconds.
 
     Raises ValueError for settings that this machine or model cannot meet.
     """
-    if bundle.config.pooling is not None:
-        raise ValueError(f"{bundle.path} makes vectors of texts and cannot continue them")
-    if settings.speculate and bundle.config.encoder is not None:
+    if model_dir.config.pooling is not None:
+        raise ValueError(f"{model_dir.path} makes vectors of texts and cannot continue them")
+    if settings.speculate and model_dir.config.encoder is not None:
         raise ValueError("speculate is not for encoder-decoders; leave it out")
     if settings.speculate:
         logger.info("speculation is on: the load may change answers, by rounding")
-    clock, device = clock or StartClock(), bundle.manifest.device
+    clock, device = clock or StartClock(), model_dir.manifest.device
     chunk_size = settings.chunk_size or _CPU_CHUNK
     limits: dict[str, Any] = {
         "max_num_seqs": settings.max_num_seqs,
@@ -108,27 +113,29 @@ def build_engine(
         chunk_size = settings.chunk_size or BACKENDS[device].chunk_size
         runner: Runner = open_gpu_runner(
             device,
-            bundle.graph_path,
-            bundle.config,
+            model_dir.graph_path,
+            model_dir.config,
             chunk_size=chunk_size,
             keep_prompts=settings.prefix_cache_memory != 0,
             captures=settings.cuda_graphs and len(settings.models) == 1,
             **limits,
         )
         clock.lap("session_and_warm_up")
-    elif bundle.config.encoder is not None:
+    elif model_dir.config.encoder is not None:
         from kvasir.server.engine.seq2seq.runner import Seq2SeqRunner  # noqa: PLC0415
 
-        encoder, fits = bundle.path / ENCODER_GRAPH_FILE, bundle.manifest.fits_16_bits
+        encoder, fits = model_dir.path / ENCODER_GRAPH_FILE, model_dir.manifest.fits_16_bits
         runner = Seq2SeqRunner(
-            encoder, bundle.graph_path, bundle.config, fits_16_bits=fits, **of_cpu
+            encoder, model_dir.graph_path, model_dir.config, fits_16_bits=fits, **of_cpu
         )
         clock.lap("session_and_warm_up")
     else:
         from kvasir.server.engine.runner import OnnxRunner  # noqa: PLC0415  imports ONNX Runtime
 
         n_bytes = settings.prefix_cache_memory
-        runner = OnnxRunner(bundle.graph_path, bundle.config, prefix_cache_bytes=n_bytes, **of_cpu)
+        runner = OnnxRunner(
+            model_dir.graph_path, model_dir.config, prefix_cache_bytes=n_bytes, **of_cpu
+        )
         clock.lap("session")
         warm_up(runner)
         clock.lap("warm_up")

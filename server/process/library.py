@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from kvasir.model.bundle import ModelBundle
+from kvasir.model.directory import ModelDirectory
 from kvasir.model.records import GenerationDefaults
 from kvasir.server.engine.encoder.engine import EncoderEngine
 from kvasir.server.engine.encoder.sequence import EncoderSequence
@@ -26,7 +26,7 @@ from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.sequence import FinishReason, Sequence
 from kvasir.server.process.engine_builder import build_encoder_engine, build_engine, check_model
 from kvasir.server.requests.admission.queue import check_length
-from kvasir.server.requests.service import chat_format
+from kvasir.server.requests.served_model import chat_format
 from kvasir.server.settings import describe_fault, load_settings
 from kvasir.server.text.chat_format import ChatFormat
 from kvasir.server.text.detokenizer import Detokenizer, StopChecker
@@ -49,7 +49,7 @@ class Piece(NamedTuple):
 
 
 def complete(
-    engine: Engine, bundle: ModelBundle, prompt_ids: list[int], params: SamplingParams
+    engine: Engine, model_dir: ModelDirectory, prompt_ids: list[int], params: SamplingParams
 ) -> Generator[Piece]:
     """Yield the pieces of a completion; `check_length` must have accepted the prompt.
 
@@ -57,10 +57,10 @@ def complete(
     """
     if engine.has_work:
         raise ValueError("another answer has not ended: read it to its end, or close it")
-    ending_ids = frozenset(bundle.config.eos_token_ids)
-    prefix = list(bundle.config.target_prefix)
+    ending_ids = frozenset(model_dir.config.eos_token_ids)
+    prefix = list(model_dir.config.target_prefix)
     sequence = Sequence(0, prompt_ids, params, ending_ids, perf_counter(), target_prefix=prefix)
-    text, reason = Detokenizer(bundle.tokenizer, () if prefix else prompt_ids), None
+    text, reason = Detokenizer(model_dir.tokenizer, () if prefix else prompt_ids), None
     engine.add(sequence)
     try:
         while engine.has_work:
@@ -83,9 +83,9 @@ class Model:
 
     def __init__(self, directory: str | Path, **settings: Any) -> None:
         self._settings = load_settings(model=Path(directory), **{"max_num_seqs": 1} | settings)
-        self.bundle = check_model(self._settings)
-        build = build_engine if self.bundle.config.pooling is None else build_encoder_engine
-        self._loaded: Engine | EncoderEngine | None = build(self._settings, self.bundle)
+        self.model_dir = check_model(self._settings)
+        build = build_engine if self.model_dir.config.pooling is None else build_encoder_engine
+        self._loaded: Engine | EncoderEngine | None = build(self._settings, self.model_dir)
 
     def generate(self, prompt: Prompt, **options: Any) -> str:
         """Return the text after a prompt; the options are those of `stream`."""
@@ -140,23 +140,23 @@ class Model:
         logprobs: int | None = None,
     ) -> tuple[list[int], SamplingParams]:
         """Return a prompt's tokens and the parameters after it. Raises as `stream` does."""
-        engine, tokenizer = self._generating(), self.bundle.tokenizer
+        engine, tokenizer = self._generating(), self.model_dir.tokenizer
         is_text = isinstance(prompt, str)
         text = prompt if isinstance(prompt, str) else self._rendered(prompt)
         ids = tokenizer.encode(text, add_special_tokens=is_text).ids
-        n_given = len(self.bundle.config.target_prefix)
+        n_given = len(self.model_dir.config.target_prefix)
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1")
         if max_tokens is None:
             max_tokens = max(1, min(_NEW_TOKENS, engine.limits.after(len(ids)) - n_given))
         check_length(len(ids), max_tokens, engine, n_given)
-        fields: dict[str, Any] = self.bundle.default_sampling.given() | given.given()
+        fields: dict[str, Any] = self.model_dir.default_sampling.given() | given.given()
         seed = secrets.randbits(64) if seed is None else seed
         return ids, SamplingParams(max_tokens=max_tokens, seed=seed, logprobs=logprobs, **fields)
 
     def pieces(self, prompt_ids: list[int], params: SamplingParams) -> Generator[Piece]:
         """Yield the pieces of a completion of what `plan` returned."""
-        return complete(self._generating(), self.bundle, prompt_ids, params)
+        return complete(self._generating(), self.model_dir, prompt_ids, params)
 
     def embed(
         self, texts: collections.abc.Sequence[str], *, prompt_name: str | None = None
@@ -167,7 +167,7 @@ class Model:
         Raises ValueError for a model that makes no vectors, for an unknown prompt, and for a text
         that is empty or longer than the model takes.
         """
-        engine, embedding = self._encoding(), self.bundle.embedding
+        engine, embedding = self._encoding(), self.model_dir.embedding
         name = prompt_name or embedding.default_prompt_name
         if name is not None and name not in embedding.prompts:
             names = ", ".join(embedding.prompts) or "none"
@@ -175,7 +175,7 @@ class Model:
         if isinstance(texts, str) or not texts:
             raise ValueError(f"texts is {texts!r}; give a list of at least one text")
         before = "" if name is None else embedding.prompts[name]
-        encodings = self.bundle.tokenizer.encode_batch_fast([before + text for text in texts])
+        encodings = self.model_dir.tokenizer.encode_batch_fast([before + text for text in texts])
         for place, encoding in enumerate(encodings):
             if not 1 <= len(encoding.ids) <= engine.max_model_len:
                 raise ValueError(
@@ -211,30 +211,32 @@ class Model:
     @property
     def _engine(self) -> Engine | EncoderEngine:
         if self._loaded is None:
-            raise ValueError(f"{self.bundle.path} has been closed; load it again")
+            raise ValueError(f"{self.model_dir.path} has been closed; load it again")
         return self._loaded
 
     def _generating(self) -> Engine:
         if not isinstance(engine := self._engine, Engine):
-            raise ValueError(f"{self.bundle.path} makes vectors of texts and cannot continue them")
+            raise ValueError(
+                f"{self.model_dir.path} makes vectors of texts and cannot continue them"
+            )
         return engine
 
     def _encoding(self) -> EncoderEngine:
-        pooling = self.bundle.config.pooling
+        pooling = self.model_dir.config.pooling
         if not isinstance(engine := self._engine, EncoderEngine) or pooling is None:
-            raise ValueError(f"{self.bundle.path} continues texts and makes no vectors of them")
+            raise ValueError(f"{self.model_dir.path} continues texts and makes no vectors of them")
         if pooling.labels:
             labels = ", ".join(pooling.labels)
-            raise ValueError(f"{self.bundle.path} makes no vectors, but scores of {labels}")
+            raise ValueError(f"{self.model_dir.path} makes no vectors, but scores of {labels}")
         return engine
 
     @cached_property
     def _chats(self) -> ChatFormat | None:
-        return chat_format(self._settings, self.bundle)
+        return chat_format(self._settings, self.model_dir)
 
     def _rendered(self, messages: collections.abc.Sequence[Mapping[str, Any]]) -> str:
         if self._chats is None:
-            raise ValueError(f"{self.bundle.path} has no chat template; give a text")
+            raise ValueError(f"{self.model_dir.path} has no chat template; give a text")
         return self._chats.render(
             [dict(message) for message in messages], add_generation_prompt=True
         )

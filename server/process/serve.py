@@ -17,13 +17,13 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from kvasir.model.bundle import ModelBundle
+from kvasir.model.directory import ModelDirectory
 from kvasir.server.errors import StartupError
 from kvasir.server.process.app import create_app
 from kvasir.server.process.connection import BoundedConnection
 from kvasir.server.process.engine_builder import check_model
 from kvasir.server.process.shared_limits import SharedLimits, max_connections
-from kvasir.server.requests.models import Models
+from kvasir.server.requests.registry import ModelRegistry
 from kvasir.server.settings import Settings
 from kvasir.server.telemetry.logs import log_to_stderr
 from kvasir.server.telemetry.start_clock import StartClock
@@ -45,7 +45,7 @@ class DrainingServer(uvicorn.Server):
     uvicorn itself would close its sockets first.
     """
 
-    def __init__(self, config: uvicorn.Config, models: Models) -> None:
+    def __init__(self, config: uvicorn.Config, models: ModelRegistry) -> None:
         super().__init__(config)
         self.models = models
         self.models.on_load_failure = self._fail
@@ -65,8 +65,8 @@ class DrainingServer(uvicorn.Server):
                 )
                 logger.warning(warning, extra={"fields": {"host": host}})
             about = {
-                name: "{precision} on {device}".format(**service.describe_model())
-                for name, service in self.models.services.items()
+                name: "{precision} on {device}".format(**served.describe_model())
+                for name, served in self.models.served.items()
             }
             fields = {"host": host, "port": port, "playground": page, "models": about}
             logger.info("listening", extra={"fields": fields})
@@ -132,10 +132,10 @@ def serve(settings: Settings) -> None:
     """Serve until a signal arrives. Raises StartupError, in one line, when that is impossible."""
     clock = StartClock()
     clock.lap("imports_and_settings")
-    bundles = {name: _checked(settings, name) for name in settings.models}
+    model_dirs = {name: _checked(settings, name) for name in settings.models}
     clock.lap("model_directory")
     log = log_to_stderr(settings.log_level, settings.log_format)
-    app = create_app(settings, bundles, clock=clock)
+    app = create_app(settings, model_dirs, clock=clock)
     server = DrainingServer(configure(app), app.state.models)
     listener = bind(settings.host, settings.port)
     # Else each full collection walks all modules, for which every stream waits some 60 ms.
@@ -146,7 +146,7 @@ def serve(settings: Settings) -> None:
     log.flush()
     if server.failure is not None:
         raise server.failure
-    engines = [service.engine for service in server.models.services.values()]
+    engines = [served.engine for served in server.models.served.values()]
     has_failed = any(engine.failed for engine in engines)
     if has_failed or any(engine.is_running for engine in engines):  # a thread loads, or hangs
         _exit_now(int(has_failed))
@@ -175,7 +175,7 @@ def configure(app: FastAPI) -> uvicorn.Config:
     )
 
 
-def _checked(settings: Settings, name: str) -> ModelBundle | StartupError:
+def _checked(settings: Settings, name: str) -> ModelDirectory | StartupError:
     """Return a model directory, or the reason why it cannot be served."""
     try:
         return check_model(settings, name)

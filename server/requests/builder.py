@@ -63,7 +63,7 @@ class RequestBuilder(PromptReader):
     async def build(self, options: RequestOptions, state: RequestState) -> CompletionRequest:
         """Return the request for a body. Raises InvalidRequestError."""
         params = replace(options.params, beams=options.target.beams)
-        max_tokens, config = options.max_tokens, self.bundle.config
+        max_tokens, config = options.max_tokens, self.model_dir.config
         prefix = await self._target_prefix(options)
         n_each = params.n_rows if params.beams else options.n
         self.admission.check_size(len(options.prompts) * n_each)
@@ -148,13 +148,13 @@ class RequestBuilder(PromptReader):
     async def _target_prefix(self, options: RequestOptions) -> list[int]:
         """Return the tokens that begin a target; none without an encoder."""
         target = options.target
-        target.check_supported(self.bundle)
-        if self.bundle.config.encoder is None:
+        target.check_supported(self.model_dir)
+        if self.model_dir.config.encoder is None:
             return []
         if options.params.prompt_logprobs is not None:
             message = "the tokens of a source have no log-probabilities; ask for the target's alone"
             raise InvalidRequestError(message)
-        prefix = target_prefix(self.bundle, target.target_language)
+        prefix = target_prefix(self.model_dir, target.target_language)
         if target.decoder_prompt:
             prefix += await self.tokenize_target(target.decoder_prompt, "decoder_prompt")
         return prefix
@@ -163,7 +163,10 @@ class RequestBuilder(PromptReader):
         """Raise InvalidRequestError for a beam search that can never run."""
         for most, why in (
             (self.settings.max_num_seqs, "run at once (setting max_num_seqs)"),
-            (self.bundle.config.vocab_size - len(ending_ids), "continue a text with other tokens"),
+            (
+                self.model_dir.config.vocab_size - len(ending_ids),
+                "continue a text with other tokens",
+            ),
         ):
             if beams.width > most:
                 message = f"num_beams: {beams.width} are too many; at most {most} can {why}"

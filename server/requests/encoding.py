@@ -38,7 +38,7 @@ class EncodingOptions:
 
 def encode(reader: PromptReader, options: EncodingOptions) -> list[Encoding]:
     """Return the tokens of each input. Raises ContextLengthError or InvalidRequestError."""
-    tokenizer, limit, param = reader.bundle.tokenizer, reader.max_model_len, options.param
+    tokenizer, limit, param = reader.model_dir.tokenizer, reader.max_model_len, options.param
     longest = min(limit, options.truncate_to or limit)
     sources = [_parts(source, options.prompt) for source in options.inputs]
     # A query is in each of its pairs, and is tokenised once.

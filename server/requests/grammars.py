@@ -13,7 +13,7 @@ from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from kvasir.model.bundle import ModelBundle
+from kvasir.model.directory import ModelDirectory
 from kvasir.server.engine.grammar.constraints import Constraint, Grammar, GrammarError
 from kvasir.server.errors import (
     DeadlineExceededError,
@@ -35,8 +35,8 @@ _WAIT_SECONDS = 60.0  # on an idle machine a full queue of the slowest trials ta
 class Grammars:
     """The grammars of one model's requests. It must be closed, to end the process of its trials."""
 
-    def __init__(self, bundle: ModelBundle) -> None:
-        self._bundle = bundle
+    def __init__(self, model_dir: ModelDirectory) -> None:
+        self._model_dir = model_dir
         full = f"{_MOST_WAITING} grammars already wait to be compiled"
         self._trials = BoundedThreads(1, "grammar-trials", _MOST_WAITING, full)
         self._compilations = BoundedThreads(1, "grammars", _MOST_WAITING, full)
@@ -129,8 +129,8 @@ class Grammars:
     def _trial(self) -> GrammarTrial:
         from kvasir.server.engine.grammar.trial import GrammarTrial  # noqa: PLC0415  llguidance
 
-        config = self._bundle.config
-        tokenizer = json.loads(self._bundle.tokenizer.to_str())
+        config = self._model_dir.config
+        tokenizer = json.loads(self._model_dir.tokenizer.to_str())
         if "merges" in tokenizer["model"]:  # grammars need none; reading them takes half the time
             tokenizer["model"]["merges"] = []
         return GrammarTrial(json.dumps(tokenizer), config.vocab_size, config.eos_token_ids)

@@ -8,8 +8,8 @@ from functools import cached_property
 
 from tokenizers import Encoding
 
-from kvasir.model.bundle import ModelBundle
 from kvasir.model.config import TransformerConfig
+from kvasir.model.directory import ModelDirectory
 from kvasir.model.tokenizer import longest_token
 from kvasir.server.engine.model_runner import ContextLimits
 from kvasir.server.errors import ContextLengthError, InvalidRequestError
@@ -29,19 +29,19 @@ class PromptReader:
     """A reader of texts and token ids for one model."""
 
     settings: Settings
-    bundle: ModelBundle
+    model_dir: ModelDirectory
     text_worker: TextWorker
 
     @property
     def max_model_len(self) -> int:
         """The maximum number of tokens of a prompt and its completion."""
-        longest = self.bundle.config.max_model_len
+        longest = self.model_dir.config.max_model_len
         return min(longest, self.settings.max_model_len or longest)
 
     @property
     def limits(self) -> ContextLimits:
         """The maximum numbers of tokens."""
-        encoder = self.bundle.config.encoder
+        encoder = self.model_dir.config.encoder
         if encoder is None:
             return ContextLimits(self.max_model_len)
         longest = min(encoder.max_model_len, self.settings.max_model_len or encoder.max_model_len)
@@ -76,7 +76,7 @@ class PromptReader:
                 param="source_language",
             )
         most = most or self.limits.prompt
-        tokenizer = self.bundle.tokenizer
+        tokenizer = self.model_dir.tokenizer
 
         def work() -> list[Prompt]:
             texts = [source for source in sources if isinstance(source, str)]
@@ -100,7 +100,7 @@ class PromptReader:
                     f"{context_length(most)} the {param} has {len(ids)}; shorten it", param=param
                 )
             if text is None:
-                self.check_token_ids(ids, param, self.bundle.config.encoder)
+                self.check_token_ids(ids, param, self.model_dir.config.encoder)
                 text = tokenizer.decode(ids)
                 offsets = decoded_starts(tokenizer, ids) if with_offsets else None
             return Prompt(ids, text, offsets)
@@ -110,7 +110,7 @@ class PromptReader:
     def _encode(
         self, texts: list[str], add_special_tokens: bool, with_offsets: bool
     ) -> Iterator[Encoding]:
-        tokenizer = self.bundle.tokenizer
+        tokenizer = self.model_dir.tokenizer
         if sum(map(len, texts)) <= SHORT:
             return (tokenizer.encode(t, add_special_tokens=add_special_tokens) for t in texts)
         # Only the batch methods, even for one text, release the interpreter's lock.
@@ -141,7 +141,7 @@ class PromptReader:
 
     @cached_property
     def _longest_token(self) -> int | None:
-        return longest_token(self.bundle.tokenizer)
+        return longest_token(self.model_dir.tokenizer)
 
     @property
     def most_tokens(self) -> int:
@@ -152,7 +152,7 @@ class PromptReader:
         self, token_ids: Collection[int], param: str, config: TransformerConfig | None = None
     ) -> None:
         """Raise InvalidRequestError for an id outside the vocabulary. config: an encoder's."""
-        size = (config or self.bundle.config).vocab_size
+        size = (config or self.model_dir.config).vocab_size
         for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
             if not 0 <= token_id < size:
                 raise InvalidRequestError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tokenizers import Encoding, Tokenizer
 
-from kvasir.model.bundle import ModelBundle
+from kvasir.model.directory import ModelDirectory
 from kvasir.server.engine.sampling.params import BeamParams
 from kvasir.server.errors import InvalidRequestError
 
@@ -25,7 +25,7 @@ class TargetOptions:
     target_language: str | None = None
     beams: BeamParams | None = None
 
-    def check_supported(self, bundle: ModelBundle) -> None:
+    def check_supported(self, model_dir: ModelDirectory) -> None:
         """Raise InvalidRequestError if the model has no target, and something was asked of it."""
         asked = {
             "decoder_prompt": self.decoder_prompt,
@@ -34,23 +34,23 @@ class TargetOptions:
             "num_beams": self.beams,
         }
         for name, value in asked.items():
-            if value and bundle.config.encoder is None:
+            if value and model_dir.config.encoder is None:
                 raise InvalidRequestError(
                     f"{name} is for models with an encoder, which this one is not; leave it out",
                     param=name,
                 )
 
 
-def target_prefix(bundle: ModelBundle, language: str | None) -> list[int]:
+def target_prefix(model_dir: ModelDirectory, language: str | None) -> list[int]:
     """Return the tokens that begin every target, with another language than the model's own.
 
     A language's token takes the place of the model's, or follows the token that starts a target,
     as a forced one does in transformers. Raises InvalidRequestError for an unknown language.
     """
-    prefix = list(bundle.config.target_prefix)
+    prefix = list(model_dir.config.target_prefix)
     if language is None:
         return prefix
-    codes = languages(bundle.tokenizer)
+    codes = languages(model_dir.tokenizer)
     token_id = _language_id(codes, language, "target_language")
     rest = [token for token in prefix if token not in codes.values()]
     return [*rest[:1], token_id, *rest[1:]]

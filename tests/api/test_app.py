@@ -20,10 +20,10 @@ from kvasir.server.engine.runner import OnnxRunner
 from kvasir.server.process.app import create_app
 from kvasir.server.process.engine_builder import build_encoder_engine, build_engine
 from kvasir.server.settings import load_settings
-from tests.kit.fake_encoder import encoder_bundle
+from tests.kit.fake_encoder import encoder_model_dir
 from tests.kit.fake_runner import TIMEOUT, FakeRunner
 from tests.kit.random_models import RandomModel
-from tests.kit.serving import EOS, MODEL, VOCAB_SIZE, fake_bundle, running
+from tests.kit.serving import EOS, MODEL, VOCAB_SIZE, fake_model_dir, running
 
 
 async def test_it_answers_while_the_model_loads_and_serves_once_it_has(
@@ -36,7 +36,7 @@ async def test_it_answers_while_the_model_loads_and_serves_once_it_has(
         return Engine(FakeRunner(VOCAB_SIZE), chunk_size=8)
 
     monkeypatch.setattr("kvasir.server.process.app.build_engine", build)
-    app = create_app(load_settings(model=Path(MODEL)), fake_bundle())
+    app = create_app(load_settings(model=Path(MODEL)), fake_model_dir())
     monkeypatch.setattr(app.state.models.find().grammars, "warm_up", warm_up := Mock())
     loaded = asyncio.Event()
     start = app.state.models.find().engine.start
@@ -63,7 +63,7 @@ async def test_a_model_that_cannot_be_loaded_is_reported(monkeypatch: pytest.Mon
         raise RuntimeError("the graph is damaged")
 
     monkeypatch.setattr("kvasir.server.process.app.build_engine", build)
-    app = create_app(load_settings(model=Path(MODEL)), fake_bundle())
+    app = create_app(load_settings(model=Path(MODEL)), fake_model_dir())
     told: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
     app.state.models.on_load_failure = told.set_result
     async with app.router.lifespan_context(app):
@@ -74,8 +74,8 @@ async def test_a_model_that_cannot_be_loaded_is_reported(monkeypatch: pytest.Mon
 
 
 def engine_of(model: RandomModel, **options: Any) -> Engine:
-    bundle = replace(fake_bundle(model.graph.parent), config=model.config)
-    return build_engine(load_settings(model=bundle.path, threads=1, **options), bundle)
+    model_dir = replace(fake_model_dir(model.graph.parent), config=model.config)
+    return build_engine(load_settings(model=model_dir.path, threads=1, **options), model_dir)
 
 
 @pytest.mark.parametrize("speculate", [False, True])
@@ -115,9 +115,9 @@ def test_the_prefix_cache_gets_the_memory_that_was_set(
 
 def test_idle_threads_keep_their_processors_for_a_moment(random_model: RandomModel) -> None:
     """The options are read from the session that runs the model."""
-    bundle = replace(fake_bundle(random_model.graph.parent), config=random_model.config)
-    settings = load_settings(model=bundle.path, kv_cache_memory=2**24, threads=1)
-    runner = build_engine(settings, bundle).runner
+    model_dir = replace(fake_model_dir(random_model.graph.parent), config=random_model.config)
+    settings = load_settings(model=model_dir.path, kv_cache_memory=2**24, threads=1)
+    runner = build_engine(settings, model_dir).runner
     assert isinstance(runner, OnnxRunner)
     entry = runner._session.get_session_options().get_session_config_entry
     assert entry("session.intra_op.allow_spinning") == "1"
@@ -125,15 +125,16 @@ def test_idle_threads_keep_their_processors_for_a_moment(random_model: RandomMod
 
 
 def test_token_types_that_the_model_lacks_are_refused_at_load() -> None:
-    bundle = encoder_bundle(("relevant",))
-    tokenizer = Tokenizer.from_str(bundle.tokenizer.to_str())
+    model_dir = encoder_model_dir(("relevant",))
+    tokenizer = Tokenizer.from_str(model_dir.tokenizer.to_str())
     tokenizer.post_processor = TemplateProcessing(
         single="$A", pair="$A $B:2", special_tokens=[("<|endoftext|>", EOS)]
     )
-    config = replace(bundle.config, n_token_types=2)
+    config = replace(model_dir.config, n_token_types=2)
     with pytest.raises(ValueError, match="token type 2"):
         build_encoder_engine(
-            load_settings(model=bundle.path), replace(bundle, config=config, tokenizer=tokenizer)
+            load_settings(model=model_dir.path),
+            replace(model_dir, config=config, tokenizer=tokenizer),
         )
 
 

@@ -41,7 +41,7 @@ from tests.kit.serving import (
     MODEL,
     VOCAB_SIZE,
     beginning_with_end_of_text,
-    fake_bundle,
+    fake_model_dir,
     serving,
     small_tokenizer,
 )
@@ -89,7 +89,7 @@ def with_mappings(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     "template", [CHAT_TEMPLATE, LLAMA_3, LLAMA_CALLS], ids=["hermes", "llama 3", "llama calls"]
 )
 async def test_the_model_gets_what_transformers_renders(template: str) -> None:
-    async with chatting(bundle=with_template(template)) as (served, _, prompts):
+    async with chatting(model_dir=with_template(template)) as (served, _, prompts):
         for seed in range(6):
             messages = conversation(seed)
             tools = TOOLS if seed % 2 else None
@@ -108,8 +108,8 @@ SHOWING_CALLS = """\
 
 async def test_the_event_loop_does_not_wait_for_a_template() -> None:
     async with chatting("Hi.") as (served, _, _):
-        assert served.service.chat is not None
-        render = served.service.chat._template.render
+        assert served.model.chat is not None
+        render = served.model.chat._template.render
         loop, begun, go = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
 
         def late(*messages: Any, **options: Any) -> str:
@@ -117,7 +117,7 @@ async def test_the_event_loop_does_not_wait_for_a_template() -> None:
             assert go.wait(TIMEOUT)
             return render(*messages, **options)
 
-        served.service.chat._template.render = late  # type: ignore[method-assign]
+        served.model.chat._template.render = late  # type: ignore[method-assign]
         waiting = asyncio.ensure_future(post(served, CHAT))
         await begun.wait()
         go.set()
@@ -127,7 +127,7 @@ async def test_the_event_loop_does_not_wait_for_a_template() -> None:
 async def test_badly_written_calls_are_shown_as_they_are() -> None:
     """The model wrote them, and should see what was wrong."""
     answer = {"role": "tool", "content": "no JSON", "tool_call_id": "c"}
-    async with chatting(bundle=with_template(SHOWING_CALLS)) as (served, _, prompts):
+    async with chatting(model_dir=with_template(SHOWING_CALLS)) as (served, _, prompts):
         for bad in ('{"city": Rome}', '{"city": "R', "[1]", "[" * 500, '"\\ud800"', '{"a": NaN}'):
             function = {"name": "f", "arguments": bad}
             called = {"role": "assistant", "tool_calls": [{"id": "c", "function": function}]}
@@ -172,7 +172,7 @@ async def test_a_message_can_be_continued(template: str, content: Any) -> None:
     messages = [*USER, {"role": "assistant", "content": content}]
     text = content if isinstance(content, str) else content[0]["text"]
     flat = [*USER, {"role": "assistant", "content": text}]
-    async with chatting(bundle=with_template(template)) as (served, _, prompts):
+    async with chatting(model_dir=with_template(template)) as (served, _, prompts):
         await post(served, CHAT, messages=messages, continue_final_message=True, max_tokens=1)
         expected = by_transformers(template, flat, continue_final_message=True)
         assert prompts[-1] == tokenizer.encode(expected, add_special_tokens=False).ids
@@ -206,7 +206,7 @@ async def test_content_comes_in_the_form_that_the_template_reads(
 ) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "developer", "content": "s"}, {"role": "user", "content": parts}]
-    async with chatting(bundle=with_template(template)) as (served, _, prompts):
+    async with chatting(model_dir=with_template(template)) as (served, _, prompts):
         await post(served, CHAT, messages=messages, max_tokens=1)
         assert tokenizer.decode(prompts[-1]) == expected
 
@@ -214,7 +214,7 @@ async def test_content_comes_in_the_form_that_the_template_reads(
 async def test_variables_reach_the_template_and_long_prompts_are_cut() -> None:
     template = "{{ mood }}{{ messages[0].content }}{{ self_ }}"
     long = "x" * 5000
-    async with chatting(bundle=with_template(template)) as (served, _, prompts):
+    async with chatting(model_dir=with_template(template)) as (served, _, prompts):
         variables = {"mood": "gay", "self": 1, "messages_": 2}
         await post(served, CHAT, max_tokens=1, chat_template_kwargs=variables)
         assert tokenizer.decode(prompts[-1]) == "gayWeather?"
@@ -227,9 +227,9 @@ async def test_variables_reach_the_template_and_long_prompts_are_cut() -> None:
 async def test_the_template_alone_writes_special_tokens() -> None:
     """The tokenizer's own BOS would be a second one."""
     template = "{{ bos_token }}{{ messages[0].content }}"
-    bundle = with_template(template, tokenizer=beginning_with_end_of_text())
-    bundle = replace(bundle, special_tokens={"bos_token": "<|endoftext|>"})
-    async with chatting(bundle=bundle) as (served, _, prompts):
+    model_dir = with_template(template, tokenizer=beginning_with_end_of_text())
+    model_dir = replace(model_dir, special_tokens={"bos_token": "<|endoftext|>"})
+    async with chatting(model_dir=model_dir) as (served, _, prompts):
         await post(served, CHAT, max_tokens=1)
         await post(served, CHAT, max_tokens=1, add_special_tokens=True)
     ids = tokenizer.encode("Weather?").ids
@@ -242,12 +242,12 @@ async def test_the_template_alone_writes_special_tokens() -> None:
 @pytest.mark.parametrize("continues", [False, True])
 async def test_an_answer_begins_a_text(continues: bool) -> None:
     """As decoders of SentencePiece have it: without the space before its first word."""
-    bundle = replace(fake_bundle(max_model_len=LONG), tokenizer=PIECES)
+    model_dir = replace(fake_model_dir(max_model_len=LONG), tokenizer=PIECES)
     ids = PIECES.encode("a bad bed").ids
     messages = [*USER, {"role": "assistant", "content": "abed"}] if continues else USER
     body: JSON = {"messages": messages, "continue_final_message": continues}
     expected = " a bad bed" if continues else PIECES.decode(ids)
-    async with chatting(ids, bundle=bundle) as (served, _, _):
+    async with chatting(ids, model_dir=model_dir) as (served, _, _):
         answer = await post(served, CHAT, **body)
         streamed = await stream(served, CHAT, **body)
     assert answer["choices"][0]["message"]["content"] == expected
@@ -364,7 +364,7 @@ async def test_the_format_can_be_set(setting: str) -> None:
 
 async def test_strict_functions_need_a_known_format() -> None:
     body = {"messages": USER, "tools": [tool("time", TIME, strict=True)]}
-    async with chatting(bundle=with_template(TEXT_ONLY)) as (served, _, _):
+    async with chatting(model_dir=with_template(TEXT_ONLY)) as (served, _, _):
         response = await served.client.post("/v1/chat/completions", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
 
@@ -397,7 +397,7 @@ async def test_tags_that_are_special_tokens_are_seen() -> None:
 )
 async def test_a_required_call_is_valid_whatever_the_model(template: str) -> None:
     named = {"function": {"name": "time"}}  # as TGI's clients do; OpenAI's add the type
-    async with chatting(bundle=with_template(template)) as (served, _, _):
+    async with chatting(model_dir=with_template(template)) as (served, _, _):
         for seed in range(3):
             body = {"tools": TOOLS, "seed": seed, "temperature": 2.0, "max_tokens": 400}
             several = (await post(served, CHAT, **body, tool_choice="required"))["choices"][0]
@@ -481,7 +481,7 @@ async def test_fields_that_ask_for_nothing_are_accepted() -> None:
 async def test_a_template_that_refuses_or_is_missing_is_a_400(
     template: str | None, message: str
 ) -> None:
-    async with chatting(bundle=with_template(template)) as (served, _, _):
+    async with chatting(model_dir=with_template(template)) as (served, _, _):
         response = await served.client.post("/v1/chat/completions", json={"messages": USER})
     assert response.status_code == 400
     assert message in response.json()["error"]["message"]

@@ -26,7 +26,7 @@ from tests.kit.serving import (
     VOCAB_SIZE,
     Served,
     beginning_with_end_of_text,
-    fake_bundle,
+    fake_model_dir,
     saying,
     serving,
     small_tokenizer,
@@ -173,7 +173,9 @@ async def test_offsets_of_an_echoed_prompt_point_to_its_tokens(added: bool) -> N
     framing.post_processor = TemplateProcessing(
         "<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", EOS)]
     )
-    bundle = replace(fake_bundle(max_model_len=6000), tokenizer=framing if added else tokenizer)
+    model_dir = replace(
+        fake_model_dir(max_model_len=6000), tokenizer=framing if added else tokenizer
+    )
     expected = [0] * added + [0, 1, 2, 15, 16, 16, 16, 17, 18] + [19] * added
     body = {"echo": True, "logprobs": 0, "max_tokens": 1, "ignore_eos": True}
 
@@ -181,7 +183,7 @@ async def test_offsets_of_an_echoed_prompt_point_to_its_tokens(added: bool) -> N
         answer = await complete(served, **body, **fields)
         return [choice["logprobs"]["text_offset"] for choice in answer["choices"]]
 
-    async with serving(FakeRunner(VOCAB_SIZE, max_model_len=6000), bundle=bundle) as served:
+    async with serving(FakeRunner(VOCAB_SIZE, max_model_len=6000), model_dir=model_dir) as served:
         assert await offsets(prompt=prompt) == [[*expected, 19]]
         assert (await offsets(prompt=[long, prompt], n=2))[3] == [*expected, 19]
         of_what_is_left = [0, 1, 1, 1, 2, 3, 4] if not added else [0, 0, 0, 1, 2, 3, 3]
@@ -286,8 +288,8 @@ async def test_the_end_of_text_token_ends_the_text_unless_ignored() -> None:
 
 
 async def test_special_tokens_around_a_prompt_can_be_left_out() -> None:
-    bundle = replace(fake_bundle(), tokenizer=beginning_with_end_of_text())
-    async with serving(bundle=bundle) as served:
+    model_dir = replace(fake_model_dir(), tokenizer=beginning_with_end_of_text())
+    async with serving(model_dir=model_dir) as served:
         usual = await complete(served, prompt="json", max_tokens=1)
         without = await complete(served, prompt="json", max_tokens=1, add_special_tokens=False)
     n = len(tokenizer.encode("json").ids)
@@ -347,9 +349,9 @@ async def test_the_fingerprint_is_that_of_the_files() -> None:
         whole = await complete(served, prompt="a", max_tokens=2)
         chunks = await stream(served, COMPLETIONS, prompt="b", max_tokens=2)
         assert {one["system_fingerprint"] for one in chunks} == {whole["system_fingerprint"]}
-        bundle = other.service.bundle
-        manifest = bundle.manifest.model_copy(update={"files": {"model.onnx": "0"}})
-        other.service.bundle = replace(bundle, manifest=manifest)
+        model_dir = other.model.model_dir
+        manifest = model_dir.manifest.model_copy(update={"files": {"model.onnx": "0"}})
+        other.model.model_dir = replace(model_dir, manifest=manifest)
         changed = await complete(other, prompt="a", max_tokens=2)
     assert changed["system_fingerprint"] != whole["system_fingerprint"]
 
@@ -390,7 +392,7 @@ async def test_the_models_defaults_hold_unless_the_request_sets_others() -> None
         tgi = {"inputs": "a", "parameters": sampling}
         generated = (await served.client.post("/generate", json=tgi)).json()
         advice = GenerationDefaults(temperature=0.0)
-        served.service.bundle = replace(served.service.bundle, generation=advice)
+        served.model.model_dir = replace(served.model.model_dir, generation=advice)
         assert greedy != neutral
         assert (await complete(served, **body))["choices"] == greedy
         assert (await complete(served, **body, temperature=None))["choices"] == greedy
@@ -540,8 +542,8 @@ async def test_prompt_logprobs_are_the_models_own() -> None:
 async def test_special_tokens_show_if_they_are_not_skipped() -> None:
     tagged = Tokenizer.from_str(tokenizer.to_str())
     tagged.add_special_tokens(["<|tag|>"])
-    bundle = replace(fake_bundle(max_model_len=LONG), tokenizer=tagged)
-    async with chatting(tagged.encode("def<|tag|> read").ids, bundle) as (served, _, _):
+    model_dir = replace(fake_model_dir(max_model_len=LONG), tokenizer=tagged)
+    async with chatting(tagged.encode("def<|tag|> read").ids, model_dir) as (served, _, _):
         for path in (COMPLETIONS, CHAT):
             texts = []
             for skips in (True, False):
@@ -560,9 +562,9 @@ async def test_a_suffix_makes_a_prompt_for_the_middle(form: FillInMiddle) -> Non
     first, second, third = (filling.token_to_id(tag) for tag in form.tags)
     end = filling.token_to_id(names[-1])
     assert end is not None
-    bundle = replace(fake_bundle(max_model_len=LONG), tokenizer=filling)
+    model_dir = replace(fake_model_dir(max_model_len=LONG), tokenizer=filling)
     middle = [*tokenizer.encode("path").ids, end, *tokenizer.encode("more").ids]
-    async with chatting(middle, bundle) as (served, _, prompts):
+    async with chatting(middle, model_dir) as (served, _, prompts):
         body = {"prompt": "def read(", "suffix": "):\n"}
         (choice,) = (await complete(served, **body))["choices"]
         events = await stream(served, COMPLETIONS, **body)

@@ -251,10 +251,10 @@ async def test_an_answer_that_is_ended_has_one_end(
             served.runner.allow(4)
             await asyncio.to_thread(served.runner.wait_until_held)
             if end == "deadline":
-                engine = served.service.engine
+                engine = served.model.engine
                 engine.abort([one.id for one in engine.sequences], FinishReason.TIMEOUT)
             elif end == "drain":
-                served.service.engine.abort_all()  # as when `drain_timeout` is over
+                served.model.engine.abort_all()  # as when `drain_timeout` is over
             elif end == "bug":
                 bugs.append(ZeroDivisionError("secret detail"))
             else:

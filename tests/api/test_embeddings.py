@@ -22,8 +22,8 @@ from pydantic import TypeAdapter
 from starlette.types import Message
 from tokenizers import Tokenizer
 
-from kvasir.model.bundle import ModelBundle
 from kvasir.model.config import Pooling
+from kvasir.model.directory import ModelDirectory
 from kvasir.server.api.embeddings.requests import PromptFields
 from kvasir.server.api.routes import ROUTES
 from kvasir.server.engine.encoder.sequence import Encoding
@@ -32,7 +32,7 @@ from tests.kit.fake_encoder import (
     D_MODEL,
     FakeTextRunner,
     encoder_app,
-    encoder_bundle,
+    encoder_model_dir,
     output_of,
     pair_tokenizer,
 )
@@ -52,8 +52,8 @@ class Client(NamedTuple):
 
 
 @asynccontextmanager
-async def encoding(bundle: ModelBundle, **settings: Any) -> AsyncIterator[Client]:
-    app, runner = encoder_app(bundle, **settings)
+async def encoding(model_dir: ModelDirectory, **settings: Any) -> AsyncIterator[Client]:
+    app, runner = encoder_app(model_dir, **settings)
     async with running(app) as client:
         yield Client(app, runner, client, client.post)
 
@@ -116,11 +116,11 @@ def bits(vector: list[float], offset: int = 0) -> list[int]:
     return [int(signs[i : i + 8].ljust(8, "0"), 2) - offset for i in range(0, len(signs), 8)]
 
 
-EMBEDDER = encoder_bundle()
-UNIT = encoder_bundle(normalize=True)
-RERANKER = encoder_bundle(("relevant",), label_activation="sigmoid")
-CLASSIFIER = encoder_bundle(LABELS, label_activation="softmax")
-TAGGER = encoder_bundle(LABELS, label_activation="sigmoid")
+EMBEDDER = encoder_model_dir()
+UNIT = encoder_model_dir(normalize=True)
+RERANKER = encoder_model_dir(("relevant",), label_activation="sigmoid")
+CLASSIFIER = encoder_model_dir(LABELS, label_activation="softmax")
+TAGGER = encoder_model_dir(LABELS, label_activation="sigmoid")
 EMBEDDING = ["/v1/embeddings", "/v2/embed", "/embed", "/embed_all", "/similarity"]
 EMBEDDING += ["/score", "/v1/score", "/pooling"]
 RANKING = ["/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"]
@@ -212,17 +212,17 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("bundle", "path", "body", "texts", "show"), CASES)
+@pytest.mark.parametrize(("model_dir", "path", "body", "texts", "show"), CASES)
 async def test_a_route_shows_what_the_engine_makes_of_the_texts(
-    bundle: ModelBundle,
+    model_dir: ModelDirectory,
     path: str,
     body: dict[str, Any],
     texts: list[Any],
     show: Callable[[list[Any]], Any],
 ) -> None:
-    pooling = bundle.config.pooling
+    pooling = model_dir.config.pooling
     assert pooling is not None
-    async with encoding(bundle) as client:
+    async with encoding(model_dir) as client:
         response = await client.post(path, json=body | {"user": "me"})
         assert response.status_code == 200, response.text
     (route,) = (one for one in ROUTES if one.path == path)
@@ -272,16 +272,16 @@ async def test_a_models_unit_vectors_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bundle", "kind", "fields"),
+    ("model_dir", "kind", "fields"),
     [
         (EMBEDDER, "embedding", {"pooling": "mean"}),
         (RERANKER, "reranker", {"id2label": {"0": "relevant"}, "label2id": {"relevant": 0}}),
     ],
 )
 async def test_info_has_teis_fields_and_limits(
-    bundle: ModelBundle, kind: str, fields: dict[str, Any]
+    model_dir: ModelDirectory, kind: str, fields: dict[str, Any]
 ) -> None:
-    async with encoding(bundle) as client:
+    async with encoding(model_dir) as client:
         info = (await client.http.get("/info")).json()
     assert info["model_type"] == {kind: fields}
     assert (info["max_input_length"], info["model_id"]) == (LIMIT, MODEL)
@@ -302,10 +302,10 @@ BAD_INPUTS: list[Any] = [None, [], [[]], ["a", 1], [VOCAB_SIZE], [[1], [-1]], ["
 BAD_INPUTS += [["a", "a" * 200], [5] * (LIMIT + 1)]
 TO_SCORE = {"text_1": "a", "text_2": ["b"]}
 TO_RANK = {"query": "a", "documents": ["b"]}
-REFUSED: list[tuple[ModelBundle, str, dict[str, Any], str]] = [
+REFUSED: list[tuple[ModelDirectory, str, dict[str, Any], str]] = [
     *[
-        (bundle, path, {"input": inputs}, "input")
-        for bundle, path in ((EMBEDDER, "/v1/embeddings"), (CLASSIFIER, "/pooling"))
+        (model_dir, path, {"input": inputs}, "input")
+        for model_dir, path in ((EMBEDDER, "/v1/embeddings"), (CLASSIFIER, "/pooling"))
         for inputs in BAD_INPUTS
     ],
     (CLASSIFIER, "/pooling", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
@@ -342,8 +342,8 @@ REFUSED: list[tuple[ModelBundle, str, dict[str, Any], str]] = [
 
 
 async def test_a_bad_field_is_named() -> None:
-    for bundle, path, body, param in REFUSED:
-        async with encoding(bundle) as client:
+    for model_dir, path, body, param in REFUSED:
+        async with encoding(model_dir) as client:
             response = await client.post(path, json=body)
         assert response.status_code == 400, (path, body, response.text)
         error = response.json()["error"]
@@ -351,7 +351,7 @@ async def test_a_bad_field_is_named() -> None:
         assert not client.runner.texts
 
 
-TEI_REFUSED: list[tuple[str, ModelBundle, dict[str, Any], str]] = [
+TEI_REFUSED: list[tuple[str, ModelDirectory, dict[str, Any], str]] = [
     ("/embed", EMBEDDER, {"inputs": "a" * 200}, f"at most {LIMIT}"),
     ("/embed", EMBEDDER, {"inputs": "a", "prompt_name": "x"}, "'query', 'passage'"),
     ("/embed_all", EMBEDDER, {"inputs": [1, 2, 3] * 7}, "8064 bytes, more than 7200"),
@@ -367,8 +367,8 @@ TEI_REFUSED: list[tuple[str, ModelBundle, dict[str, Any], str]] = [
 async def test_a_bad_field_is_named_in_teis_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvasir.server.requests.encoding.MAX_TOKENS", 200)
     monkeypatch.setattr("kvasir.server.requests.admission.answers.MAX_BYTES", 300 * 24)
-    for path, bundle, body, cause in TEI_REFUSED:
-        async with encoding(bundle) as client:
+    for path, model_dir, body, cause in TEI_REFUSED:
+        async with encoding(model_dir) as client:
             response = await client.post(path, json=body)
         assert response.status_code == 400, (path, body)
         assert response.json().keys() == {"error", "error_type"}
@@ -376,7 +376,7 @@ async def test_a_bad_field_is_named_in_teis_form(monkeypatch: pytest.MonkeyPatch
         assert not client.runner.texts
 
 
-OTHER_TASKS: list[tuple[ModelBundle, str, dict[str, Any], str]] = [
+OTHER_TASKS: list[tuple[ModelDirectory, str, dict[str, Any], str]] = [
     (EMBEDDER, "/v1/completions", {"prompt": "a"}, "/v1/embeddings"),
     (EMBEDDER, "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "embed"),
     (EMBEDDER, "/rerank", {"query": "a", "texts": ["b"]}, "/similarity"),
@@ -389,8 +389,8 @@ OTHER_TASKS: list[tuple[ModelBundle, str, dict[str, Any], str]] = [
 
 
 async def test_a_model_for_another_task_names_its_own() -> None:
-    for bundle, path, body, cause in OTHER_TASKS:
-        async with encoding(bundle) as client:
+    for model_dir, path, body, cause in OTHER_TASKS:
+        async with encoding(model_dir) as client:
             response = await client.post(path, json=body)
         assert response.status_code == 400, (path, body)
         assert cause in response.text, (path, body)
@@ -406,8 +406,8 @@ async def test_a_model_for_another_task_names_its_own() -> None:
 
 async def test_hostile_bodies_are_answers_or_refusals() -> None:
     chance, fields = random.Random(0), set(PromptFields.model_fields)
-    for bundle, paths in ((EMBEDDER, EMBEDDING), (RERANKER, RANKING + LABELLING)):
-        async with encoding(bundle) as client:
+    for model_dir, paths in ((EMBEDDER, EMBEDDING), (RERANKER, RANKING + LABELLING)):
+        async with encoding(model_dir) as client:
             for path in paths:
                 valid = VALID[path] | {"model": MODEL}
                 bodies = chance.sample([*wrong_types(valid, fields)], 40)

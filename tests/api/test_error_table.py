@@ -65,7 +65,7 @@ async def wrong_key(served: Served, post: Post) -> httpx.Response:
 
 def in_phase(phase: Phase) -> Case:
     async def case(served: Served, post: Post) -> httpx.Response:
-        served.service.admission.phase = phase
+        served.model.admission.phase = phase
         return await post()
 
     return case
@@ -95,21 +95,21 @@ async def queue_full(served: Served, post: Post) -> httpx.Response:
 
 
 async def queue_full_of_tokens(served: Served, post: Post) -> httpx.Response:
-    served.service.admission.max_queue_tokens = 1
-    served.service.admission.capacity = 3
+    served.model.admission.max_queue_tokens = 1
+    served.model.admission.capacity = 3
     return await queue_full(served, post)
 
 
 async def deadline_out_of_reach(served: Served, post: Post) -> httpx.Response:
     """The row is estimated to be held for an hour."""
-    served.service.engine.forecast.ended(3600.0)
-    served.service.engine.forecast.step(StepStats(1, 0, 256, 0, 0, 0, 0, 3600.0))
+    served.model.engine.forecast.ended(3600.0)
+    served.model.engine.forecast.step(StepStats(1, 0, 256, 0, 0, 0, 0, 3600.0))
     async with occupied(served, post):
         return await post(timeout_ms=60_000)
 
 
 async def key_in_use(served: Served, post: Post) -> httpx.Response:
-    served.service.admission.capacity = 9
+    served.model.admission.capacity = 9
     async with occupied(served, post):
         others = [asyncio.create_task(post()) for _ in range(2)]
         for _ in others:
@@ -159,7 +159,7 @@ async def queued_at_shutdown(served: Served, post: Post) -> httpx.Response:
     async with occupied(served, post):
         waiting = asyncio.create_task(post())
         await served.submitted.acquire()
-        draining = asyncio.create_task(served.service.drain())
+        draining = asyncio.create_task(served.model.drain())
         await asyncio.sleep(0)  # it has begun, and sheds the queue before the next step
     await draining
     return await waiting
@@ -229,7 +229,7 @@ async def test_row(
     async with serving(runner, **limits, api_key_file=keys) as served:
         served.client.headers["authorization"] = "Bearer right"
         post = partial(poster(served, dialect), stream=stream)
-        metrics, reason = served.service.metrics, REASONS.get(name, code or kind)
+        metrics, reason = served.model.metrics, REASONS.get(name, code or kind)
         value = partial(sample, metrics, "requests_rejected_total", reason=reason)
         assert value() == 0, "of a series that is born as 1, rate() never sees the rise"
         response = await case(served, post)
@@ -262,8 +262,8 @@ async def test_a_deadline_that_has_passed_is_no_matter_of_the_load(fields: dict[
     """A passed deadline is a 504 even where the estimate would refuse the request with 429."""
     async with serving(FakeRunner(VOCAB_SIZE, max_num_seqs=1)) as served:
         post = poster(served, "openai")
-        served.service.engine.forecast.ended(3600.0)
-        served.service.engine.forecast.step(StepStats(1, 0, 256, 0, 0, 0, 0, 3600.0))
+        served.model.engine.forecast.ended(3600.0)
+        served.model.engine.forecast.step(StepStats(1, 0, 256, 0, 0, 0, 0, 3600.0))
         async with occupied(served, post):
             early = await post(timeout_ms=60_000, **fields)
             with pytest.MonkeyPatch.context() as patch:

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from kvasir.__main__ import app
 from kvasir.export.directory import make_manifest
 from kvasir.export.graphs.attention import write_attention_graph
-from kvasir.model.bundle import ModelBundle, load_bundle
 from kvasir.model.config import RopeScaling, TransformerConfig
+from kvasir.model.directory import ModelDirectory, load_model_dir
 from kvasir.model.network.attention import Attention, attention_weights, split_heads, visible_keys
 from kvasir.model.network.positions import Positions, rotate
 from kvasir.model.network.transformer import Transformer
@@ -39,7 +39,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_directory(folder: Path, precision: str, **changes: Any) -> tuple[Transformer, ModelBundle]:
+def make_directory(
+    folder: Path, precision: str, **changes: Any
+) -> tuple[Transformer, ModelDirectory]:
     """A model directory of a random decoder, as `kvasir export` leaves it."""
     tokenizer = train_tokenizer([TEXT * 20], 280)
     decoder = make_decoder(
@@ -52,14 +54,14 @@ def make_directory(folder: Path, precision: str, **changes: Any) -> tuple[Transf
 
 def completed(
     folder: Path, config: TransformerConfig, tokenizer: Tokenizer, precision: str = "fp32"
-) -> ModelBundle:
+) -> ModelDirectory:
     """Add what a model directory has beside the model's graph."""
     write_attention_graph(folder)
     config.save(folder / "config.json")
     tokenizer.save(str(folder / "tokenizer.json"))
     figures = Verification(max_logit_error=0.0, greedy_agreement=1.0)
     make_manifest(config, folder, precision, {}, figures).save(folder / "manifest.json")
-    return load_bundle(folder)
+    return load_model_dir(folder)
 
 
 def eager_weights(decoder: Transformer, token_ids: list[int]) -> list[torch.Tensor]:
@@ -94,8 +96,8 @@ def eager_weights(decoder: Transformer, token_ids: list[int]) -> list[torch.Tens
 def test_the_exported_models_weights_are_pytorchs(
     variant: str, precision: str, tmp_path: Path
 ) -> None:
-    decoder, bundle = make_directory(tmp_path / "model", precision, **VARIANTS[variant])
-    explanation = Explainer(bundle).explain(TEXT, [1, 0], Questions(top_k=4))
+    decoder, model_dir = make_directory(tmp_path / "model", precision, **VARIANTS[variant])
+    explanation = Explainer(model_dir).explain(TEXT, [1, 0], Questions(top_k=4))
     expected = eager_weights(decoder, explanation.token_ids)
     assert sorted(explanation.weights) == [0, 1]
     for layer, weights in explanation.weights.items():
@@ -103,7 +105,7 @@ def test_the_exported_models_weights_are_pytorchs(
         assert weights.shape == (4, n, n)
         np.testing.assert_allclose(weights.sum(axis=-1), 1.0, atol=1e-5)
         assert not np.triu(weights, k=1).any()
-        if bundle.config.window_of(layer):
+        if model_dir.config.window_of(layer):
             assert not np.tril(weights, k=-5).any()
             assert np.tril(weights, k=-4).any()
         distance = np.abs(weights - expected[layer].numpy()).max()
@@ -113,7 +115,10 @@ def test_the_exported_models_weights_are_pytorchs(
 
     with torch.inference_mode():
         logits = decoder(torch.tensor([explanation.token_ids]))[0, -1]
-    served, n_tokens = GraphSession(bundle.graph_path, bundle.config), len(explanation.token_ids)
+    served, n_tokens = (
+        GraphSession(model_dir.graph_path, model_dir.config),
+        len(explanation.token_ids),
+    )
     served.clear(1, n_tokens)
     answered = served.run(np.array([explanation.token_ids]), [n_tokens])[0, -1].astype(np.float64)
     answered = np.exp(answered - answered.max())
@@ -137,7 +142,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_parts_of_characters_are_named_by_their_bytes(directory: Path) -> None:
-    explanation = Explainer(load_bundle(directory)).explain("a \u2603", [0], Questions(top_k=256))
+    explanation = Explainer(load_model_dir(directory)).explain(
+        "a \u2603", [0], Questions(top_k=256)
+    )
     assert explanation.tokens == ["a", " ", *(rf"bytes:\x{byte:x}" for byte in "\u2603".encode())]
     assert {rf"bytes:\x{byte:x}" for byte in range(0x80, 0x100)} & {
         token.text for token in explanation.next_tokens
@@ -145,7 +152,7 @@ def test_parts_of_characters_are_named_by_their_bytes(directory: Path) -> None:
 
 
 def test_texts_and_layers_that_cannot_be_explained(directory: Path, tmp_path: Path) -> None:
-    explainer = Explainer(load_bundle(directory))
+    explainer = Explainer(load_model_dir(directory))
     refused: list[tuple[str, list[int], Questions | None, str]] = [
         (TEXT, [0, 2], None, "there is no layer 2"),
         (TEXT, [0], Questions(without=(Head(2, 0),)), "there is no layer 2"),
@@ -158,7 +165,7 @@ def test_texts_and_layers_that_cannot_be_explained(directory: Path, tmp_path: Pa
     for text, layers, asked, message in refused:
         with pytest.raises(InvalidRequestError, match=message):
             explainer.explain(text, layers, asked)
-    older = replace(explainer._bundle, path=tmp_path)
+    older = replace(explainer._model_dir, path=tmp_path)
     with pytest.raises(NotFoundError, match=r"attention\.onnx"):
         Explainer(older)
 
@@ -172,7 +179,7 @@ def test_the_command_draws_and_prints_what_it_found(
     result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "map.png"), "--json"])
     assert result.exit_code == 0, result.output
     written = json.loads(result.stdout)
-    expected = Explainer(load_bundle(directory)).explain(TEXT, [1])
+    expected = Explainer(load_model_dir(directory)).explain(TEXT, [1])
     assert "".join(written["tokens"]) == TEXT
     assert list(written["heads"]) == (["0", "1", "2", "3"] if head is None else ["2"])
     for name, weights in written["heads"].items():
@@ -190,7 +197,7 @@ def test_the_command_switches_heads_off(directory: Path) -> None:
     command = ["explain", str(directory), TEXT, "--top-k", "3", "--without", "1.0,0.2"]
     written = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
     asked = Questions(3, None, (Head(1, 0), Head(0, 2)))
-    expected = Explainer(load_bundle(directory)).explain(TEXT, [0], asked).effect
+    expected = Explainer(load_model_dir(directory)).explain(TEXT, [0], asked).effect
     assert expected is not None
     assert written["effect"] == asdict(expected)
     shown = CliRunner().invoke(app, command).stdout

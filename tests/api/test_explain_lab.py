@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kvasir.export.graphs.attention import write_attention_graph
-from kvasir.model.bundle import ATTENTION_GRAPH_FILE, HEAD_MASK_INPUT, ModelBundle
+from kvasir.model.directory import ATTENTION_GRAPH_FILE, HEAD_MASK_INPUT, ModelDirectory
 from kvasir.model.network.attention import Attention, split_heads
 from kvasir.model.network.block import Block
 from kvasir.model.network.positions import Positions, rotate
@@ -27,7 +27,7 @@ from kvasir.server.explain.explainer import Explainer
 from kvasir.server.explain.explanation import Explanation, Head, Questions
 from tests.api.test_explain import TEXT, eager_weights, make_directory
 from tests.kit.encoders import BERT, MODERN, MPNET, export_encoder
-from tests.kit.fake_encoder import encoder_bundle
+from tests.kit.fake_encoder import encoder_model_dir
 from tests.model.variants import VARIANTS
 
 OFF = (Head(0, 1), Head(0, 3), Head(2, 0))
@@ -124,8 +124,8 @@ def check_head(found: Explanation, network: Transformer, of: Head) -> None:
 @pytest.mark.parametrize("name", sorted(VARIANTS.keys() - {"alibi", "post-norm rotary", "qwen"}))
 def test_heads_lens_and_values_are_pytorchs(name: str, tmp_path: Path) -> None:
     changes = VARIANTS[name] | {"n_layer": 3}
-    decoder, bundle = make_directory(tmp_path / "model", "fp32", **changes)
-    explainer, of = Explainer(bundle, threads=1), Head(1, 2)
+    decoder, model_dir = make_directory(tmp_path / "model", "fp32", **changes)
+    explainer, of = Explainer(model_dir, threads=1), Head(1, 2)
     asked = Questions(3, POSITION, OFF, lens=2, entropies=True, values_of=of)
     found = explainer.explain(TEXT, [0, 1, 2], asked)
     ids = found.token_ids
@@ -163,8 +163,8 @@ def test_heads_lens_and_values_are_pytorchs(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_rounded_models_answer_as_well(precision: str, tmp_path: Path) -> None:
-    decoder, bundle = make_directory(tmp_path / "model", precision, n_layer=3)
-    explainer = Explainer(bundle, threads=1)
+    decoder, model_dir = make_directory(tmp_path / "model", precision, n_layer=3)
+    explainer = Explainer(model_dir, threads=1)
     found = explainer.explain(TEXT, [0], Questions(3, None, OFF, lens=2))
     with without(decoder, OFF):
         edited = distribution(logits_of(decoder, found.token_ids)[-1])
@@ -182,11 +182,11 @@ def test_weights_of_an_encoder_are_pytorchs(
     changes: dict[str, Any], precision: str, tmp_path: Path
 ) -> None:
     """Over the full square, special tokens included, with heads switched off or without."""
-    bundle = encoder_bundle()
-    size = {"vocab_size": bundle.config.vocab_size, "max_model_len": 64, "n_layer": 3}
+    model_dir = encoder_model_dir()
+    size = {"vocab_size": model_dir.config.vocab_size, "max_model_len": 64, "n_layer": 3}
     model = export_encoder(tmp_path / "model", precision, **changes | size)
     write_attention_graph(tmp_path / "model")
-    own = replace(bundle, path=tmp_path / "model", config=model.config)
+    own = replace(model_dir, path=tmp_path / "model", config=model.config)
     explainer, of = Explainer(own, threads=1), Head(1, 3)
     for text, off in ((TEXT, OFF), (TEXT, ()), ("", ())):
         found = explainer.explain(text, [0, 1, 2], Questions(without=off, values_of=of))
@@ -205,13 +205,15 @@ def test_weights_of_an_encoder_are_pytorchs(
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> ModelBundle:
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> ModelDirectory:
     return make_directory(tmp_path_factory.mktemp("lab") / "model", "fp32")[1]
 
 
-def test_an_older_graph_explains_and_refuses_the_rest(bundle: ModelBundle, tmp_path: Path) -> None:
+def test_an_older_graph_explains_and_refuses_the_rest(
+    model_dir: ModelDirectory, tmp_path: Path
+) -> None:
     """Before `head_mask` the graph had logits and attention alone."""
-    model = ir.load(bundle.path / ATTENTION_GRAPH_FILE)
+    model = ir.load(model_dir.path / ATTENTION_GRAPH_FILE)
     mask = next(value for value in model.graph.inputs if value.name == HEAD_MASK_INPUT)
     ones = ir.tensor(np.ones((2, 4, 1), np.float32), name=HEAD_MASK_INPUT)
     model.graph.inputs.remove(mask)
@@ -219,10 +221,10 @@ def test_an_older_graph_explains_and_refuses_the_rest(bundle: ModelBundle, tmp_p
     model.graph.register_initializer(mask)
     kept = ("logits", "attention.0", "attention.1")
     model.graph.outputs[:] = [value for value in model.graph.outputs if value.name in kept]
-    folder = shutil.copytree(bundle.path, tmp_path / "older")
+    folder = shutil.copytree(model_dir.path, tmp_path / "older")
     ir.save(model, folder / ATTENTION_GRAPH_FILE)
-    older = Explainer(replace(bundle, path=folder), threads=1)
-    newer = Explainer(bundle, threads=1)
+    older = Explainer(replace(model_dir, path=folder), threads=1)
+    newer = Explainer(model_dir, threads=1)
     asked = Questions(position=3)
     assert (
         older.explain(TEXT, [0], asked).next_tokens == newer.explain(TEXT, [0], asked).next_tokens

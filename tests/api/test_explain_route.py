@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 import pytest
 
-from kvasir.model.bundle import ModelBundle
+from kvasir.model.directory import ModelDirectory
 from kvasir.server.api.explain.answers import Explanation
 from kvasir.server.api.explain.routes import MAX_WEIGHTS
 from kvasir.server.explain.explainer import Explainer
@@ -28,24 +28,26 @@ from tests.kit.serving import serving
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> ModelBundle:
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> ModelDirectory:
     return make_directory(tmp_path_factory.mktemp("explained") / "model", "fp32")[1]
 
 
 @asynccontextmanager
-async def explaining(bundle: ModelBundle, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    async with serving(FakeRunner(bundle.config.vocab_size), 0, bundle, **settings) as served:
+async def explaining(
+    model_dir: ModelDirectory, **settings: Any
+) -> AsyncIterator[httpx.AsyncClient]:
+    async with serving(FakeRunner(model_dir.config.vocab_size), 0, model_dir, **settings) as served:
         yield served.client
 
 
-async def test_answers_are_the_explainers(bundle: ModelBundle) -> None:
+async def test_answers_are_the_explainers(model_dir: ModelDirectory) -> None:
     """Each part is left out unless it is asked for."""
     of, off = {"layer": 1, "head": 3}, [{"layer": 0, "head": 1}]
     asked = Questions(2, 5, (Head(0, 1),), lens=3, entropies=True, values_of=Head(1, 3))
-    expected = Explainer(bundle, threads=1).explain(TEXT, [1, 0], asked)
+    expected = Explainer(model_dir, threads=1).explain(TEXT, [1, 0], asked)
     body = {"text": TEXT, "top_k": 2, "position": 5, "lens": 3, "without": off}
     some = {"layers": [1, 0, 1], "heads": [3, 2], "entropies": True, "head_values": of}
-    async with explaining(bundle) as client:
+    async with explaining(model_dir) as client:
         response = await client.post("/explain", json=body | some)
         usual = (await client.post("/explain", json={"prompt": TEXT})).json()
         none = {"heads": [], "top_k": 0}
@@ -73,7 +75,7 @@ async def test_answers_are_the_explainers(bundle: ModelBundle) -> None:
     for one in answer["attention"]:
         weights = expected.weights[one["layer"]][one["head"]]
         np.testing.assert_array_equal(np.float32(one["weights"]), weights)
-        (own,) = expected.behaviours(one["layer"], [one["head"]], bundle.config)
+        (own,) = expected.behaviours(one["layer"], [one["head"]], model_dir.config)
         assert (one["behaviour"], one["shares"]) == (own.label, own.shares)
     assert [(one["layer"], one["head"]) for one in usual["attention"]] == [(0, i) for i in range(4)]
     assert len(usual["next_tokens"]) == 10
@@ -84,7 +86,7 @@ async def test_answers_are_the_explainers(bundle: ModelBundle) -> None:
 
 
 async def test_weights_of_no_head_are_not_computed(
-    bundle: ModelBundle, monkeypatch: pytest.MonkeyPatch
+    model_dir: ModelDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A layer's weights come for all its heads, so an answer's limit would not bound them."""
     found: list[dict[int, Any]] = []
@@ -96,7 +98,7 @@ async def test_weights_of_no_head_are_not_computed(
             return explanation
 
     monkeypatch.setattr("kvasir.server.api.explain.routes.Explainer", Spy)
-    async with explaining(bundle) as client:
+    async with explaining(model_dir) as client:
         for top_k in (0, 3):
             body = {"text": TEXT, "layers": [0, 1], "heads": [], "top_k": top_k}
             answer = (await client.post("/explain", json=body)).json()
@@ -122,14 +124,14 @@ async def test_weights_of_no_head_are_not_computed(
     ({"text": "abcdef"}, "heads", "4 heads of 6 tokens are 144 weights, more than the 143"),
 ])  # fmt: skip
 async def test_a_bad_field_is_named(
-    bundle: ModelBundle,
+    model_dir: ModelDirectory,
     body: dict[str, Any],
     param: str | None,
     message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvasir.server.api.explain.routes.MAX_WEIGHTS", 143)
-    async with explaining(bundle) as client:
+    async with explaining(model_dir) as client:
         response = await client.post("/explain", json=body)
     assert response.status_code == 400
     assert message in response.json()["error"]["message"]
@@ -137,11 +139,11 @@ async def test_a_bad_field_is_named(
 
 
 async def test_its_tokens_are_of_the_keys_tokens_a_minute(
-    bundle: ModelBundle, tmp_path: Path
+    model_dir: ModelDirectory, tmp_path: Path
 ) -> None:
     headers, keys = {"authorization": "Bearer a"}, tmp_path / "keys"
     keys.write_text("name=default tokens_per_minute=1 a")
-    async with explaining(bundle, api_key_file=keys) as client:
+    async with explaining(model_dir, api_key_file=keys) as client:
         first, second = [
             await client.post("/explain", json={"text": TEXT}, headers=headers) for _ in range(2)
         ]
@@ -174,7 +176,7 @@ async def test_a_model_without_the_graph_says_how_to_get_it() -> None:
 
 
 async def test_one_is_explained_three_wait_and_others_are_refused(
-    bundle: ModelBundle, monkeypatch: pytest.MonkeyPatch
+    model_dir: ModelDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server answers other requests meanwhile, and a finished explanation makes room."""
     may_finish, begun = threading.Event(), asyncio.Event()
@@ -190,7 +192,7 @@ async def test_one_is_explained_three_wait_and_others_are_refused(
         return explain(explainer, *arguments, **options)
 
     monkeypatch.setattr(Explainer, "explain_tokens", held)
-    async with explaining(bundle) as client:
+    async with explaining(model_dir) as client:
 
         def post() -> asyncio.Task[httpx.Response]:
             return asyncio.create_task(client.post("/explain", json={"text": TEXT}))

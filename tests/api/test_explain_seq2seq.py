@@ -13,7 +13,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from kvasir.__main__ import app
-from kvasir.model.bundle import ModelBundle
+from kvasir.model.directory import ModelDirectory
 from kvasir.model.network.cross_attention import CrossAttention, Source
 from kvasir.model.reference import generate
 from kvasir.server.errors import InvalidRequestError
@@ -31,7 +31,7 @@ SOURCE_IDS = TOKENIZER.encode(SOURCE).ids
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> ModelBundle:
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> ModelDirectory:
     """A model directory, as `kvasir export` leaves it."""
     folder = tmp_path_factory.mktemp("explained")
     export_both(NETWORK.config, NETWORK.state_dict(), folder)
@@ -57,8 +57,8 @@ def cross_weights(target_ids: list[int], source: Source) -> list[Tensor]:
     return found
 
 
-def test_the_weights_are_pytorchs(bundle: ModelBundle) -> None:
-    explanation = Explainer(bundle).explain(SOURCE, [1, 0], target=TARGET)
+def test_the_weights_are_pytorchs(model_dir: ModelDirectory) -> None:
+    explanation = Explainer(model_dir).explain(SOURCE, [1, 0], target=TARGET)
     assert explanation.token_ids == IDS
     assert explanation.source_ids == SOURCE_IDS
     source = read(NETWORK, SOURCE_IDS)
@@ -75,9 +75,11 @@ def test_the_weights_are_pytorchs(bundle: ModelBundle) -> None:
     assert explanation.next_tokens[0].token_id == int(logits.argmax())
 
 
-def test_own_heads_of_the_decoder_are_switched_off(bundle: ModelBundle) -> None:
+def test_own_heads_of_the_decoder_are_switched_off(model_dir: ModelDirectory) -> None:
     off = (Head(0, 0), Head(1, 1))
-    found = Explainer(bundle).explain(SOURCE, [0], Questions(3, None, off, lens=1), target=TARGET)
+    found = Explainer(model_dir).explain(
+        SOURCE, [0], Questions(3, None, off, lens=1), target=TARGET
+    )
     source = read(NETWORK, SOURCE_IDS)
     with without(NETWORK, off), torch.inference_mode():
         edited = NETWORK(torch.tensor([IDS]), source=source)[0, -1].double()
@@ -87,16 +89,18 @@ def test_own_heads_of_the_decoder_are_switched_off(bundle: ModelBundle) -> None:
     assert found.lens[-1] == found.next_tokens[:1]
 
 
-def test_a_target_is_for_encoder_decoders(bundle: ModelBundle) -> None:
+def test_a_target_is_for_encoder_decoders(model_dir: ModelDirectory) -> None:
     with pytest.raises(InvalidRequestError, match="needs a target"):
-        Explainer(bundle).explain(SOURCE, [0])
+        Explainer(model_dir).explain(SOURCE, [0])
 
 
-async def test_the_route_explains_a_given_target_and_the_likeliest(bundle: ModelBundle) -> None:
+async def test_the_route_explains_a_given_target_and_the_likeliest(
+    model_dir: ModelDirectory,
+) -> None:
     source = read(NETWORK, SOURCE_IDS)
     prefix = list(NETWORK.config.target_prefix)
     likeliest = generate(NETWORK, prefix, max_tokens=18, ending_ids=[EOS], source=source)
-    async with client(bundle) as c:
+    async with client(model_dir) as c:
         body = {"text": SOURCE, "layers": [1], "heads": [0]}
         for fields, ids in ({"target": TARGET}, IDS), ({}, prefix + likeliest):
             answer = (await c.post("/explain", json=body | fields)).json()
@@ -121,13 +125,13 @@ async def test_the_route_explains_a_given_target_and_the_likeliest(bundle: Model
     ],
 )
 async def test_a_text_that_is_too_long_is_named(
-    bundle: ModelBundle, field: str, n_tokens: int, named: int
+    model_dir: ModelDirectory, field: str, n_tokens: int, named: int
 ) -> None:
     """A long one before it is tokenised."""
     body = {"text": SOURCE, field: "a" * n_tokens}
     if field == "prompt":
         del body["text"]
-    async with client(bundle) as c:
+    async with client(model_dir) as c:
         answer = await c.post("/explain", json=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
@@ -136,9 +140,9 @@ async def test_a_text_that_is_too_long_is_named(
     assert {named, 20 if field == "target" else 24} <= {*numbers}
 
 
-def test_an_alignment_is_drawn(bundle: ModelBundle, tmp_path: Path) -> None:
+def test_an_alignment_is_drawn(model_dir: ModelDirectory, tmp_path: Path) -> None:
     out = tmp_path / "alignment.png"
-    arguments = ["explain", str(bundle.path), SOURCE, "--target", TARGET, "--head", "0"]
+    arguments = ["explain", str(model_dir.path), SOURCE, "--target", TARGET, "--head", "0"]
     result = CliRunner().invoke(app, [*arguments, "--out", str(out)])
     assert result.exit_code == 0, result.output
     with Image.open(out) as drawn:

@@ -24,9 +24,9 @@ async def statuses(served: Served) -> dict[str, int]:
 async def test_each_probe_answers_its_own_question() -> None:
     async with serving() as served:
         assert await statuses(served) == {"live": 200, "ready": 200, "startup": 200}
-        served.service.admission.phase = Phase.LOADING
+        served.model.admission.phase = Phase.LOADING
         assert await statuses(served) == {"live": 200, "ready": 503, "startup": 503}
-        served.service.admission.phase = Phase.DRAINING
+        served.model.admission.phase = Phase.DRAINING
         assert await statuses(served) == {"live": 200, "ready": 503, "startup": 200}
 
 
@@ -92,7 +92,7 @@ async def test_a_probe_may_ask_for_the_headers_alone() -> None:
     """RFC 9110: the same headers as for GET, without a body."""
     async with serving(api_key="one") as served:
         for phase in (Phase.READY, Phase.LOADING):
-            served.service.admission.phase = phase
+            served.model.admission.phase = phase
             for path in PROBED:
                 got, asked = [await served.client.request(one, path) for one in ("GET", "HEAD")]
                 assert (asked.status_code, asked.content) == (got.status_code, b"")

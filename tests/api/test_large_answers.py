@@ -42,7 +42,7 @@ async def test_an_answer_that_may_be_too_large_is_refused_with_its_size(
         response = await served.client.post(path, json=body)
         assert response.status_code == 400, response.text
         assert f"{figure or ''} bytes, more than 8000;" in response.text
-        assert not served.service.answers[False].n_held
+        assert not served.model.answers[False].n_held
 
 
 async def test_without_a_length_an_answer_is_as_long_as_it_may_be(
@@ -59,7 +59,7 @@ async def test_answers_have_room_until_they_are_sent(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("kvasir.server.requests.admission.answers.MAX_BYTES", 9 * 500)
     body = json.dumps({"prompt": [5] * 9, "prompt_logprobs": 3, "max_tokens": 1}).encode()
     async with serving() as served:
-        memory, reads, begun = served.service.answers[False], asyncio.Event(), asyncio.Event()
+        memory, reads, begun = served.model.answers[False], asyncio.Event(), asyncio.Event()
 
         async def receive() -> Message:
             if given:

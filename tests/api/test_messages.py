@@ -24,7 +24,7 @@ from tests.kit.chats import (
 )
 from tests.kit.dialects import CHAT, MESSAGES, USER, joined, parsed, post, stream, without
 from tests.kit.fake_runner import FakeRunner
-from tests.kit.serving import VOCAB_SIZE, Served, fake_bundle, serving, small_tokenizer
+from tests.kit.serving import VOCAB_SIZE, Served, fake_model_dir, serving, small_tokenizer
 
 THEIR_TOOLS = TOOLS_OF[MESSAGES]
 
@@ -50,7 +50,7 @@ async def test_arguments_that_are_no_json_do_not_fail_the_answer() -> None:
 
 
 async def test_the_reason_of_the_end() -> None:
-    async with chatting("One two three.", fake_bundle(max_model_len=200)) as (served, _, _):
+    async with chatting("One two three.", fake_model_dir(max_model_len=200)) as (served, _, _):
         for body, expected in (
             ({}, ("end_turn", None)),
             ({"max_tokens": 2}, ("max_tokens", None)),
@@ -155,7 +155,9 @@ async def test_counted_tokens_are_those_of_the_prompt() -> None:
     body: dict[str, Any] = {"system": "Be brief.", "tools": THEIR_TOOLS}
     body |= {"messages": [*USER, {"role": "assistant", "content": CALLS}, *USER]}
     runner = FakeRunner(VOCAB_SIZE, max_model_len=LONG)
-    async with serving(runner, cache_bytes=2**20, bundle=fake_bundle(max_model_len=LONG)) as served:
+    async with serving(
+        runner, cache_bytes=2**20, model_dir=fake_model_dir(max_model_len=LONG)
+    ) as served:
         counted = await count(served, **body)
         cold, warm = [await post(served, MESSAGES, **body, max_tokens=3) for _ in range(2)]
         n_long = await count(served, system="a " * LONG)

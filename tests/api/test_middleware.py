@@ -149,9 +149,7 @@ async def test_each_key_has_so_many_requests_in_flight(tmp_path: Path, stream: b
         assert [response.status_code for response in await asyncio.gather(*running)] == [200] * 3
         for _ in range(5):
             assert (await complete(served, "one")).status_code == 200
-        rejected = sample(
-            served.service.metrics, "requests_rejected_total", reason="overloaded_key"
-        )
+        rejected = sample(served.model.metrics, "requests_rejected_total", reason="overloaded_key")
     assert rejected == 1
 
 
@@ -166,7 +164,7 @@ async def test_texts_to_tokenise_take_places_of_their_key_and_no_tokens(tmp_path
             return asyncio.create_task(served.client.post(path, json=body, headers=headers))
 
         for _ in range(THREADS):
-            served.service.text_worker.submit(go.wait, TIMEOUT)
+            served.model.text_worker.submit(go.wait, TIMEOUT)
         first = post("/tokenize", prompt=text)
         others = [await post("/tokenize", prompt=text), await post("/detokenize", tokens=[1])]
         go.set()
@@ -203,11 +201,11 @@ async def test_a_client_that_does_not_read_uses_its_tokens_all_the_same() -> Non
     async with serving(api_key="one") as served:
         state = RequestState("mine", 0.0, await ApiKeys("one").find(b"one") or Caller())
         state.caller.tokens_per_minute = 2
-        builder, params = served.service.builder, SamplingParams(max_tokens=0, ignore_eos=True)
+        builder, params = served.model.builder, SamplingParams(max_tokens=0, ignore_eos=True)
         options = RequestOptions(
             prompts=[[5] * 3], params=params, max_tokens=30, default_max_tokens=30, seed=1
         )
-        async with served.service.complete(await builder.build(options, state)) as completion:
+        async with served.model.complete(await builder.build(options, state)) as completion:
             while completion.stream.n_generated < 30:
                 await completion.stream.receive()
         assert completion.n_completion_tokens == 0
@@ -359,9 +357,9 @@ async def test_probes_and_scrapes_are_in_the_log_where_they_fail_or_at_debug(
     async with serving(root_path=root_path) as served:
         for path in (*PROBED, "/version"):
             assert (await served.client.get(root_path + path)).status_code == 200
-        served.service.admission.phase = Phase.LOADING
+        served.model.admission.phase = Phase.LOADING
         assert (await served.client.get(f"{root_path}/health/startup")).status_code == 503
-        served.service.admission.phase = Phase.DRAINING
+        served.model.admission.phase = Phase.DRAINING
         assert (await served.client.get(f"{root_path}/health/ready")).status_code == 503
     levels = [record.levelno for record in caplog.records if record.getMessage() == "request"]
     assert levels == [logging.DEBUG] * 6 + [logging.INFO, logging.DEBUG, logging.INFO]
@@ -371,7 +369,7 @@ async def test_a_bug_is_a_500_with_the_request_id_and_no_trace(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving() as served:
-        monkeypatch.setattr(served.service, "complete", None)
+        monkeypatch.setattr(served.model, "complete", None)
         response = await served.client.post(
             "/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "mine"}
         )

@@ -11,24 +11,24 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvasir.model.bundle import ModelBundle
+from kvasir.model.directory import ModelDirectory
 from kvasir.server.api.models import ModelCard
 from kvasir.server.process.app import create_app
 from kvasir.server.settings import load_settings
 from tests.kit.fake_runner import FakeRunner
-from tests.kit.serving import MODEL, VOCAB_SIZE, fake_bundle, serving
+from tests.kit.serving import MODEL, VOCAB_SIZE, fake_model_dir, serving
 
 
-def bundle_with_files(path: Path) -> ModelBundle:
+def model_dir_with_files(path: Path) -> ModelDirectory:
     for name, size in (("config.json", 7), ("model.onnx", 3000)):
         (path / name).write_bytes(b"x" * size)
-    bundle = fake_bundle(path)
+    model_dir = fake_model_dir(path)
     files = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in path.iterdir()}
-    return replace(bundle, manifest=bundle.manifest.model_copy(update={"files": files}))
+    return replace(model_dir, manifest=model_dir.manifest.model_copy(update={"files": files}))
 
 
-async def card_of(bundle: ModelBundle) -> ModelCard:
-    app = create_app(load_settings(model=bundle.path), bundle)
+async def card_of(model_dir: ModelDirectory) -> ModelCard:
+    app = create_app(load_settings(model=model_dir.path), model_dir)
     transport = httpx.ASGITransport(app)  # without the lifespan: nothing is loaded
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
         return ModelCard.model_validate_json((await http.get("/model")).content)
@@ -36,14 +36,14 @@ async def card_of(bundle: ModelBundle) -> ModelCard:
 
 async def test_files_are_those_of_the_manifest_with_their_sizes(tmp_path: Path) -> None:
     """A file that has gone has none; keys and values are unknown until the model is loaded."""
-    bundle = bundle_with_files(tmp_path)
-    card = await card_of(bundle)
-    assert {file.name: file.sha256 for file in card.files} == bundle.manifest.files
+    model_dir = model_dir_with_files(tmp_path)
+    card = await card_of(model_dir)
+    assert {file.name: file.sha256 for file in card.files} == model_dir.manifest.files
     assert {file.name: file.bytes for file in card.files} == {"config.json": 7, "model.onnx": 3000}
-    assert card.config == json.loads(json.dumps(asdict(bundle.config)))
+    assert card.config == json.loads(json.dumps(asdict(model_dir.config)))
     assert card.kv_cache is None
     (tmp_path / "model.onnx").unlink()
-    sizes = {file.name: file.bytes for file in (await card_of(bundle)).files}
+    sizes = {file.name: file.bytes for file in (await card_of(model_dir)).files}
     assert sizes == {"config.json": 7, "model.onnx": None}
 
 
@@ -62,8 +62,8 @@ async def test_memory_of_keys_and_values_is_what_the_rows_take(*, int8: bool) ->
 
 
 async def test_models_are_listed_in_the_form_that_the_headers_ask_for() -> None:
-    bundles = {name: fake_bundle(Path(name)) for name in ("a", "b", "c")}
-    app = create_app(load_settings(model="a,b,c"), bundles)
+    model_dirs = {name: fake_model_dir(Path(name)) for name in ("a", "b", "c")}
+    app = create_app(load_settings(model="a,b,c"), model_dirs)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
         version = {"anthropic-version": "2023-06-01"}

@@ -33,7 +33,7 @@ from kvasir.server.api.openai.responses.schemas import LOGPROBS
 from kvasir.server.api.other_servers import IGNORED, NO_OPS, no_op_schema
 from kvasir.server.api.routes import ROUTES, document
 from tests.kit.dialects import parsed
-from tests.kit.fake_encoder import encoder_app, encoder_bundle
+from tests.kit.fake_encoder import encoder_app, encoder_model_dir
 from tests.kit.fake_runner import TIMEOUT, FakeRunner
 from tests.kit.live import KEY, Live, live, live_app
 from tests.kit.serving import VOCAB_SIZE, fake_app
@@ -87,7 +87,7 @@ def servers(server: Live) -> Iterator[dict[str, Live]]:
     with ExitStack() as stack:
         started = {"generate": server}
         for task, labels in (("embed", ()), ("classify", ("relevant",))):
-            app, _ = encoder_app(encoder_bundle(labels, max_model_len=256), api_key=KEY)
+            app, _ = encoder_app(encoder_model_dir(labels, max_model_len=256), api_key=KEY)
             started[task] = stack.enter_context(live_app(app))
         yield started
 

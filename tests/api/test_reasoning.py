@@ -61,10 +61,10 @@ async def test_structured_text_and_forced_calls_come_after_the_reasoning(
         tags = [AddedToken(t, special=kind == "special") for t in ("<think>", "</think>")]
         tagged.add_tokens(tags)
     text, body = both_forms(deep, "No JSON.")
-    bundle = with_template(THINKING, tokenizer=tagged)
+    model_dir = with_template(THINKING, tokenizer=tagged)
     schema = {"type": "json_schema", "json_schema": {"name": "t", "schema": TIME}}
     body |= {"max_tokens": 300, "seed": 1}
-    async with chatting(tagged.encode(text).ids, bundle) as (served, _, _):
+    async with chatting(tagged.encode(text).ids, model_dir) as (served, _, _):
         held = (await post(served, CHAT, **body, response_format=schema))["choices"][0]["message"]
         regex = (await post(served, CHAT, **body, regex="[a-c]{3}"))["choices"][0]["message"]
         rules = (await post(served, CHAT, **body, grammar='start: "x" /[0-9]/'))["choices"][0][
@@ -95,8 +95,8 @@ async def test_a_final_message_is_continued_inside_its_reasoning(begun: dict[str
     body: JSON = {"messages": [*USER, {"role": "assistant"} | begun]}
     body["continue_final_message"] = True
     answered = {"messages": [*USER, {"role": "assistant", "content": "<think>a</think>So"}]}
-    bundle = with_template(SHOWING_THOUGHTS)
-    async with chatting(" second.\n</think>\n\nNo.", bundle) as (served, _, prompts):
+    model_dir = with_template(SHOWING_THOUGHTS)
+    async with chatting(" second.\n</think>\n\nNo.", model_dir) as (served, _, prompts):
         whole = (await post(served, CHAT, **body))["choices"][0]["message"]
         chunks = await stream(served, CHAT, **body)
         held = (await post(served, CHAT, **body, regex="[a-c]{3}"))["choices"][0]["message"]

@@ -15,16 +15,16 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from kvasir.model.bundle import ModelBundle
+from kvasir.model.directory import ModelDirectory
 from kvasir.model.reference import generate
 from kvasir.server.engine.engine import Engine
 from kvasir.server.process.app import create_app
-from kvasir.server.requests.service import Service
+from kvasir.server.requests.served_model import ServedModel
 from kvasir.server.settings import Settings, load_settings
 from tests.kit.beam_search import beam_search
 from tests.kit.dialects import COMPLETIONS, GENERATE_STREAM, parsed
 from tests.kit.fake_seq2seq import EOS, FakeSeq2SeqRunner, read, small_config, small_model
-from tests.kit.serving import MODEL, VOCAB_SIZE, fake_bundle, running, serving, small_tokenizer
+from tests.kit.serving import MODEL, VOCAB_SIZE, fake_model_dir, running, serving, small_tokenizer
 
 LANGUAGES = ("de_DE", "fr_XX", "__en__")
 SOURCE = "def read(path)"
@@ -39,7 +39,7 @@ def tokenizer_of_languages() -> Tokenizer:
 TOKENIZER = tokenizer_of_languages()
 DE, FR, EN = (TOKENIZER.encode(name).ids[0] for name in LANGUAGES)
 NETWORK = small_model(small_config((3, DE), VOCAB_SIZE + len(LANGUAGES)))
-BUNDLE = replace(fake_bundle(chat_template=None), config=NETWORK.config, tokenizer=TOKENIZER)
+MODEL_DIR = replace(fake_model_dir(chat_template=None), config=NETWORK.config, tokenizer=TOKENIZER)
 
 
 def expected(prefix: list[int], max_tokens: int, source: str = SOURCE) -> str:
@@ -50,10 +50,10 @@ def expected(prefix: list[int], max_tokens: int, source: str = SOURCE) -> str:
 
 
 def client(
-    bundle: ModelBundle = BUNDLE, **settings: Any
+    model_dir: ModelDirectory = MODEL_DIR, **settings: Any
 ) -> AbstractAsyncContextManager[httpx.AsyncClient]:
     known = load_settings(model=Path(MODEL), max_num_seqs=4, **settings)
-    return running(create_app(known, bundle, Engine(FakeSeq2SeqRunner(NETWORK), chunk_size=32)))
+    return running(create_app(known, model_dir, Engine(FakeSeq2SeqRunner(NETWORK), chunk_size=32)))
 
 
 async def post(path: str, body: dict[str, Any], **settings: Any) -> Any:
@@ -124,7 +124,7 @@ async def test_the_language_of_a_source(template: str | None) -> None:
         ids = [FR, *own, end] if template.startswith("{}") else [*own, end, FR]
     read_source = read(NETWORK, ids)
     found = generate(NETWORK, [3, DE], max_tokens=5, ending_ids=[EOS], source=read_source)
-    answer = await post("/v1/completions", body, bundle=replace(BUNDLE, tokenizer=tokenizer))
+    answer = await post("/v1/completions", body, model_dir=replace(MODEL_DIR, tokenizer=tokenizer))
     assert answer["choices"][0]["text"] == TOKENIZER.decode(found)
     assert answer["usage"]["prompt_tokens"] == len(ids)
 
@@ -139,9 +139,9 @@ async def test_a_beginning_that_is_too_long_is_named() -> None:
 
 async def test_a_language_may_start_a_target() -> None:
     """As in the first mBART, whose targets start with nothing else."""
-    starting = replace(BUNDLE, config=replace(BUNDLE.config, target_prefix=(DE,)))
+    starting = replace(MODEL_DIR, config=replace(MODEL_DIR.config, target_prefix=(DE,)))
     body = {"prompt": SOURCE, "max_tokens": 5, "target_language": "fr_XX"}
-    answer = await post("/v1/completions", body, bundle=starting)
+    answer = await post("/v1/completions", body, model_dir=starting)
     assert answer["choices"][0]["text"] == expected([FR], 5)
 
 
@@ -240,8 +240,10 @@ async def test_beams_find_more_rows_than_a_decoders_sequences(
 
     monkeypatch.setattr("kvasir.server.process.app.build_engine", build)
     known = load_settings(model=Path(MODEL), **given)
-    app = create_app(known, BUNDLE)
+    app = create_app(known, MODEL_DIR)
     async with app.router.lifespan_context(app):
         assert await asyncio.to_thread(asked.get) == expected_rows
         assert app.state.models.find().settings.max_num_seqs == expected_rows
-    assert Service(known, fake_bundle()).settings.max_num_seqs == given.get("max_num_seqs", 16)
+    assert ServedModel(known, fake_model_dir()).settings.max_num_seqs == given.get(
+        "max_num_seqs", 16
+    )

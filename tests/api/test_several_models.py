@@ -15,17 +15,17 @@ from unittest.mock import patch
 import httpx
 import pytest
 
-from kvasir.model.bundle import ModelBundle
 from kvasir.model.config import Pooling
+from kvasir.model.directory import ModelDirectory
 from kvasir.server.engine.encoder.engine import EncoderEngine
 from kvasir.server.engine.engine import Engine
 from kvasir.server.errors import StartupError
 from kvasir.server.process.app import create_app
-from kvasir.server.requests.models import Models
+from kvasir.server.requests.registry import ModelRegistry
 from kvasir.server.settings import Settings, load_settings
-from tests.kit.fake_encoder import FakeTextRunner, encoder_bundle
+from tests.kit.fake_encoder import FakeTextRunner, encoder_model_dir
 from tests.kit.fake_runner import TIMEOUT, FakeRunner
-from tests.kit.serving import VOCAB_SIZE, fake_bundle, running, sample, small_tokenizer
+from tests.kit.serving import VOCAB_SIZE, fake_model_dir, running, sample, small_tokenizer
 
 TEXTS = {"first": "a", "second": "d", "third": "p"}  # each model repeats its own
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
@@ -39,37 +39,38 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(_: Settings, bundle: ModelBundle, *_clock: object) -> Engine:
-    if bundle.path.name == "unloadable":
+def build(_: Settings, model_dir: ModelDirectory, *_clock: object) -> Engine:
+    if model_dir.path.name == "unloadable":
         raise RuntimeError("the graph\nis damaged")
-    [said] = small_tokenizer().encode(TEXTS[bundle.path.name]).ids
+    [said] = small_tokenizer().encode(TEXTS[model_dir.path.name]).ids
     return Engine(FakeRunner(VOCAB_SIZE, next_token=lambda _: said), chunk_size=8)
 
 
-def build_encoder(_: Settings, bundle: ModelBundle, *_clock: object) -> EncoderEngine:
-    assert bundle.config.pooling is not None
-    runner = FakeTextRunner(bundle.config.pooling)
+def build_encoder(_: Settings, model_dir: ModelDirectory, *_clock: object) -> EncoderEngine:
+    assert model_dir.config.pooling is not None
+    runner = FakeTextRunner(model_dir.config.pooling)
     return EncoderEngine(runner, token_budget=100, max_num_seqs=4)
 
 
 @asynccontextmanager
-async def serving_all(*names: str) -> AsyncIterator[tuple[Models, httpx.AsyncClient]]:
+async def serving_all(*names: str) -> AsyncIterator[tuple[ModelRegistry, httpx.AsyncClient]]:
     """Serve models once all are loaded.
 
     `damaged` has no directory, `unloadable` no graph, and `encoder` makes vectors.
     """
     settings = load_settings(model=[Path(name) for name in names])
-    bundles: dict[str, ModelBundle | StartupError] = {
-        name: encoder_bundle() if name == "encoder" else fake_bundle(Path(name)) for name in names
+    model_dirs: dict[str, ModelDirectory | StartupError] = {
+        name: encoder_model_dir() if name == "encoder" else fake_model_dir(Path(name))
+        for name in names
     }
     if "damaged" in names:
-        bundles["damaged"] = StartupError("damaged has no manifest")
+        model_dirs["damaged"] = StartupError("damaged has no manifest")
     with (
         patch("kvasir.server.process.app.build_engine", build),
         patch("kvasir.server.process.app.build_encoder_engine", build_encoder),
     ):
-        app = create_app(settings, bundles)
-        models: Models = app.state.models
+        app = create_app(settings, model_dirs)
+        models: ModelRegistry = app.state.models
         loaded, start = asyncio.Event(), models.start
 
         async def starting(*arguments: Any) -> None:
@@ -96,7 +97,7 @@ async def test_the_named_model_answers_and_counts_alone() -> None:
             for path in ("/model", "/version"):
                 shown = (await client.get(path, params={"model": name})).json()
                 assert shown["model"] == name
-            total = sample(models.services[name].metrics, "generation_tokens_total", model=name)
+            total = sample(models.served[name].metrics, "generation_tokens_total", model=name)
             assert total == n + 2
 
 
@@ -106,7 +107,7 @@ async def test_a_name_is_needed_where_the_protocol_has_one(path: str) -> None:
         body = BODIES[path]
         unnamed = await client.post(path, json=body)
         unknown = await client.post(path, json=body | {"model": "other"})
-        rejected = sample(models.services["first"].metrics, "requests_rejected_total", model="")
+        rejected = sample(models.served["first"].metrics, "requests_rejected_total", model="")
     assert unknown.status_code == 404
     if path.startswith("/v1"):
         assert unnamed.status_code == 400
@@ -120,9 +121,9 @@ async def test_a_name_is_needed_where_the_protocol_has_one(path: str) -> None:
 
 async def test_a_model_for_another_task_says_so_and_is_no_default() -> None:
     async with serving_all("first", "second") as (models, client):
-        first = models.services["first"]
-        config = replace(first.bundle.config, pooling=Pooling(kind="mean"), tied_embeddings=True)
-        first.bundle = replace(first.bundle, config=config)
+        first = models.served["first"]
+        config = replace(first.model_dir.config, pooling=Pooling(kind="mean"), tied_embeddings=True)
+        first.model_dir = replace(first.model_dir, config=config)
         body = BODIES["/v1/completions"] | {"model": "first"}
         refused = await client.post("/v1/completions", json=body)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
@@ -135,7 +136,7 @@ async def test_a_model_that_cannot_be_loaded_leaves_the_others(
     failed: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving_all(failed, "second") as (models, client):
-        metrics = models.services["second"].metrics
+        metrics = models.served["second"].metrics
         assert [sample(metrics, "model_failed", model=n) for n in (failed, "second")] == [1, 0]
         assert [record.levelname for record in caplog.records if failed in record.message]
         health = await client.get("/health/ready")
@@ -150,7 +151,7 @@ async def test_a_model_that_cannot_be_loaded_leaves_the_others(
 
 async def test_an_engine_that_fails_is_a_reason_to_restart_and_leaves_the_others() -> None:
     async with serving_all("first", "second") as (models, client):
-        models.services["first"].engine.give_up()
+        models.served["first"].engine.give_up()
         assert (await client.get("/health/live")).status_code == 503
         assert (await client.get("/health/ready")).json() == {
             "status": "ok",
@@ -192,10 +193,10 @@ async def test_a_router_sees_one_series_of_all_models() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no priority")
 async def test_an_encoder_yields_to_streams_and_to_nobody_else() -> None:
     async with serving_all("first", "encoder") as (models, _):
-        threads = [service.engine._thread for service in models.services.values()]
+        threads = [served.engine._thread for served in models.served.values()]
         text, vectors = (os.getpriority(os.PRIO_PROCESS, one.native_id) for one in threads)  # type: ignore
     async with serving_all("encoder") as (models, _):
-        alone = models.services["encoder"].engine._thread
+        alone = models.served["encoder"].engine._thread
         assert os.getpriority(os.PRIO_PROCESS, alone.native_id) == text  # type: ignore
     assert vectors == min(19, text + 5)
     assert os.getpriority(os.PRIO_PROCESS, 0) == text

@@ -25,7 +25,7 @@ from tests.kit.serving import (
     CHAT_TEMPLATE,
     MODEL,
     VOCAB_SIZE,
-    fake_bundle,
+    fake_model_dir,
     serving,
     small_tokenizer,
 )
@@ -133,9 +133,9 @@ def test_offsets_cover_the_text_and_parts_of_a_character_cover_it_whole(
 
 @pytest.mark.parametrize("text", ["caf\u00e9", "caf\u00e9 " * 2000], ids=["short", "long"])
 async def test_a_panic_of_the_tokenizer_ends_only_its_request(text: str) -> None:
-    bundle = fake_bundle(max_model_len=20_000)
-    bundle = replace(bundle, tokenizer=with_damaged_charsmap(small_tokenizer(), 0xC3))
-    async with serving(FakeRunner(VOCAB_SIZE, max_model_len=20_000), bundle=bundle) as served:
+    model_dir = fake_model_dir(max_model_len=20_000)
+    model_dir = replace(model_dir, tokenizer=with_damaged_charsmap(small_tokenizer(), 0xC3))
+    async with serving(FakeRunner(VOCAB_SIZE, max_model_len=20_000), model_dir=model_dir) as served:
         for path in ("/tokenize", "/v1/completions"):
             for fields in {}, {} if path == "/tokenize" else {"stream": True}:
                 body: dict[str, Any] = {"prompt": text} | fields

@@ -54,7 +54,7 @@ async def test_a_required_call_is_one_if_the_tags_are_tokens(special: bool) -> N
     async with chatting(ids, with_template(CHAT_TEMPLATE, tokenizer=tagged)) as (served, _, _):
         free = (await post(served, CHAT, tools=TOOLS))["choices"][0]
         held = (await post(served, CHAT, tools=strict))["choices"][0]
-    async with chatting(bundle=with_template(CHAT_TEMPLATE, tokenizer=tagged)) as (served, _, _):
+    async with chatting(model_dir=with_template(CHAT_TEMPLATE, tokenizer=tagged)) as (served, _, _):
         for seed in range(4):
             body = {"tools": TOOLS, "tool_choice": "required", "seed": seed, "temperature": 2.0}
             forced = (await post(served, CHAT, **body, max_tokens=400))["choices"][0]

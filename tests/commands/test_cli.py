@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from kvasir.__main__ import app
 from kvasir.commands.console import progress
 from kvasir.commands.console.output import console, show
-from kvasir.model import bundle
+from kvasir.model import directory
 from kvasir.model.training import report
 from kvasir.model.training.metrics import StepMetrics
 from kvasir.server.settings import Settings
@@ -122,7 +122,7 @@ def test_without_a_model_the_example_is_served(
     monkeypatch.setattr("kvasir.server.process.serve.serve", served.append)
     assert kvasir("serve").exit_code == 0
     assert served[0].model_name == "stdlib"
-    assert bundle.load_bundle(served[0].models["stdlib"]).tokenizer.get_vocab_size() > 0
+    assert directory.load_model_dir(served[0].models["stdlib"]).tokenizer.get_vocab_size() > 0
 
 
 def test_bytes_that_are_not_text_are_refused() -> None:
@@ -156,7 +156,7 @@ def test_control_c_ends_without_output(monkeypatch: pytest.MonkeyPatch) -> None:
     def press(_: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvasir.server.process.engine_builder.load_bundle", press)
+    monkeypatch.setattr("kvasir.server.process.engine_builder.load_model_dir", press)
     result = kvasir("generate", EXAMPLE, "x")
     assert (result.exit_code, result.output) == (130, "")
 

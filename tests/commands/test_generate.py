@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-import kvasir.model.bundle
+import kvasir.model.directory
 from kvasir.__main__ import app
 from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.sequence import Sequence
@@ -29,9 +29,9 @@ def test_a_completion_is_the_same_for_people_and_for_scripts() -> None:
     found = json.loads(generate(*arguments, "--json").stdout)
     assert generate(*arguments).stdout == found["text"] + "\n"
     assert (len(found["token_ids"]), found["finish_reason"], found["seed"]) == (6, "length", 3)
-    bundle = kvasir.model.bundle.load_bundle(Path(STDLIB))
+    model_dir = kvasir.model.directory.load_model_dir(Path(STDLIB))
     assert (
-        bundle.tokenizer.decode(found["prompt_token_ids"] + found["token_ids"])
+        model_dir.tokenizer.decode(found["prompt_token_ids"] + found["token_ids"])
         == "def main():" + found["text"]
     )
 
@@ -45,10 +45,12 @@ def test_a_prompt_that_cannot_fit_is_an_error() -> None:
 def test_without_a_number_as_many_tokens_come_as_fit() -> None:
     """128 and the token that begins a target were one more than the example's positions."""
     assert generate(str(EXAMPLES / "numbers"), "forty-two").exit_code == 0
-    bundle = kvasir.model.bundle.load_bundle(Path(STDLIB))
-    most = bundle.config.max_model_len
-    prompt = bundle.tokenizer.decode(bundle.tokenizer.encode("import os\n" * most).ids[: most - 3])
-    n_prompt = len(bundle.tokenizer.encode(prompt).ids)
+    model_dir = kvasir.model.directory.load_model_dir(Path(STDLIB))
+    most = model_dir.config.max_model_len
+    prompt = model_dir.tokenizer.decode(
+        model_dir.tokenizer.encode("import os\n" * most).ids[: most - 3]
+    )
+    n_prompt = len(model_dir.tokenizer.encode(prompt).ids)
     assert most - 128 < n_prompt < most
     found = json.loads(generate(STDLIB, prompt, "--temperature", "0", "--json").stdout)
     assert (len(found["token_ids"]), found["finish_reason"]) == (most - n_prompt, "length")
@@ -57,9 +59,9 @@ def test_without_a_number_as_many_tokens_come_as_fit() -> None:
 def test_probabilities_are_the_models_of_the_tokens() -> None:
     arguments = [STDLIB, "import ", "--max-tokens", "5", "--seed", "1", "--show-probabilities"]
     tokens = json.loads(generate(*arguments, "--json").stdout)["tokens"]
-    bundle = kvasir.model.bundle.load_bundle(Path(STDLIB))
-    engine = build_engine(load_settings(model=Path(STDLIB), max_num_seqs=1), bundle)
-    ids = bundle.tokenizer.encode("import ").ids
+    model_dir = kvasir.model.directory.load_model_dir(Path(STDLIB))
+    engine = build_engine(load_settings(model=Path(STDLIB), max_num_seqs=1), model_dir)
+    ids = model_dir.tokenizer.encode("import ").ids
     scored = ids + [token["id"] for token in tokens]
     params = SamplingParams(max_tokens=0, prompt_logprobs=0)
     engine.add(Sequence(0, scored, params, frozenset(), 0.0))

@@ -28,7 +28,7 @@ from tests.conformance.model import MAX_MODEL_LEN, make_model, make_tokenizer
 from tests.conformance.openai_batches import use_openai_batches
 from tests.conformance.openai_client import use_openai
 from tests.conformance.server import CAPACITY, Conformed, Server
-from tests.kit.fake_encoder import encoder_app, encoder_bundle
+from tests.kit.fake_encoder import encoder_app, encoder_model_dir
 from tests.kit.live import live_app
 
 _KEY = "a-key"
@@ -102,7 +102,10 @@ def use_chats(environment: Path, server: Server, client: str) -> Conformed:
 def use_embedding_clients(environment: Path) -> Conformed:
     """Compare what clients get with what fake encoders make."""
     texts = ("def", "read json", "x" * 40)
-    vectors, reranker = encoder_app(encoder_bundle()), encoder_app(encoder_bundle(("relevant",)))
+    vectors, reranker = (
+        encoder_app(encoder_model_dir()),
+        encoder_app(encoder_model_dir(("relevant",))),
+    )
     with live_app(vectors[0]) as one, live_app(reranker[0]) as other:
         arguments = (one.url, other.url, "fake-encoder", _KEY, *texts)
         found = json.loads(_run(environment, "embedding_clients.py", *arguments))

@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer
 
 from kvasir.export.graphs.decoder import load_weights
-from kvasir.model.bundle import load_bundle
+from kvasir.model.directory import load_model_dir
 from kvasir.model.network.skeleton import build_decoder
 from kvasir.model.network.transformer import Transformer
 from tests.conformance.server import CAPACITY, Conformed, Server
@@ -153,12 +153,12 @@ class _Oracle:
     """Log-likelihoods of the model in PyTorch, uncached."""
 
     def __init__(self, model: Path) -> None:
-        bundle = load_bundle(model)
+        model_dir = load_model_dir(model)
         self._decoder: Transformer = build_decoder(
-            bundle.config, load_weights(bundle.config, bundle.graph_path)
+            model_dir.config, load_weights(model_dir.config, model_dir.graph_path)
         )
-        self._tokenizer: Tokenizer = bundle.tokenizer
-        self._first_id = bundle.config.eos_token_ids[0]  # lm_eval puts it before a document
+        self._tokenizer: Tokenizer = model_dir.tokenizer
+        self._first_id = model_dir.config.eos_token_ids[0]  # lm_eval puts it before a document
 
     def continuation(self, context: str, text: str) -> tuple[float, bool]:
         """Return the log-likelihood of `text` after `context`, and whether `text` is greedy."""

@@ -7,8 +7,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from kvasir.export.directory import export_checkpoint
-from kvasir.model.bundle import CHAT_TEMPLATE_FILE, TOKENIZER_FILE
 from kvasir.model.checkpoint import save_checkpoint
+from kvasir.model.directory import CHAT_TEMPLATE_FILE, TOKENIZER_FILE
 from kvasir.model.tokenizer import train_tokenizer
 from tests.kit.random_models import make_config, make_decoder
 from tests.kit.serving import CHAT_TEMPLATE

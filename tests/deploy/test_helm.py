@@ -18,7 +18,7 @@ from kvasir.server.errors import StartupError
 from kvasir.server.settings import PREFIX, load_settings
 from tests.deploy.chart_relations import INTERNAL, is_below
 from tests.deploy.helm_schema import settings_schema
-from tests.kit.fake_encoder import encoder_app, encoder_bundle
+from tests.kit.fake_encoder import encoder_app, encoder_model_dir
 from tests.kit.live import KEY, Live, live, live_app
 
 CHART = Path(__file__).parents[2] / "helm"
@@ -100,7 +100,7 @@ def test_the_chart_s_test_reads_its_key_from_any_legal_file(content: str, tmp_pa
 
 @pytest.mark.parametrize("labels", [(), ("relevant",), ("calm", "glad")])
 def test_the_chart_s_test_asks_an_encoder_for_what_it_does(labels: tuple[str, ...]) -> None:
-    app, runner = encoder_app(encoder_bundle(labels))
+    app, runner = encoder_app(encoder_model_dir(labels))
     with live_app(app) as server:
         done = run_chart_test(server)
     assert done.returncode == 0, done.stderr

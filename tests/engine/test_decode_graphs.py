@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvasir.export.graphs.paged import export_paged_graph
-from kvasir.model.bundle import CANDIDATES_OUTPUT
+from kvasir.model.directory import CANDIDATES_OUTPUT
 from kvasir.model.reference import generate
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.gpu.cuda import bind_cuda_blocks

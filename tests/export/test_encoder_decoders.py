@@ -19,15 +19,15 @@ from kvasir.export.verification.pair_plan import SamplePairs
 from kvasir.export.verification.samples import make_sample
 from kvasir.export.verification.segments import SegmentedGraph
 from kvasir.export.verification.verify import VerificationError, Verifier, check
-from kvasir.model.bundle import (
+from kvasir.model.checkpoint import load_checkpoint
+from kvasir.model.directory import (
     ATTENTION_GRAPH_FILE,
     GRAPH_FILE,
     HEAD_MASK_INPUT,
     MANIFEST_FILE,
-    BundleError,
-    load_bundle,
+    ModelDirectoryError,
+    load_model_dir,
 )
-from kvasir.model.checkpoint import load_checkpoint
 from kvasir.model.onnx.runtime import open_cpu_session
 from kvasir.model.training.data.translations import HELD_OUT_FILE
 from tests.kit.encoder_decoders import PairSession, export_both
@@ -85,18 +85,18 @@ def exported(bart: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_directory_proves_both_graphs(bart: Path, exported: Path) -> None:
-    bundle, checkpoint = load_bundle(exported), load_checkpoint(bart)
-    manifest, figures = bundle.manifest, bundle.manifest.verification
+    model_dir, checkpoint = load_model_dir(exported), load_checkpoint(bart)
+    manifest, figures = model_dir.manifest, model_dir.manifest.verification
     assert manifest.architecture == "kvasir-encoder-decoder"
     assert figures.max_logit_error < 1e-4
     assert figures.greedy_agreement == 1.0
-    assert figures.longest == bundle.config.max_model_len
+    assert figures.longest == model_dir.config.max_model_len
     assert figures.perplexity_onnx == pytest.approx(figures.perplexity_torch)
     assert verify_directory(exported, bart)[1] == figures
     again = verify_directory(exported)[1]  # against the weights in the graphs
     assert again is not None
     assert again.max_logit_error == pytest.approx(figures.max_logit_error, abs=1e-4)
-    loaded = load_both_weights(bundle.config, bundle.graph_path)
+    loaded = load_both_weights(model_dir.config, model_dir.graph_path)
     assert loaded.keys() == checkpoint.weights.keys()
     for name in loaded:
         torch.testing.assert_close(loaded[name], checkpoint.weights[name], rtol=2e-7, atol=0.0)
@@ -124,12 +124,12 @@ def test_a_directory_without_its_encoder_is_refused(
     shutil.copytree(exported, tmp_path / "copy")
     manifest = json.loads((exported / MANIFEST_FILE).read_text())
     (tmp_path / "copy" / name).unlink()
-    with pytest.raises(BundleError, match=f"{name} is missing"):
-        load_bundle(tmp_path / "copy")
+    with pytest.raises(ModelDirectoryError, match=f"{name} is missing"):
+        load_model_dir(tmp_path / "copy")
     del manifest["files"][name]
     (tmp_path / "copy" / MANIFEST_FILE).write_text(json.dumps(manifest))
-    with pytest.raises(BundleError, match=name):
-        load_bundle(tmp_path / "copy")
+    with pytest.raises(ModelDirectoryError, match=name):
+        load_model_dir(tmp_path / "copy")
 
 
 @pytest.mark.parametrize("options", [{"device": "cuda"}, {"precision": "int4"}])

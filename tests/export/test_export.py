@@ -20,9 +20,9 @@ from kvasir.export.directory import export_checkpoint, verify_directory
 from kvasir.export.graphs.decoder import STEP_INPUTS, export_graph
 from kvasir.export.verification import verify as export_verify
 from kvasir.export.verification.verify import VerificationError
-from kvasir.model.bundle import cache_names, load_bundle
 from kvasir.model.checkpoint import CheckpointError, save_checkpoint
 from kvasir.model.config import TransformerConfig
+from kvasir.model.directory import cache_names, load_model_dir
 from kvasir.model.records import GenerationDefaults
 from kvasir.model.tokenizer import train_tokenizer
 from kvasir.model.training.data.corpus import Corpus
@@ -59,7 +59,7 @@ def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_directory_is_whole_and_says_what_was_measured(exported: Path) -> None:
     assert json.loads((exported / "manifest.json").read_text())["format_version"] == 1
-    manifest = load_bundle(exported).manifest
+    manifest = load_model_dir(exported).manifest
     assert manifest.verification.max_logit_error < 1e-4
     assert manifest.verification.greedy_agreement == 1.0
     assert re.fullmatch(r"held-out text of tale, \d+ x 96 tokens", manifest.verification.text or "")
@@ -71,7 +71,7 @@ def test_the_directory_is_whole_and_says_what_was_measured(exported: Path) -> No
 
 
 def test_the_graph_has_the_contracts_names_and_no_path_of_this_machine(exported: Path) -> None:
-    config, graph = load_bundle(exported).config, onnx_ir.load(exported / "model.onnx").graph
+    config, graph = load_model_dir(exported).config, onnx_ir.load(exported / "model.onnx").graph
     assert [value.name for value in graph.inputs] == [
         *STEP_INPUTS,
         *cache_names("past_key_values", config.n_layer),
@@ -84,11 +84,11 @@ def test_the_graph_has_the_contracts_names_and_no_path_of_this_machine(exported:
 
 
 def test_the_engine_serves_it(exported: Path) -> None:
-    bundle = load_bundle(exported)
-    runner = OnnxRunner(bundle.graph_path, bundle.config, max_num_seqs=2, threads=1)
+    model_dir = load_model_dir(exported)
+    runner = OnnxRunner(model_dir.graph_path, model_dir.config, max_num_seqs=2, threads=1)
     warm_up(runner)
     assert runner.kv.reserved_tokens == 0
-    prompt_ids = bundle.tokenizer.encode("the 7th").ids
+    prompt_ids = model_dir.tokenizer.encode("the 7th").ids
     result = run_to_end(
         Engine(runner, chunk_size=16), [make_sequence(0, prompt_ids, SamplingParams(max_tokens=5))]
     )
@@ -99,9 +99,9 @@ def test_the_engine_serves_it(exported: Path) -> None:
     "options", [{"max_model_len": 97}, {"max_model_len": 1}, {"kv_cache_bytes": 10}]
 )
 def test_limits_that_cannot_be_met_are_refused(exported: Path, options: dict[str, int]) -> None:
-    bundle = load_bundle(exported)
+    model_dir = load_model_dir(exported)
     with pytest.raises(ValueError, match=str(next(iter(options.values())))):
-        OnnxRunner(bundle.graph_path, bundle.config, max_num_seqs=2, **options)
+        OnnxRunner(model_dir.graph_path, model_dir.config, max_num_seqs=2, **options)
 
 
 def test_models_of_any_length_can_be_verified(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_int8_is_smaller_and_as_good(run: Path, exported: Path, tmp_path: Path) 
     figures = manifest.verification
     assert manifest.precision == "int8"
     assert figures.perplexity_onnx == pytest.approx(figures.perplexity_torch, rel=0.01)
-    assert figures.perplexity_onnx != load_bundle(exported).manifest.verification.perplexity_onnx
+    assert figures.perplexity_onnx != load_model_dir(exported).manifest.verification.perplexity_onnx
     sizes = [
         (folder / "model.onnx.data").stat().st_size for folder in (tmp_path / "int8", exported)
     ]
@@ -211,11 +211,11 @@ def test_a_checkpoint_of_ones_own_is_exported_as_it_is(tmp_path: Path) -> None:
     python = f"Python {sys.version_info[0]}.{sys.version_info[1]}"
     text = manifest.verification.text or ""
     assert re.fullmatch(rf"{python}'s pydoc topics, \d+ x 40 tokens", text)
-    bundle = load_bundle(out)
-    assert bundle.config.max_model_len == bundle.manifest.max_model_len == 40
-    assert bundle.chat_template == "{{ bos_token }}"
-    assert bundle.special_tokens == {"bos_token": "<s>"}
-    assert bundle.generation.given() == {"temperature": 0.3, "top_k": 40, "top_p": 0.9}
+    model_dir = load_model_dir(out)
+    assert model_dir.config.max_model_len == model_dir.manifest.max_model_len == 40
+    assert model_dir.chat_template == "{{ bos_token }}"
+    assert model_dir.special_tokens == {"bos_token": "<s>"}
+    assert model_dir.generation.given() == {"temperature": 0.3, "top_k": 40, "top_p": 0.9}
     assert verify_directory(out, checkpoint)[1] == manifest.verification
 
 
@@ -243,16 +243,16 @@ def test_commands_in_one_line_each(run: Path, exported: Path, tmp_path: Path) ->
 
     assert "greedy agreement" in kvasir("verify", exported)
     measured = json.loads(kvasir("verify", exported, "--json"))
-    assert measured["manifest"] == load_bundle(exported).manifest.verification.model_dump()
+    assert measured["manifest"] == load_model_dir(exported).manifest.verification.model_dump()
     advice = ["--temperature", "0.5", "--top-p", "0.9", "--json"]
     made = json.loads(kvasir("export", run, "--out", run.parent / "advised", *advice))
     assert (made["device"], made["precision"]) == ("cpu", "int8")
     assert made["bytes"] == sum(path.stat().st_size for path in (run.parent / "advised").iterdir())
-    assert load_bundle(run.parent / "advised").generation.given() == {
+    assert load_model_dir(run.parent / "advised").generation.given() == {
         "temperature": 0.5,
         "top_p": 0.9,
     }
-    assert load_bundle(exported).generation.given() == {}
+    assert load_model_dir(exported).generation.given() == {}
     assert "held-out text of tale" in kvasir("verify", exported, "--checkpoint", run)
     assert "to measure int8 again" in kvasir("verify", run.parent / "advised")
     rounded = json.loads(kvasir("verify", run.parent / "advised", "--json"))

@@ -15,7 +15,7 @@ from kvasir.export.graphs.rewrite import branches
 from kvasir.export.rounding.formulas import BLOCK, quantize_blocks, quantize_pairs, quantize_rows
 from kvasir.export.rounding.quantize import quantize
 from kvasir.export.rounding.weights import Weights
-from kvasir.model.bundle import GRAPH_FILE, WEIGHTS_FILE
+from kvasir.model.directory import GRAPH_FILE, WEIGHTS_FILE
 from kvasir.model.onnx.runtime import onnxruntime, open_cpu_session
 from tests.kit import paged_reference
 from tests.kit.random_models import RandomModel, export_random, measure_scales

@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 
 from kvasir.export.graphs.tail import MAX_CANDIDATES, add_candidates, n_parts
-from kvasir.model.bundle import CANDIDATES_OUTPUT, INVERSE_TEMPERATURES_INPUT
+from kvasir.model.directory import CANDIDATES_OUTPUT, INVERSE_TEMPERATURES_INPUT
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.server.engine.sampling.logits import Candidates
 from kvasir.server.engine.sampling.params import Floats

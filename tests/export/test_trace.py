@@ -13,7 +13,7 @@ import pytest
 from kvasir.export.graphs import trace
 from kvasir.export.graphs.decoder import export_graph
 from kvasir.export.graphs.encoder import export_encoder_graph
-from kvasir.model.bundle import GRAPH_FILE
+from kvasir.model.directory import GRAPH_FILE
 from tests.kit.encoders import BERT
 from tests.kit.random_models import make_config, make_decoder
 from tests.model.variants import VARIANTS

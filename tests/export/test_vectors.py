@@ -12,8 +12,8 @@ import torch
 from kvasir.export.directory import export_checkpoint, verify_directory
 from kvasir.export.verification.vectors import verify_vectors
 from kvasir.export.verification.verify import VerificationError
-from kvasir.model.bundle import load_bundle
 from kvasir.model.checkpoint import load_checkpoint, save_checkpoint
+from kvasir.model.directory import load_model_dir
 from kvasir.model.tokenizer import train_tokenizer
 from tests.kit.encoders import BERT, MPNET
 from tests.kit.random_models import make_config, make_decoder
@@ -42,7 +42,7 @@ def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_manifest_has_cosines_and_retrieval(exported: Path) -> None:
-    figures = load_bundle(exported).manifest.verification
+    figures = load_model_dir(exported).manifest.verification
     assert figures.mean_cosine is not None
     assert figures.least_cosine is not None
     assert 0.99 < figures.least_cosine <= figures.mean_cosine < 1.0 + 1e-9
@@ -52,11 +52,11 @@ def test_the_manifest_has_cosines_and_retrieval(exported: Path) -> None:
 
 
 def test_another_checkpoints_graph_is_refused(run: Path, exported: Path) -> None:
-    bundle, checkpoint = load_bundle(exported), load_checkpoint(run)
+    model_dir, checkpoint = load_model_dir(exported), load_checkpoint(run)
     weights = {name: checkpoint.weights[name].clone() for name in checkpoint.weights}
     weights["blocks.0.feed_forward.down.weight"].neg_()
     with pytest.raises(VerificationError, match="cosine"):
-        verify_vectors(bundle.config, weights, bundle.graph_path, bundle.tokenizer, "int8")
+        verify_vectors(model_dir.config, weights, model_dir.graph_path, model_dir.tokenizer, "int8")
 
 
 def test_a_classifiers_graph_is_enough_to_verify_it(tmp_path: Path) -> None:

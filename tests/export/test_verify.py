@@ -16,8 +16,8 @@ from kvasir.export.verification import plan
 from kvasir.export.verification.plan import Plan, SampleText
 from kvasir.export.verification.samples import sample_text
 from kvasir.export.verification.verify import VerificationError, _Tally, check
-from kvasir.model.bundle import GRAPH_FILE, WEIGHTS_FILE
 from kvasir.model.checkpoint import Checkpoint
+from kvasir.model.directory import GRAPH_FILE, WEIGHTS_FILE
 from kvasir.model.records import Verification
 from kvasir.model.tokenizer import train_tokenizer
 from tests.kit.random_models import RandomModel, export_random, make_config

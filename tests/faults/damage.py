@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kvasir.model.bundle import MANIFEST_FILE, hash_files
+from kvasir.model.directory import MANIFEST_FILE, hash_files
 from kvasir.server.process.local_server import serve_command
 from tests.faults.report import Report
 from tests.faults.server_process import EXAMPLE

@@ -111,11 +111,11 @@ async def _serve(tracer: Tracer) -> list[str]:
     runner = FakeRunner(VOCAB_SIZE, max_num_seqs=3)
     async with serving(runner, cache_bytes=2**12, speculate=True, max_queue=100) as served:
         # Skip the process that tries grammars first.
-        served.service.grammars._trial.check = lambda grammar: ""  # type: ignore[method-assign]  # noqa: ARG005
+        served.model.grammars._trial.check = lambda grammar: ""  # type: ignore[method-assign]  # noqa: ARG005
         await _post(
             served, _BODIES[0]
         )  # only then does the engine's thread look up the traced functions
-        tracer.install(served.service.engine)
+        tracer.install(served.model.engine)
         try:
             async with asyncio.timeout(TIMEOUT):
                 answers = await asyncio.gather(
@@ -129,9 +129,9 @@ async def _serve(tracer: Tracer) -> list[str]:
             for answer in whole
             if not _has_ended(answer)
         ]
-        if served.service.admission.n_inside:
+        if served.model.admission.n_inside:
             wrong.append("places are still held")
-    engine = served.service.engine
+    engine = served.model.engine
     if engine.is_healthy is tracer.ends_all:
         wrong.append(f"the engine's health is {engine.is_healthy}")
     if engine.is_running:

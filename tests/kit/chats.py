@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 
-from kvasir.model.bundle import ModelBundle
+from kvasir.model.directory import ModelDirectory
 from kvasir.server.engine.sequence import Sequence
 from kvasir.server.requests.async_engine import OutputStream
 from tests.kit.dialects import CHAT, JSON, MESSAGES, RESPONSES
@@ -20,7 +20,7 @@ from tests.kit.serving import (
     EOS,
     VOCAB_SIZE,
     Served,
-    fake_bundle,
+    fake_model_dir,
     serving,
     small_tokenizer,
 )
@@ -73,14 +73,14 @@ HERMES_TEXT = (
 BOTH = [("weather", {"city": "Rome", "days": 2}), ("time", {"utc": True})]  # calls of that text
 
 
-def with_template(source: str | None, **changes: Any) -> ModelBundle:
-    bundle = fake_bundle(max_model_len=LONG, chat_template=source)
-    return replace(bundle, special_tokens=TOKENS, **changes)
+def with_template(source: str | None, **changes: Any) -> ModelDirectory:
+    model_dir = fake_model_dir(max_model_len=LONG, chat_template=source)
+    return replace(model_dir, special_tokens=TOKENS, **changes)
 
 
 @asynccontextmanager
 async def chatting(
-    answer: str | list[int] | None = None, bundle: ModelBundle | None = None, **settings: Any
+    answer: str | list[int] | None = None, model_dir: ModelDirectory | None = None, **settings: Any
 ) -> AsyncIterator[tuple[Served, openai.AsyncOpenAI, list[list[int]]]]:
     """A server whose model always gives one text, or any; OpenAI's client; the model's prompts."""
     ids = small_tokenizer().encode(answer).ids if isinstance(answer, str) else answer
@@ -91,15 +91,15 @@ async def chatting(
         return None if ids is None else [*ids, EOS][min(place, len(ids))]
 
     runner = FakeRunner(VOCAB_SIZE, max_model_len=LONG, next_token=next_token)
-    bundle = bundle or fake_bundle(max_model_len=LONG)
-    async with serving(runner, bundle=bundle, **settings) as served:
-        submit = served.service.engine.submit
+    model_dir = model_dir or fake_model_dir(max_model_len=LONG)
+    async with serving(runner, model_dir=model_dir, **settings) as served:
+        submit = served.model.engine.submit
 
         def noting(sequences: list[Sequence]) -> OutputStream:
             prompts.append(sequences[0].prompt_ids)
             return submit(sequences)
 
-        served.service.engine.submit = noting  # type: ignore[method-assign]
+        served.model.engine.submit = noting  # type: ignore[method-assign]
         http: Any = served.client
         client = openai.AsyncOpenAI(
             base_url="http://localhost/v1", api_key="x", http_client=http, max_retries=0

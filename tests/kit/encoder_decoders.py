@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvasir.export.graphs.decoder import export_graph
 from kvasir.export.graphs.source import export_source_graph
-from kvasir.model.bundle import ENCODER_GRAPH_FILE, GRAPH_FILE, cache_names
 from kvasir.model.config import TransformerConfig
+from kvasir.model.directory import ENCODER_GRAPH_FILE, GRAPH_FILE, cache_names
 from kvasir.model.onnx.runtime import open_cpu_session
 from kvasir.model.packing import SOURCE_OUTPUT, pack
 

@@ -14,8 +14,8 @@ from fastapi import FastAPI
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from kvasir.model.bundle import ModelBundle
 from kvasir.model.config import Pooling, Projection
+from kvasir.model.directory import ModelDirectory
 from kvasir.model.records import EmbeddingDefaults
 from kvasir.server.engine.encoder.engine import EncoderEngine
 from kvasir.server.engine.encoder.runner import EncoderRunner
@@ -24,7 +24,7 @@ from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.process.app import create_app
 from kvasir.server.settings import load_settings
 from tests.kit.fake_runner import TIMEOUT
-from tests.kit.serving import EOS, fake_bundle, small_tokenizer
+from tests.kit.serving import EOS, fake_model_dir, small_tokenizer
 
 D_MODEL = 16
 PROMPTS = {"query": "find: ", "passage": ""}
@@ -42,20 +42,22 @@ def pair_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def encoder_bundle(
+def encoder_model_dir(
     labels: tuple[str, ...] = (), *, max_model_len: int = 64, **pooling: Any
-) -> ModelBundle:
-    """Return a bundle without files, of an embedding model or, with labels, of a classifier."""
+) -> ModelDirectory:
+    """Return a model without files: of embeddings or, with labels, a classifier."""
     if labels:
         pooling["projections"] = (Projection(d_out=len(labels)),)
-    bundle = fake_bundle(Path("fake-encoder"), max_model_len=max_model_len, chat_template=None)
+    model_dir = fake_model_dir(
+        Path("fake-encoder"), max_model_len=max_model_len, chat_template=None
+    )
     config = replace(
-        bundle.config,
+        model_dir.config,
         causal=False,
         pooling=Pooling(kind="mean", labels=labels, **pooling),
     )
     embedding = EmbeddingDefaults(prompts=PROMPTS)
-    return replace(bundle, config=config, tokenizer=pair_tokenizer(), embedding=embedding)
+    return replace(model_dir, config=config, tokenizer=pair_tokenizer(), embedding=embedding)
 
 
 def output_of(encoding: Encoding, pooling: Pooling, *, tokens: bool = False) -> Floats:
@@ -101,10 +103,10 @@ class FakeTextRunner(EncoderRunner):
         """There is none."""
 
 
-def encoder_app(bundle: ModelBundle, **settings: Any) -> tuple[FastAPI, FakeTextRunner]:
+def encoder_app(model_dir: ModelDirectory, **settings: Any) -> tuple[FastAPI, FakeTextRunner]:
     """Return the app of a fake encoder, and its runner."""
-    assert bundle.config.pooling is not None
-    runner = FakeTextRunner(bundle.config.pooling, max_model_len=bundle.config.max_model_len)
-    known = load_settings(model=bundle.path, **settings)
+    assert model_dir.config.pooling is not None
+    runner = FakeTextRunner(model_dir.config.pooling, max_model_len=model_dir.config.max_model_len)
+    known = load_settings(model=model_dir.path, **settings)
     engine = EncoderEngine(runner, token_budget=100, max_num_seqs=4)
-    return create_app(known, bundle, engine), runner
+    return create_app(known, model_dir, engine), runner

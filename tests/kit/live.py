@@ -18,7 +18,7 @@ from fastapi import FastAPI
 
 from kvasir.server.process.serve import bind, configure
 from kvasir.server.requests.async_engine import AsyncEngine
-from kvasir.server.requests.service import Service
+from kvasir.server.requests.served_model import ServedModel
 from tests.kit.fake_runner import TIMEOUT, FakeRunner
 from tests.kit.serving import VOCAB_SIZE, fake_app, on_submission, sample
 
@@ -33,8 +33,8 @@ class Live:
         self.submitted = threading.Semaphore(0)
         self.left = threading.Semaphore(0)
         self.freed = threading.Semaphore(0)
-        self.service: Service = app.state.models.find()
-        self._announce(self.service.engine)
+        self.model: ServedModel = app.state.models.find()
+        self._announce(self.model.engine)
         listener = bind("127.0.0.1", 0)
         self.port: int = listener.getsockname()[1]
         self.server = uvicorn.Server(configure(app))
@@ -60,7 +60,7 @@ class Live:
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         """The server's event loop, once it has answered a request."""
-        return self.service.engine._loop
+        return self.model.engine._loop
 
     @property
     def url(self) -> str:
@@ -87,7 +87,7 @@ class Live:
         return connection
 
     def value(self, name: str, **labels: str) -> float:
-        return sample(self.service.metrics, name, **labels) or 0.0
+        return sample(self.model.metrics, name, **labels) or 0.0
 
     def close(self) -> None:
         self.runner.release()

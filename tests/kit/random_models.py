@@ -16,8 +16,8 @@ from kvasir.export.verification.layers import LayeredDecoder
 from kvasir.export.verification.plan import SampleText
 from kvasir.export.verification.segments import SegmentedGraph
 from kvasir.export.verification.verify import Verifier
-from kvasir.model.bundle import GRAPH_FILE
 from kvasir.model.config import TransformerConfig
+from kvasir.model.directory import GRAPH_FILE
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.records import Verification
 from kvasir.server.engine.runner import OnnxRunner

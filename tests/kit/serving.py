@@ -1,4 +1,4 @@
-"""A server on a fake runner: settings, a bundle without files, the app, a client in the process."""
+"""A server on a fake runner: settings, a model without files, the app, a client in the process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fastapi import FastAPI
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from kvasir.model.bundle import Manifest, ModelBundle
 from kvasir.model.config import TransformerConfig
+from kvasir.model.directory import Manifest, ModelDirectory
 from kvasir.model.records import Verification
 from kvasir.model.tokenizer import train_tokenizer
 from kvasir.server.engine.engine import Engine
@@ -24,7 +24,7 @@ from kvasir.server.engine.kv.prefix_cache import PrefixCache
 from kvasir.server.engine.sequence import Sequence
 from kvasir.server.process.app import create_app
 from kvasir.server.requests.async_engine import AsyncEngine, OutputStream
-from kvasir.server.requests.service import Service
+from kvasir.server.requests.served_model import ServedModel
 from kvasir.server.settings import load_settings
 from kvasir.server.telemetry.metrics import Metrics
 from tests.kit.fake_runner import FakeRunner
@@ -71,9 +71,9 @@ def fake_manifest(max_model_len: int, **changes: Any) -> Manifest:
     return Manifest(**values | {"verification": verification} | changes)
 
 
-def fake_bundle(
+def fake_model_dir(
     path: Path = Path(MODEL), *, max_model_len: int = 64, chat_template: str | None = CHAT_TEMPLATE
-) -> ModelBundle:
+) -> ModelDirectory:
     config = TransformerConfig(
         vocab_size=VOCAB_SIZE,
         max_model_len=max_model_len,
@@ -86,7 +86,7 @@ def fake_bundle(
         eos_token_ids=(EOS,),
     )
     manifest = fake_manifest(max_model_len)
-    return ModelBundle(path, config, manifest, small_tokenizer(), chat_template=chat_template)
+    return ModelDirectory(path, config, manifest, small_tokenizer(), chat_template=chat_template)
 
 
 def saying(text: str, *, n_prompt: int) -> FakeRunner:
@@ -105,9 +105,9 @@ class Served:
     submitted: asyncio.Semaphore  # released for every request that the engine is handed
 
     @property
-    def service(self) -> Service:
-        service: Service = self.app.state.models.find()
-        return service
+    def model(self) -> ServedModel:
+        model: ServedModel = self.app.state.models.find()
+        return model
 
 
 def sample(metrics: Metrics, name: str, **labels: str) -> float | None:
@@ -131,13 +131,16 @@ def on_submission(engine: AsyncEngine, tell: Callable[[], object]) -> None:
 
 
 def fake_app(
-    runner: FakeRunner, cache_bytes: int = 0, bundle: ModelBundle | None = None, **settings: Any
+    runner: FakeRunner,
+    cache_bytes: int = 0,
+    model_dir: ModelDirectory | None = None,
+    **settings: Any,
 ) -> FastAPI:
     """Return the app; `cache_bytes` is for the prefix cache, whose blocks are 4 tokens here."""
     known = load_settings(model=Path(MODEL), max_num_seqs=runner.kv.max_num_seqs, **settings)
-    bundle = bundle or fake_bundle(max_model_len=runner.max_model_len)
+    model_dir = model_dir or fake_model_dir(max_model_len=runner.max_model_len)
     runner.kv.cache = PrefixCache(cache_bytes // (4 * runner.kv.prompt_token_bytes), block_size=4)
-    return create_app(known, bundle, Engine(runner, chunk_size=8, speculate=known.speculate))
+    return create_app(known, model_dir, Engine(runner, chunk_size=8, speculate=known.speculate))
 
 
 @asynccontextmanager
@@ -157,12 +160,12 @@ async def running(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
 async def serving(
     runner: FakeRunner | None = None,
     cache_bytes: int = 0,
-    bundle: ModelBundle | None = None,
+    model_dir: ModelDirectory | None = None,
     **settings: Any,
 ) -> AsyncIterator[Served]:
     """Run the app on a fake runner, with its lifespan and a client."""
     runner = runner or FakeRunner(VOCAB_SIZE)
-    app = fake_app(runner, cache_bytes, bundle, **settings)
+    app = fake_app(runner, cache_bytes, model_dir, **settings)
     async with running(app) as client:
         submitted = asyncio.Semaphore(0)
         on_submission(app.state.models.find().engine, submitted.release)

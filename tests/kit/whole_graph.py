@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvasir.export.verification.segments import Case, Floats, Ids, Step
-from kvasir.model.bundle import CACHE_OUTPUTS, DECODE_INPUT, cache_names
 from kvasir.model.config import TransformerConfig
+from kvasir.model.directory import CACHE_OUTPUTS, DECODE_INPUT, cache_names
 from kvasir.model.onnx.runtime import open_cpu_session
 
 

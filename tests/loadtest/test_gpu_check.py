@@ -17,7 +17,7 @@ from kvasir.loadtest.gpu.check import FigureLog, Sequences, check, check_parity
 from kvasir.loadtest.gpu.peer import Peer
 from kvasir.loadtest.gpu.promises import SkippedError, check_figures, check_promises
 from kvasir.loadtest.random_model import make_random_model
-from kvasir.model.bundle import PRECISIONS
+from kvasir.model.directory import PRECISIONS
 from kvasir.model.presets import PRESETS, preset
 from kvasir.model.records import Verification
 from kvasir.server.engine.gpu.runner import PagedRunner

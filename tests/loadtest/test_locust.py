@@ -12,7 +12,7 @@ import pytest
 from kvasir.loadtest.locust.traffic import LATENCIES
 from tests.kit.fake_runner import TIMEOUT, FakeRunner
 from tests.kit.live import KEY, Live, live
-from tests.kit.serving import VOCAB_SIZE, fake_bundle
+from tests.kit.serving import VOCAB_SIZE, fake_model_dir
 
 ROOT = Path(__file__).parents[2]
 LOCUST = ROOT / "build/loadtest/bin/locust"
@@ -35,9 +35,9 @@ def load(
 @pytest.mark.parametrize("has_chat", [True, False])
 def test_mixed_streams_are_measured_and_drawn(has_chat: bool, tmp_path: Path) -> None:
     """Their lengths are bounded by the model's context, which they exceed."""
-    bundle = fake_bundle() if has_chat else fake_bundle(chat_template=None)
+    model_dir = fake_model_dir() if has_chat else fake_model_dir(chat_template=None)
     runner = FakeRunner(VOCAB_SIZE, max_model_len=64)
-    with live(runner, bundle=bundle, max_queue=100) as served:
+    with live(runner, model_dir=model_dir, max_queue=100) as served:
         options = f"-u 4 -t 2s --pace spike --prompt-words 99 --max-tokens 99 --csv {tmp_path}/load"
         limits = ("--report", str(tmp_path / "report.png"), "--slo", "errors:0 ttft:p50:20000")
         done = load(served, options, *limits)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from kvasir.__main__ import app
 from kvasir.loadtest import random_model
-from kvasir.model.bundle import load_bundle
+from kvasir.model.directory import load_model_dir
 
 
 def test_the_model_is_kept_until_the_exporter_changes(
@@ -19,15 +19,15 @@ def test_the_model_is_kept_until_the_exporter_changes(
 ) -> None:
     out = shutil.copytree(tiny_model, tmp_path / "tiny")
     arguments = ["bench", "model", "--preset", "tiny", "--precision", "int8", "--out", str(out)]
-    bundle = load_bundle(out)
-    assert bundle.manifest.precision == "int8"
-    written = bundle.graph_path.stat().st_mtime_ns
+    model_dir = load_model_dir(out)
+    assert model_dir.manifest.precision == "int8"
+    written = model_dir.graph_path.stat().st_mtime_ns
     again = CliRunner().invoke(app, [*arguments, "--json"])
     assert json.loads(again.stdout) == {"directory": str(out)}
-    assert bundle.graph_path.stat().st_mtime_ns == written
+    assert model_dir.graph_path.stat().st_mtime_ns == written
     monkeypatch.setattr(random_model, "_fingerprint", lambda _: "changed")
     assert CliRunner().invoke(app, arguments).exit_code == 0
-    assert bundle.graph_path.stat().st_mtime_ns != written
+    assert model_dir.graph_path.stat().st_mtime_ns != written
 
 
 def test_another_directory_is_never_removed(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import onnx
 import pytest
 
-from kvasir.model.bundle import BundleError, hash_files, load_bundle
+from kvasir.model.directory import ModelDirectoryError, hash_files, load_model_dir
 from kvasir.model.tokenizer import train_tokenizer
 from tests.kit.random_models import make_config
 from tests.kit.serving import fake_manifest
@@ -39,11 +39,11 @@ def edit_manifest(directory: Path, **changes: object) -> None:
 
 
 def test_a_whole_directory_loads(directory: Path) -> None:
-    bundle = load_bundle(directory)
-    assert bundle.config == make_config()
-    assert bundle.manifest.precision == "fp32"
-    assert bundle.tokenizer.decode(bundle.tokenizer.encode("text").ids) == "text"
-    assert set(bundle.manifest.files) == {
+    model_dir = load_model_dir(directory)
+    assert model_dir.config == make_config()
+    assert model_dir.manifest.precision == "fp32"
+    assert model_dir.tokenizer.decode(model_dir.tokenizer.encode("text").ids) == "text"
+    assert set(model_dir.manifest.files) == {
         "config.json",
         "tokenizer.json",
         "model.onnx",
@@ -117,27 +117,27 @@ def test_a_damaged_directory_is_refused_in_one_line(
     directory: Path, break_it: Callable[[Path], object], message: str
 ) -> None:
     break_it(directory)
-    with pytest.raises(BundleError, match=message) as caught:
-        load_bundle(directory)
+    with pytest.raises(ModelDirectoryError, match=message) as caught:
+        load_model_dir(directory)
     assert "\n" not in str(caught.value)
 
 
 def test_advice_on_sampling_travels_with_the_model(directory: Path) -> None:
-    assert load_bundle(directory).generation.given() == {}
+    assert load_model_dir(directory).generation.given() == {}
     (directory / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 40}')
     write_manifest(directory)
-    assert load_bundle(directory).generation.given() == {"temperature": 0.6, "top_k": 40}
+    assert load_model_dir(directory).generation.given() == {"temperature": 0.6, "top_k": 40}
     (directory / "generation_config.json").write_text('{"temperature": -1}')
     write_manifest(directory)
     with pytest.raises(
-        BundleError, match=r"generation_config\.json: temperature .* export the model again"
+        ModelDirectoryError, match=r"generation_config\.json: temperature .* export the model again"
     ):
-        load_bundle(directory)
+        load_model_dir(directory)
 
 
 def test_a_chat_template_and_the_tokens_it_names_travel_with_the_model(directory: Path) -> None:
-    assert load_bundle(directory).chat_template is None
-    assert load_bundle(directory).special_tokens == {}
+    assert load_model_dir(directory).chat_template is None
+    assert load_model_dir(directory).special_tokens == {}
     (directory / "chat_template.jinja").write_text("{{ bos_token }}é", encoding="utf-8")
     tokens = {
         "bos_token": "<s>",
@@ -146,8 +146,8 @@ def test_a_chat_template_and_the_tokens_it_names_travel_with_the_model(directory
     }
     (directory / "special_tokens_map.json").write_text(json.dumps(tokens))
     write_manifest(directory)
-    assert load_bundle(directory).chat_template == "{{ bos_token }}é"
-    assert load_bundle(directory).special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert load_model_dir(directory).chat_template == "{{ bos_token }}é"
+    assert load_model_dir(directory).special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 @pytest.mark.parametrize(
@@ -166,15 +166,15 @@ def test_a_chat_template_and_the_tokens_it_names_travel_with_the_model(directory
 def test_a_damaged_chat_file_is_named(directory: Path, name: str, content: bytes) -> None:
     (directory / name).write_bytes(content)
     write_manifest(directory)
-    with pytest.raises(BundleError, match=rf"{name}: .*; export the model again"):
-        load_bundle(directory)
+    with pytest.raises(ModelDirectoryError, match=rf"{name}: .*; export the model again"):
+        load_model_dir(directory)
 
 
 def test_a_configuration_that_hashes_well_but_is_wrong_is_refused(directory: Path) -> None:
     (directory / "config.json").write_text('{"vocab_size": -3}')
     write_manifest(directory)
-    with pytest.raises(BundleError, match="export the model again"):
-        load_bundle(directory)
+    with pytest.raises(ModelDirectoryError, match="export the model again"):
+        load_model_dir(directory)
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(directory: Path) -> None:
@@ -184,8 +184,10 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(directory: Path)
     tokenizer.save(str(directory / "tokenizer.json"))
     assert tokenizer.get_vocab_size() > 260
     write_manifest(directory)
-    with pytest.raises(BundleError, match=r"token ids up to \d+, but the model only 260 tokens"):
-        load_bundle(directory)
+    with pytest.raises(
+        ModelDirectoryError, match=r"token ids up to \d+, but the model only 260 tokens"
+    ):
+        load_model_dir(directory)
 
 
 def test_a_file_that_cannot_be_read_is_one_line(
@@ -195,10 +197,14 @@ def test_a_file_that_cannot_be_read_is_one_line(
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(BundleError, match=r"manifest\.json cannot be read: Permission denied"):
-        load_bundle(directory)
+    with pytest.raises(
+        ModelDirectoryError, match=r"manifest\.json cannot be read: Permission denied"
+    ):
+        load_model_dir(directory)
 
 
 def test_no_directory_at_all(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="is not a directory; make one with: kvasir export"):
-        load_bundle(tmp_path / "absent")
+    with pytest.raises(
+        ModelDirectoryError, match="is not a directory; make one with: kvasir export"
+    ):
+        load_model_dir(tmp_path / "absent")

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from kvasir.export.directory import export_checkpoint
 from kvasir.model import tensor_files
-from kvasir.model.bundle import load_bundle
 from kvasir.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
+from kvasir.model.directory import load_model_dir
 from kvasir.model.template.chat_template import ChatTemplate
 from tests.kit.huggingface_checkpoints import (
     BOS,
@@ -365,12 +365,12 @@ def test_everything_travels_into_the_model_directory(folders: Folders, tmp_path:
     given = {"eos_token_id": [5, 6], "do_sample": True, "temperature": 0.7}
     theirs = with_values(folders("llama"), tmp_path / "theirs", "generation_config.json", **given)
     export_checkpoint(theirs, tmp_path / "model", precision="fp32")
-    bundle = load_bundle(tmp_path / "model")
-    assert bundle.chat_template == CHAT_TEMPLATE
-    assert bundle.special_tokens == {"bos_token": BOS, "eos_token": EOS}
-    assert bundle.config.eos_token_ids == (5, 6)
-    assert bundle.generation.given() == {"temperature": 0.7}
-    assert bundle.tokenizer.encode("text").tokens[0] == BOS
+    model_dir = load_model_dir(tmp_path / "model")
+    assert model_dir.chat_template == CHAT_TEMPLATE
+    assert model_dir.special_tokens == {"bos_token": BOS, "eos_token": EOS}
+    assert model_dir.config.eos_token_ids == (5, 6)
+    assert model_dir.generation.given() == {"temperature": 0.7}
+    assert model_dir.tokenizer.encode("text").tokens[0] == BOS
 
 
 VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "image_size": 28}

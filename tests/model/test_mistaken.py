@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvasir.model.bundle import BundleError, load_bundle
 from kvasir.model.checkpoint import CheckpointError, load_checkpoint
+from kvasir.model.directory import ModelDirectoryError, load_model_dir
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 HEADER = b'{"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}'
@@ -38,7 +38,7 @@ ADAPTER = {
         ({}, "org/name", "does not exist; a model of Hugging Face's hub is hf://org/name"),
     ],
 )
-@pytest.mark.parametrize("read", [load_checkpoint, load_bundle])
+@pytest.mark.parametrize("read", [load_checkpoint, load_model_dir])
 def test_a_path_that_is_no_model(
     read: Callable[[Path], object],
     files: dict[str, bytes],
@@ -52,5 +52,5 @@ def test_a_path_that_is_no_model(
     for file, content in files.items():
         Path("m", file).write_bytes(content)
     path = Path("m", name) if files else Path(name)
-    with pytest.raises((CheckpointError, BundleError), match=complaint):
+    with pytest.raises((CheckpointError, ModelDirectoryError), match=complaint):
         read(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from kvasir.model.bundle import EXAMPLES_FILE
+from kvasir.model.directory import EXAMPLES_FILE
 from kvasir.model.tokenizer import train_tokenizer
 from kvasir.model.training.data.corpus import Corpus
 from kvasir.model.training.data.tokens import write_tokens

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvasir.model.bundle import (
+from kvasir.model.directory import (
     CONFIG_FILE,
     GRAPH_FILE,
     MANIFEST_FILE,
@@ -32,7 +32,7 @@ from kvasir.server.process import serve
 from kvasir.server.process.engine_builder import check_model
 from kvasir.server.settings import load_settings
 from tests.kit.fake_runner import TIMEOUT
-from tests.kit.serving import fake_bundle
+from tests.kit.serving import fake_model_dir
 
 BODY = {"prompt": "a", "max_tokens": 8, "logit_bias": {"66": 100}}
 
@@ -40,15 +40,15 @@ BODY = {"prompt": "a", "max_tokens": 8, "logit_bias": {"66": 100}}
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """A complete model directory, except that its graph is empty."""
-    bundle = fake_bundle(tmp_path / "bogus")
-    bundle.path.mkdir()
-    bundle.config.save(bundle.path / CONFIG_FILE)
-    bundle.tokenizer.save(str(bundle.path / TOKENIZER_FILE))
-    (bundle.path / GRAPH_FILE).write_bytes(b"")
-    (bundle.path / WEIGHTS_FILE).write_bytes(b"weights")
-    manifest = bundle.manifest.model_copy(update={"files": hash_files(bundle.path)})
-    manifest.save(bundle.path / MANIFEST_FILE)
-    return bundle.path
+    model_dir = fake_model_dir(tmp_path / "bogus")
+    model_dir.path.mkdir()
+    model_dir.config.save(model_dir.path / CONFIG_FILE)
+    model_dir.tokenizer.save(str(model_dir.path / TOKENIZER_FILE))
+    (model_dir.path / GRAPH_FILE).write_bytes(b"")
+    (model_dir.path / WEIGHTS_FILE).write_bytes(b"weights")
+    manifest = model_dir.manifest.model_copy(update={"files": hash_files(model_dir.path)})
+    manifest.save(model_dir.path / MANIFEST_FILE)
+    return model_dir.path
 
 
 class Process:

@@ -21,7 +21,7 @@ from kvasir.server.api.http.body import BodyRoute
 from kvasir.server.api.routes import ROUTES
 from kvasir.server.engine.sequence import FinishReason
 from kvasir.server.process.tracing import make_provider
-from tests.kit.fake_encoder import encoder_app, encoder_bundle
+from tests.kit.fake_encoder import encoder_app, encoder_model_dir
 from tests.kit.fake_runner import FakeRunner
 from tests.kit.serving import EOS, MODEL, VOCAB_SIZE, serving, small_tokenizer
 
@@ -106,8 +106,8 @@ async def test_spans_and_log_have_the_tokens_of_an_encoders_request(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "kvasir")
-    bundle = encoder_bundle(() if operation == "embeddings" else ("relevant",))
-    app, runner = encoder_app(bundle, otlp_endpoint=ENDPOINT)
+    model_dir = encoder_model_dir(() if operation == "embeddings" else ("relevant",))
+    app, runner = encoder_app(model_dir, otlp_endpoint=ENDPOINT)
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),
@@ -337,12 +337,12 @@ async def test_requests_that_wait_or_run_when_they_end_are_errors(
         )
         for _ in range(2):
             await served.submitted.acquire()
-        served.service.engine.abort([max(served.service.engine._live)], FinishReason.TIMEOUT)
+        served.model.engine.abort([max(served.model.engine._live)], FinishReason.TIMEOUT)
         cancelled.cancel()
         await asyncio.gather(cancelled, return_exceptions=True)
         runner.release()
         assert (await late).status_code == 504
-        await served.service.drain()
+        await served.model.drain()
         await served.client.post("/v1/completions", json=BODY)
     spans = {ending(span): span for span in request_spans(exporter)}
     assert set(spans) == {

@@ -13,12 +13,12 @@ from kvasir.server.errors import EngineError
 from kvasir.server.requests.builder import RequestOptions
 from kvasir.server.requests.completion import Delta, RequestState, make_choices
 from kvasir.server.requests.request import CompletionRequest
-from kvasir.server.requests.service import Service
+from kvasir.server.requests.served_model import ServedModel
 from tests.kit.serving import EOS, serving, small_tokenizer
 
 
 async def request(
-    service: Service, *, n: int = 1, seed: int = 0, ignore_eos: bool = False
+    served: ServedModel, *, n: int = 1, seed: int = 0, ignore_eos: bool = False
 ) -> CompletionRequest:
     options = RequestOptions(
         prompts=[[5]],
@@ -28,14 +28,14 @@ async def request(
         seed=seed,
         n=n,
     )
-    return await service.builder.build(options, RequestState("", 0.0))
+    return await served.builder.build(options, RequestState("", 0.0))
 
 
 async def test_silence_is_reported_after_the_first_output() -> None:
     async with serving() as served:
         served.runner.hold()
-        async with served.service.complete(
-            await request(served.service, ignore_eos=True)
+        async with served.model.complete(
+            await request(served.model, ignore_eos=True)
         ) as completion:
             deltas = completion.deltas(0.001)
             waiting = asyncio.ensure_future(anext(deltas))
@@ -53,12 +53,12 @@ async def test_silence_is_reported_after_the_first_output() -> None:
 async def test_deltas_before_a_failure_come_first() -> None:
     async with serving() as served:
         served.runner.hold()
-        async with served.service.complete(
-            await request(served.service, ignore_eos=True)
+        async with served.model.complete(
+            await request(served.model, ignore_eos=True)
         ) as completion:
             served.runner.allow(2)
             await asyncio.to_thread(served.runner.wait_until_held)
-            served.service.engine.give_up()  # both outputs and the failure wait in the queue
+            served.model.engine.give_up()  # both outputs and the failure wait in the queue
             deltas = completion.deltas()
             assert [delta.n_tokens for delta in await anext(deltas)] == [1, 1]
             with pytest.raises(EngineError):
@@ -67,8 +67,8 @@ async def test_deltas_before_a_failure_come_first() -> None:
 
 async def test_samples_share_the_prompt_and_the_seed_and_differ_in_their_index() -> None:
     async with serving() as served:
-        wanted = await request(served.service, n=2, seed=9)
-        ignoring = await request(served.service, ignore_eos=True)
+        wanted = await request(served.model, n=2, seed=9)
+        ignoring = await request(served.model, ignore_eos=True)
     choices = make_choices(wanted, small_tokenizer(), count(40))
     assert [choice.sequence.id for choice in choices] == [40, 41]
     assert [(c.sequence.params.seed, c.sequence.params.sample_index) for c in choices] == [

@@ -24,27 +24,27 @@ from kvasir.server.errors import (
 )
 from kvasir.server.requests.encoding import EncodingOptions, Side, encode
 from kvasir.server.requests.request import EmbeddingRequest
-from kvasir.server.requests.service import Service
+from kvasir.server.requests.served_model import ServedModel
 from kvasir.server.settings import load_settings
 from kvasir.server.telemetry.start_clock import StartClock
-from tests.kit.fake_encoder import FakeTextRunner, encoder_bundle, pair_tokenizer
+from tests.kit.fake_encoder import FakeTextRunner, encoder_model_dir, pair_tokenizer
 from tests.kit.fake_runner import TIMEOUT
-from tests.kit.serving import fake_bundle, small_tokenizer
+from tests.kit.serving import fake_model_dir, small_tokenizer
 
 
 @asynccontextmanager
-async def served(**settings: Any) -> AsyncIterator[tuple[Service, FakeTextRunner]]:
-    bundle = encoder_bundle()
-    assert bundle.config.pooling is not None
-    runner = FakeTextRunner(bundle.config.pooling)
-    service = Service(load_settings(model=bundle.path, **settings), bundle)
+async def serving(**settings: Any) -> AsyncIterator[tuple[ServedModel, FakeTextRunner]]:
+    model_dir = encoder_model_dir()
+    assert model_dir.config.pooling is not None
+    runner = FakeTextRunner(model_dir.config.pooling)
+    served = ServedModel(load_settings(model=model_dir.path, **settings), model_dir)
     engine = EncoderEngine(runner, token_budget=20, max_num_seqs=2)
-    await service.start(lambda: engine, StartClock())
+    await served.start(lambda: engine, StartClock())
     try:
-        yield service, runner
+        yield served, runner
     finally:
         runner.gate.set()
-        await service.engine.stop()
+        await served.engine.stop()
 
 
 def texts(first: list[int], **fields: Any) -> EmbeddingRequest:
@@ -52,40 +52,40 @@ def texts(first: list[int], **fields: Any) -> EmbeddingRequest:
 
 
 async def test_a_deadline_ends_a_request_that_waits() -> None:
-    async with served() as (service, runner):
+    async with serving() as (served, runner):
         runner.gate.clear()
-        first = asyncio.create_task(service.embed(texts([1])))
+        first = asyncio.create_task(served.embed(texts([1])))
         assert await asyncio.to_thread(runner.begun.wait, TIMEOUT)
-        abort = service.engine.abort
+        abort = served.engine.abort
 
         def aborting(*arguments: Any) -> None:
             abort(*arguments)
             runner.gate.set()
 
-        service.engine.abort = aborting  # type: ignore[assignment,method-assign]
+        served.engine.abort = aborting  # type: ignore[assignment,method-assign]
         for seconds in (-1.0, 0.01):
             with pytest.raises(DeadlineExceededError):
-                await service.embed(texts([2], deadline=perf_counter() + seconds))
+                await served.embed(texts([2], deadline=perf_counter() + seconds))
         runner.gate.set()
         await first
         assert [text.prompt_ids for text in runner.texts] == [[1]]
 
 
 async def test_an_error_of_the_model_ends_every_request() -> None:
-    async with served() as (service, runner):
+    async with serving() as (served, runner):
         runner.run = Mock(side_effect=RuntimeError("broken"))  # type: ignore[method-assign]
         with pytest.raises(EngineError):
-            await service.embed(texts([1, 2, 3]))
-        assert not service.engine.is_healthy
+            await served.embed(texts([1, 2, 3]))
+        assert not served.engine.is_healthy
 
 
 async def test_requests_beyond_the_limits_are_refused() -> None:
-    async with served(max_num_seqs=1, max_queue=2) as (service, _):
+    async with serving(max_num_seqs=1, max_queue=2) as (served, _):
         with pytest.raises(InvalidRequestError, match="4 sequences"):
-            await service.embed(texts([1, 2, 3, 4]))
-        await service.drain()
+            await served.embed(texts([1, 2, 3, 4]))
+        await served.drain()
         with pytest.raises(UnavailableError):
-            await service.embed(texts([1]))
+            await served.embed(texts([1]))
 
 
 PROCESSORS = {
@@ -116,9 +116,9 @@ def test_texts_and_pairs_are_cut_as_the_tokenizer_cuts_them(name: str, side: Sid
     tokenizer = Tokenizer.from_str(small_tokenizer().to_str())
     tokenizer.post_processor = PROCESSORS[name]
     counted: Any = Counted(tokenizer)
-    bundle = fake_bundle()
-    service = Service(load_settings(model=bundle.path), bundle)
-    builder = replace(service.builder, bundle=replace(bundle, tokenizer=counted))
+    model_dir = fake_model_dir()
+    served = ServedModel(load_settings(model=model_dir.path), model_dir)
+    builder = replace(served.builder, model_dir=replace(model_dir, tokenizer=counted))
     texts = ["", "a", "json.load(path)", "read " * 30, "b" * 90, "c" * 91]
     inputs: list[Any] = [*texts, *product(texts, texts)]
     for longest in (4, 5, 16, 17, 64):

@@ -30,7 +30,7 @@ from tests.kit.serving import (
     EOS,
     VOCAB_SIZE,
     Served,
-    fake_bundle,
+    fake_model_dir,
     serving,
     small_tokenizer,
 )
@@ -159,7 +159,7 @@ async def test_a_text_that_cannot_go_on_ends_only_its_own_request() -> None:
 
 async def test_a_model_whose_tokenizer_is_not_supported_serves_without_grammars() -> None:
     words = Tokenizer(models.WordLevel({"a": EOS, "b": 1}, unk_token="a"))  # noqa: S106
-    async with serving(bundle=replace(fake_bundle(), tokenizer=words)) as served:
+    async with serving(model_dir=replace(fake_model_dir(), tokenizer=words)) as served:
         refused = await post(served, regex="a", max_tokens=2, prompt=[1])
         assert (await post(served, max_tokens=2, prompt=[1])).status_code == 200
     assert refused.status_code == 400
@@ -172,7 +172,7 @@ async def test_many_grammars_are_an_overload_and_slow_ones_are_not(
     monkeypatch.setattr(grammars, "_WAIT_SECONDS", 0)
     async with serving() as served:
         slow = await post(served, regex="a", max_tokens=2)
-        served.service.grammars._trials._n_inside += 64
+        served.model.grammars._trials._n_inside += 64
         refused = await post(served, regex="a", max_tokens=2)
         assert (await post(served, max_tokens=2)).status_code == 200
     for response, status, message in (
@@ -186,7 +186,7 @@ async def test_many_grammars_are_an_overload_and_slow_ones_are_not(
 async def test_a_warm_server_has_read_its_tokens() -> None:
     """Merges only cut texts into tokens, and reading them takes half of the time."""
     async with serving() as served:
-        known = served.service.grammars
+        known = served.model.grammars
         known.warm_up()
         await known._trials.run(lambda: None)
         await known._compilations.run(lambda: None)
@@ -209,7 +209,7 @@ async def test_a_text_that_uses_up_the_lexer_of_its_grammar_spoils_no_other_requ
 ) -> None:
     monkeypatch.setattr(compiler, "_LIMITS", LLParserLimits(max_lexer_states=60))
     async with serving() as served:
-        known, (letter,) = served.service.grammars, tokenizer.encode("a").ids
+        known, (letter,) = served.model.grammars, tokenizer.encode("a").ids
         first, second = [await known.constraint(asking("a{200}")) for _ in range(2)]
         assert first is not None
         assert second is not None
@@ -226,7 +226,7 @@ async def test_a_text_that_uses_up_the_lexer_of_its_grammar_spoils_no_other_requ
 async def test_a_known_grammar_is_not_tried_again_and_the_process_ends() -> None:
     async with serving() as served:
         await complete(served, regex="a", max_tokens=2)
-        trial = served.service.grammars._trial
+        trial = served.model.grammars._trial
         assert trial._process is not None
         trial._process.process.kill()
         trial._process.process.wait()
@@ -240,7 +240,7 @@ async def test_a_known_grammar_is_not_tried_again_and_the_process_ends() -> None
 async def busy(served: Served) -> AsyncIterator[list[str]]:
     """Hold a trial; yield the sources of the grammars that are tried after it."""
     begun, over = threading.Event(), threading.Event()
-    trial, tried = served.service.grammars._trial, []
+    trial, tried = served.model.grammars._trial, []
     check = trial.check
 
     def checking(grammar: Grammar) -> str:
@@ -278,7 +278,7 @@ async def test_a_deadline_that_passed_before_is_not_blamed_on_the_grammar() -> N
     )
     async with serving() as served:
         with pytest.raises(DeadlineExceededError, match="while the prompt was read"):
-            await served.service.complete(late).__aenter__()
+            await served.model.complete(late).__aenter__()
 
 
 async def test_a_refused_grammar_is_tried_once_and_displaces_no_good_one(
@@ -307,7 +307,7 @@ async def test_a_refused_grammar_is_tried_once_and_displaces_no_good_one(
 async def test_a_trial_that_was_killed_gives_no_verdict() -> None:
     async with serving() as served:
         ended = Mock(side_effect=[ChildProcessError("it was ended"), ""])
-        served.service.grammars._trial.check = ended  # type: ignore[method-assign]
+        served.model.grammars._trial.check = ended  # type: ignore[method-assign]
         refused = await post(served, regex="a", max_tokens=2)
         assert (await complete(served, regex="a", max_tokens=2))["choices"][0]["text"] == "a"
     assert refused.status_code == 503

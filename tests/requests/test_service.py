@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from kvasir.server.errors import ContextLengthError
-from kvasir.server.requests.service import Service, start_timers
+from kvasir.server.requests.served_model import ServedModel, start_timers
 from kvasir.server.settings import load_settings
 from tests.kit.fake_runner import TIMEOUT
-from tests.kit.serving import fake_bundle, small_tokenizer
+from tests.kit.serving import fake_model_dir, small_tokenizer
 
 tokenizer = small_tokenizer()
 
@@ -67,16 +67,16 @@ def uninterrupted() -> Iterator[None]:
         sys.setswitchinterval(usual)
 
 
-def watched_service(max_model_len: int) -> tuple[Service, Watched]:
+def watched_model(max_model_len: int) -> tuple[ServedModel, Watched]:
     watched = Watched()
-    bundle = replace(fake_bundle(max_model_len=max_model_len), tokenizer=watched)  # type: ignore[arg-type]
-    return Service(load_settings(model="m"), bundle), watched
+    model_dir = replace(fake_model_dir(max_model_len=max_model_len), tokenizer=watched)  # type: ignore[arg-type]
+    return ServedModel(load_settings(model="m"), model_dir), watched
 
 
 async def test_other_threads_run_while_a_long_prompt_is_tokenised() -> None:
     text = "def read_json(path):\n    return json.load(path)\n" * 5000
-    service, watched = watched_service(max_model_len=10**6)
-    (prompt,) = await service.builder.tokenize([text])
+    served, watched = watched_model(max_model_len=10**6)
+    (prompt,) = await served.builder.tokenize([text])
     assert [released for _, released in watched.calls] == [True]
     assert prompt.ids == tokenizer.encode(text).ids
     assert prompt.text == text
@@ -84,8 +84,8 @@ async def test_other_threads_run_while_a_long_prompt_is_tokenised() -> None:
 
 async def test_other_threads_run_while_many_short_prompts_are_tokenised() -> None:
     texts = [f"def read_{i}(path):\n" for i in range(5000)]
-    service, watched = watched_service(max_model_len=64)
-    prompts = await service.builder.tokenize([*texts, [5, 66]])
+    served, watched = watched_model(max_model_len=64)
+    prompts = await served.builder.tokenize([*texts, [5, 66]])
     assert [(name, released) for name, released in watched.calls if name != "decode"] == [
         ("encode_batch_fast", True)
     ]
@@ -99,8 +99,8 @@ async def test_other_threads_run_while_many_short_prompts_are_tokenised() -> Non
 async def test_a_long_text_means_the_same_as_in_short_with_its_special_tokens() -> None:
     special = tokenizer.get_added_tokens_decoder()[0].content
     text = f"{special}json.load(path) \u00e9\n" * 400
-    service, _ = watched_service(max_model_len=10**6)
-    (prompt,) = await service.builder.tokenize([text])
+    served, _ = watched_model(max_model_len=10**6)
+    (prompt,) = await served.builder.tokenize([text])
     assert prompt.ids == tokenizer.encode(text).ids
 
 
@@ -118,26 +118,26 @@ async def test_a_long_text_means_the_same_as_in_short_with_its_special_tokens() 
 async def test_what_cannot_fit_is_refused_unread(
     source: str | list[int], kept: int | None, message: str
 ) -> None:
-    service, watched = watched_service(max_model_len=64)
+    served, watched = watched_model(max_model_len=64)
     with pytest.raises(ContextLengthError, match=message) as caught:
-        await service.builder.tokenize([source], keep_last=kept)
+        await served.builder.tokenize([source], keep_last=kept)
     assert caught.value.param == "prompt"
     assert watched.calls == []
 
 
 async def test_a_text_that_cannot_fit_is_refused_with_both_numbers() -> None:
-    service, _ = watched_service(max_model_len=64)
+    served, _ = watched_model(max_model_len=64)
     text = "json\n" * 800
     n = len(tokenizer.encode(text).ids)
     with pytest.raises(ContextLengthError, match=f"64 tokens.* the prompt has {n}"):
-        await service.builder.tokenize([text])
+        await served.builder.tokenize([text])
 
 
 async def test_only_the_last_tokens_are_kept_and_of_ids_read() -> None:
-    service, _ = watched_service(max_model_len=64)
+    served, _ = watched_model(max_model_len=64)
     text = "json\n" * 2000
     ids = [*[-1] * 2_000_000, 5, 66]
-    of_text, of_ids = await service.builder.tokenize([text, ids], keep_last=2)
+    of_text, of_ids = await served.builder.tokenize([text, ids], keep_last=2)
     assert of_text.ids == tokenizer.encode(text).ids[-2:]
     assert (of_ids.ids, of_ids.text) == ([5, 66], tokenizer.decode([5, 66]))
 

@@ -56,8 +56,8 @@ async def test_the_figures_of_a_known_load() -> None:
     async with serving() as served, serving() as other:
         await post(served, prompt=[[5] * 9, [6] * 3], n=2, max_tokens=6, ignore_eos=True)
         await post(served, prompt="a", n=99)
-        metrics = served.service.metrics
-        assert value(other.service.metrics, "generation_tokens_total") == 0
+        metrics = served.model.metrics
+        assert value(other.model.metrics, "generation_tokens_total") == 0
     assert value(metrics, "prompt_tokens_total") == 2 * (9 + 3)
     assert value(metrics, "generation_tokens_total") == 4 * 6
     assert value(metrics, "request_success_total", finished_reason="length") == 4
@@ -98,7 +98,7 @@ async def test_requests_and_tokens_are_counted_by_the_keys_name(tmp_path: Path) 
             await post(served, prompt=[5] * 9, n=n, max_tokens=6, ignore_eos=True)
         await served.client.get("/nothing")
         text = (await served.client.get("/metrics")).text
-        metrics = served.service.metrics
+        metrics = served.model.metrics
         assert value(metrics, "key_file_failed") == 0
         path.unlink()
         await served.client.get("/v1/models")
@@ -156,7 +156,7 @@ def test_a_request_that_ends_without_a_slot_counts_as_queued_until_then() -> Non
 async def test_a_grammar_that_cannot_go_on_is_no_error_of_the_engine() -> None:
     async with serving() as served:
         await post(served, prompt="a", max_tokens=9, grammar='start: "ab" rest\nrest: rest "c"')
-        metrics = served.service.metrics
+        metrics = served.model.metrics
     counts = {
         reason: value(metrics, "request_success_total", finished_reason=reason)
         for reason in FinishReason
@@ -174,7 +174,7 @@ async def test_the_prefix_cache_is_counted_in_tokens(
     async with serving(cache_bytes=cache_bytes) as served:
         for prompt in ([5] * 23, [5] * 23, [5] * 9 + [6] * 5, [7]):
             await post(served, prompt=prompt, max_tokens=1)
-        metrics = served.service.metrics
+        metrics = served.model.metrics
     assert value(metrics, "prefix_cache_queries_total") == n_queried
     assert value(metrics, "prefix_cache_hits_total") == n_hit
 
@@ -188,7 +188,7 @@ async def test_several_tokens_of_a_step_are_counted_and_streamed_one_by_one(
     async with serving(runner, speculate=speculate) as served:
         text = await post(served, prompt=[a] * 4, max_tokens=30, stream=True)
         assert (await served.client.get("/version")).json()["speculate"] is speculate
-        metrics = served.service.metrics
+        metrics = served.model.metrics
     drafted = value(metrics, "spec_decode_draft_tokens_total") or 0
     assert drafted == value(metrics, "spec_decode_accepted_tokens_total")
     assert (drafted > 20) == speculate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvasir.model.bundle import (
+from kvasir.model.directory import (
     CHAT_TEMPLATE_FILE,
     GENERATION_FILE,
     SPECIAL_TOKENS_FILE,

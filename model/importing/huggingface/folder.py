@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kvasir.model.bundle import (
+from kvasir.model.config import TransformerConfig
+from kvasir.model.directory import (
     CHAT_TEMPLATE_FILE,
     CONFIG_FILE,
     EMBEDDING_FILE,
@@ -14,7 +15,6 @@ from kvasir.model.bundle import (
     SPECIAL_TOKENS_FILE,
     TOKENIZER_FILE,
 )
-from kvasir.model.config import TransformerConfig
 from kvasir.model.importing.contents import Contents, generation_defaults, to_json
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.families.decoders import DECODERS, WITH_VISION

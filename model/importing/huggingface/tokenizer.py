@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from tokenizers import Tokenizer
 
-from kvasir.model.bundle import (
+from kvasir.model.directory import (
     CHAT_TEMPLATE_FILE,
     SPECIAL_TOKENS_FILE,
     TOKENIZER_FILE,

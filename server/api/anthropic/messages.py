@@ -16,7 +16,7 @@ from kvasir.server.api.anthropic.conversion import chat_body
 from kvasir.server.api.anthropic.schemas import CountTokensBody, MessagesBody
 from kvasir.server.api.http.body import TextRoute
 from kvasir.server.api.http.pieces import compact
-from kvasir.server.api.http.responses import BODY_ERRORS, STREAMED, service_of, state_of
+from kvasir.server.api.http.responses import BODY_ERRORS, STREAMED, served_model, state_of
 from kvasir.server.api.http.streams import Formatter, event, respond
 from kvasir.server.api.openai.chat import prepare, render
 from kvasir.server.api.openai.formatting import JSON, join
@@ -24,7 +24,7 @@ from kvasir.server.api.openai.tools import AnswerForm, read
 from kvasir.server.engine.sequence import FinishReason
 from kvasir.server.errors import ContextLengthError
 from kvasir.server.requests.completion import Choice, Delta
-from kvasir.server.requests.service import Service
+from kvasir.server.requests.served_model import ServedModel
 from kvasir.server.text.answer import AnswerPiece, Reasoning
 from kvasir.server.text.tool_calls import ToolCallPiece
 
@@ -37,32 +37,32 @@ _SIGNATURE = "unsigned"
 @router.post("/v1/messages", response_model=AnthropicMessage, responses=STREAMED)
 async def messages(request: Request, body: MessagesBody) -> Response:
     """Answer in a conversation, as Anthropic does."""
-    service, state = service_of(request), state_of(request.scope)
-    chat = await service.text_worker.call(state.body_size, partial(chat_body, body))
+    served, state = served_model(request), state_of(request.scope)
+    chat = await served.text_worker.call(state.body_size, partial(chat_body, body))
     try:
         wanted, form = await prepare(request, chat, body.max_tokens)
     except ContextLengthError as error:  # Claude Code knows these words, and shortens the prompt
         raise ContextLengthError(f"prompt is too long: {error.message}") from None
-    formatter = MessageFormatter(service, body, state.id, form)
+    formatter = MessageFormatter(served, body, state.id, form)
     return respond(request, wanted, formatter, stream=body.stream)
 
 
 @router.post("/v1/messages/count_tokens", response_model=TokenCount, responses=BODY_ERRORS)
 async def count_tokens(request: Request, body: CountTokensBody) -> Response:
     """Count the tokens of the prompt that a conversation makes."""
-    service, state = service_of(request), state_of(request.scope)
-    chat = await service.text_worker.call(state.body_size, partial(chat_body, body))
+    served, state = served_model(request), state_of(request.scope)
+    chat = await served.text_worker.call(state.body_size, partial(chat_body, body))
     _, text = await render(request, chat)
 
     def work() -> int:
-        service.builder.check_text(text, "messages")
+        served.builder.check_text(text, "messages")
         # Only the batch method releases the interpreter's lock.
-        (encoding,) = service.bundle.tokenizer.encode_batch_fast(
+        (encoding,) = served.model_dir.tokenizer.encode_batch_fast(
             [text], add_special_tokens=chat.add_special_tokens
         )
         return len(encoding)
 
-    return JSONResponse({"input_tokens": await service.text_worker.call(len(text), work)})
+    return JSONResponse({"input_tokens": await served.text_worker.call(len(text), work)})
 
 
 class MessageFormatter(Formatter):
@@ -71,9 +71,9 @@ class MessageFormatter(Formatter):
     keep_alive = event('{"type":"ping"}', "ping")
 
     def __init__(
-        self, service: Service, body: MessagesBody, request_id: str, form: AnswerForm
+        self, served: ServedModel, body: MessagesBody, request_id: str, form: AnswerForm
     ) -> None:
-        super().__init__(service)
+        super().__init__(served)
         self._id = f"msg_{request_id}"
         self._parser = form.parser()
         self._has_reasoning = form.has_reasoning
@@ -114,7 +114,7 @@ class MessageFormatter(Formatter):
             "id": self._id,
             "type": "message",
             "role": "assistant",
-            "model": self.service.name,
+            "model": self.served.name,
             "content": self._content,
             "stop_reason": reason,
             "stop_sequence": stop,

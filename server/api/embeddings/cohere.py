@@ -24,7 +24,7 @@ from kvasir.server.api.embeddings.requests import (
 )
 from kvasir.server.api.http.body import LabelRoute, VectorRoute
 from kvasir.server.api.http.pieces import LazyList
-from kvasir.server.api.http.responses import GENERATE_ERRORS, service_of, state_of
+from kvasir.server.api.http.responses import GENERATE_ERRORS, served_model, state_of
 from kvasir.server.api.schemas import Items, ModelName, ResponseBody, Share, Size
 from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.errors import InvalidRequestError
@@ -103,12 +103,12 @@ class EmbeddingsByType(ResponseBody):
 @router.post("/v2/embed", response_model=EmbeddingsByType, responses=GENERATE_ERRORS)
 async def embed(request: Request, body: EmbedTextsBody) -> Response:
     """Return a vector for each text, as Cohere does in its second version."""
-    service, n = service_of(request), body.output_dimension
-    check_dimensions(service, n, "output_dimension")
+    served, n = served_model(request), body.output_dimension
+    check_dimensions(served, n, "output_dimension")
     if body.max_tokens is not None and body.truncate == "NONE":
         message = 'max_tokens: say with truncate, "START" or "END", where longer texts are cut'
         raise InvalidRequestError(message, param="max_tokens")
-    prompts = service.bundle.embedding.prompts
+    prompts = served.model_dir.embedding.prompts
     fields = PromptFields(
         truncate=body.truncate != "NONE",
         truncate_prompt_tokens=body.max_tokens,
@@ -195,11 +195,11 @@ async def rank_v2(request: Request, body: RankBody) -> Response:
 
 
 async def _rank(request: Request, body: RankBody, version: str) -> Response:
-    service = service_of(request)
-    pooling, top_n = pooling_of(service, n_labels=1), body.top_n
+    served = served_model(request)
+    pooling, top_n = pooling_of(served, n_labels=1), body.top_n
     texts = [given if isinstance(given, str) else given.text for given in body.documents]
     has_texts = version == "1" if body.return_documents is None else body.return_documents
-    head = {"id": state_of(request.scope).id, "model": service.name}
+    head = {"id": state_of(request.scope).id, "model": served.name}
 
     def show(outputs: list[Floats]) -> LazyList:
         def ranked(index: int) -> dict[str, Any]:

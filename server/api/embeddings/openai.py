@@ -18,7 +18,7 @@ from kvasir.server.api.embeddings.requests import (
     respond,
 )
 from kvasir.server.api.http.body import VectorRoute
-from kvasir.server.api.http.responses import GENERATE_ERRORS, service_of
+from kvasir.server.api.http.responses import GENERATE_ERRORS, served_model
 from kvasir.server.api.openai.schemas import Prompts
 from kvasir.server.api.schemas import ModelName, ResponseBody, Size
 from kvasir.server.engine.sampling.params import Floats
@@ -62,8 +62,8 @@ class Embeddings(ResponseBody):
 @router.post("/v1/embeddings", response_model=Embeddings, responses=GENERATE_ERRORS)
 async def embeddings(request: Request, body: EmbeddingsBody) -> Response:
     """Return a vector for each text, as OpenAI does."""
-    service, n, form = service_of(request), body.dimensions, body.encoding_format
-    check_dimensions(service, n, "dimensions")
+    served, n, form = served_model(request), body.dimensions, body.encoding_format
+    check_dimensions(served, n, "dimensions")
 
     def embedding(index: int, vector: Floats) -> dict[str, Any]:
         shown = figures.FORMATS[form](figures.shortened(vector, n))
@@ -71,7 +71,7 @@ async def embeddings(request: Request, body: EmbeddingsBody) -> Response:
 
     def envelope(data: Any, n_tokens: int) -> dict[str, Any]:
         usage = figures.usage(n_tokens)
-        return {"object": "list", "model": service.name, "data": data, "usage": usage}
+        return {"object": "list", "model": served.name, "data": data, "usage": usage}
 
     show = each(embedding)
     return await respond(request, body, body.input, "input", "pooled", show, envelope, form, n)

@@ -13,13 +13,13 @@ from starlette.responses import Response
 from kvasir.model.config import Pooling
 from kvasir.server.api import schemas
 from kvasir.server.api.http.pieces import Deferred, LazyList, Pieces, json_response
-from kvasir.server.api.http.responses import service_of, state_of
+from kvasir.server.api.http.responses import served_model, state_of
 from kvasir.server.engine.encoder.sequence import Encoding
 from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.errors import InvalidRequestError
 from kvasir.server.requests.encoding import MAX_INPUTS, EncodingOptions, Text, encode
 from kvasir.server.requests.request import EmbeddingRequest, Output
-from kvasir.server.requests.service import Service
+from kvasir.server.requests.served_model import ServedModel
 from kvasir.server.requests.text_worker import SHORT
 
 # Of a vector's number in an answer; in one that has none, of its memory.
@@ -91,41 +91,41 @@ async def respond(
     The request runs when the response is sent: nothing holds its body any more.
     Raises InvalidRequestError for inputs or a prompt that the model cannot take.
     """
-    service, state = service_of(request), state_of(request.scope)
-    encodings = await _encodings(service, fields, inputs, param)
+    served, state = served_model(request), state_of(request.scope)
+    encodings = await _encodings(served, fields, inputs, param)
     if output == "scores":
-        labels = pooling_of(service).labels
+        labels = pooling_of(served).labels
         n_each = sum(_SCORE_BYTES + _CHAR_BYTES * len(label) for label in labels)
     else:
-        width = service.bundle.config.d_model if output == "tokens" else _width(service)
+        width = served.model_dir.config.d_model if output == "tokens" else _width(served)
         n_each = (dimensions or width) * _NUMBER_BYTES[form]
     n_vectors = sum(len(text.ids) for text in encodings) if output == "tokens" else len(encodings)
     n_bytes = n_vectors * n_each
     advice = f"send fewer or shorter {param}, or ask for fewer numbers of each"
-    answers = service.answers[state.is_background]
+    answers = served.answers[state.is_background]
     answers.check(n_bytes, advice, param)
     wanted = EmbeddingRequest(
         inputs=encodings,
         output=output,
         request_id=state.id,
         caller=state.caller,
-        deadline=service.builder.deadline(state, fields.timeout_ms),
+        deadline=served.builder.deadline(state, fields.timeout_ms),
         priority=state.priority(fields.priority),
     )
 
     async def answer() -> Response:
-        outputs = await service.embed(wanted)
+        outputs = await served.embed(wanted)
         n_tokens = state.n_embedded = wanted.n_prompt_tokens
         pieces = Pieces(envelope(show(outputs), n_tokens))
         if sum(array.size for array in outputs) <= SHORT:
-            return json_response(b"".join(pieces), service.text_worker)
-        return json_response(pieces, service.text_worker)
+            return json_response(b"".join(pieces), served.text_worker)
+        return json_response(pieces, served.text_worker)
 
     return Deferred(answer, answers.hold(n_bytes))
 
 
 async def _encodings(
-    service: Service, fields: EncoderFields, inputs: Sequence[Text | list[int]], param: str
+    served: ServedModel, fields: EncoderFields, inputs: Sequence[Text | list[int]], param: str
 ) -> list[Encoding]:
     """Return the tokens of inputs, after the prompt and cut as the fields say."""
     if len(inputs) > MAX_INPUTS:
@@ -133,16 +133,16 @@ async def _encodings(
         raise InvalidRequestError(message, param=param)
     truncate_to = fields.truncate_prompt_tokens
     if truncate_to == -1 or (truncate_to is None and fields.truncate):
-        truncate_to = service.builder.max_model_len
+        truncate_to = served.builder.max_model_len
     options = EncodingOptions(
         inputs=inputs,
         param=param,
-        prompt=_prompt(service, fields, inputs),
+        prompt=_prompt(served, fields, inputs),
         truncate_to=truncate_to,
         side="left" if fields.truncation_direction.lower() == "left" else "right",
     )
     size = sum(sum(map(len, text)) if isinstance(text, tuple) else len(text) for text in inputs)
-    return await service.text_worker.call(size, partial(encode, service.builder, options))
+    return await served.text_worker.call(size, partial(encode, served.builder, options))
 
 
 def each(item: Callable[[int, Floats], Any]) -> Show:
@@ -150,11 +150,11 @@ def each(item: Callable[[int, Floats], Any]) -> Show:
     return lambda outputs: LazyList([*enumerate(outputs)], lambda placed: item(*placed))
 
 
-def _prompt(service: Service, fields: EncoderFields, inputs: Sequence[Text | list[int]]) -> str:
+def _prompt(served: ServedModel, fields: EncoderFields, inputs: Sequence[Text | list[int]]) -> str:
     """Return the prompt that precedes texts."""
     given = fields.prompt_name if isinstance(fields, PromptFields) else None
-    prompts = service.bundle.embedding.prompts
-    name = given or service.bundle.embedding.default_prompt_name
+    prompts = served.model_dir.embedding.prompts
+    name = given or served.model_dir.embedding.default_prompt_name
     if given is not None and any(isinstance(text, list) for text in inputs):
         message = "prompt_name is for texts: token ids are read as they are; leave it out"
         raise InvalidRequestError(message, param="prompt_name")
@@ -167,32 +167,32 @@ def _prompt(service: Service, fields: EncoderFields, inputs: Sequence[Text | lis
     return prompts[name]
 
 
-def check_dimensions(service: Service, n: int | None, param: str) -> None:
+def check_dimensions(served: ServedModel, n: int | None, param: str) -> None:
     """Raise InvalidRequestError if vectors of n numbers are asked for, and the model's have less.
 
     param: the field that asks for them.
     """
-    if n is not None and n > (d_out := _width(service)):
+    if n is not None and n > (d_out := _width(served)):
         message = f"{param}: {n} are more than the model's {d_out}"
         raise InvalidRequestError(message, param=param)
 
 
-def _width(service: Service) -> int:
+def _width(served: ServedModel) -> int:
     """Return the numbers of a text's vector."""
-    projections = pooling_of(service).projections
-    return projections[-1].d_out if projections else service.bundle.config.d_model
+    projections = pooling_of(served).projections
+    return projections[-1].d_out if projections else served.model_dir.config.d_model
 
 
-def pooling_of(service: Service, n_labels: int | None = None) -> Pooling:
+def pooling_of(served: ServedModel, n_labels: int | None = None) -> Pooling:
     """Return how the model makes a vector, or scores, of a text.
 
     Raises InvalidRequestError for another number of labels than `n_labels`, if that is given.
     """
-    pooling = service.bundle.config.pooling
+    pooling = served.model_dir.config.pooling
     assert pooling is not None
     if n_labels not in (None, len(pooling.labels)):
         raise InvalidRequestError(
-            f"the model {service.name!r} has the labels {', '.join(pooling.labels)}; this path is "
+            f"the model {served.name!r} has the labels {', '.join(pooling.labels)}; this path is "
             f"for models with {n_labels}; see /predict and /v1/classify",
             param="model",
         )

@@ -24,14 +24,14 @@ from kvasir.server.api.embeddings.requests import (
 )
 from kvasir.server.api.http.body import LabelRoute, VectorRoute
 from kvasir.server.api.http.pieces import LazyList
-from kvasir.server.api.http.responses import GENERATE_ERRORS, service_of
+from kvasir.server.api.http.responses import GENERATE_ERRORS, served_model
 from kvasir.server.api.openai.schemas import Prompts
 from kvasir.server.api.schemas import Items, ModelName, RequestBody, ResponseBody, Size
 from kvasir.server.engine.encoder.engine import TOKEN_BUDGET
 from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.errors import InvalidRequestError
 from kvasir.server.requests.encoding import MAX_INPUTS
-from kvasir.server.requests.service import Service
+from kvasir.server.requests.served_model import ServedModel
 from kvasir.server.requests.text_worker import THREADS
 
 router = APIRouter(route_class=VectorRoute)
@@ -130,9 +130,9 @@ class EncoderInfo(ResponseBody, json_schema_serialization_defaults_required=True
     docker_label: None = None
 
 
-def encoder_info(service: Service, max_concurrent_requests: int) -> EncoderInfo:
+def encoder_info(served: ServedModel, max_concurrent_requests: int) -> EncoderInfo:
     """Return an encoder and its limits."""
-    model, settings, pooling = service.describe_model(), service.settings, pooling_of(service)
+    model, settings, pooling = served.describe_model(), served.settings, pooling_of(served)
     kind: Literal["embedding", "classifier", "reranker"] = "embedding"
     fields: dict[str, Any] = {"pooling": pooling.kind}
     if pooling.labels:
@@ -144,7 +144,7 @@ def encoder_info(service: Service, max_concurrent_requests: int) -> EncoderInfo:
         model_dtype=model["precision"],
         model_type={kind: fields},
         max_concurrent_requests=max_concurrent_requests,
-        max_input_length=service.builder.max_model_len,
+        max_input_length=served.builder.max_model_len,
         max_batch_tokens=settings.chunk_size or TOKEN_BUDGET,
         max_batch_requests=settings.max_num_seqs,
         version=version("kvasir-lm"),
@@ -154,9 +154,9 @@ def encoder_info(service: Service, max_concurrent_requests: int) -> EncoderInfo:
 @router.post("/embed", response_model=list[list[float]], responses=GENERATE_ERRORS)
 async def embed(request: Request, body: EmbedBody) -> Response:
     """Return a vector for each text, as TEI does."""
-    service, n = service_of(request), body.dimensions
-    check_dimensions(service, n, "dimensions")
-    is_unit = pooling_of(service).normalize
+    served, n = served_model(request), body.dimensions
+    check_dimensions(served, n, "dimensions")
+    is_unit = pooling_of(served).normalize
     if is_unit and not body.normalize:
         message = "normalize: the model's vectors always have length 1; leave it out"
         raise InvalidRequestError(message, param="normalize")
@@ -193,7 +193,7 @@ async def similarity(request: Request, body: SimilarityBody) -> Response:
 @label_router.post("/rerank", response_model=list[Rank], responses=GENERATE_ERRORS)
 async def rerank(request: Request, body: RerankBody) -> Response:
     """Return the scores of texts that may answer a question, best first, as TEI does."""
-    shown = _shown(pooling_of(service_of(request), n_labels=1), raw=body.raw_scores)
+    shown = _shown(pooling_of(served_model(request), n_labels=1), raw=body.raw_scores)
     texts = body.texts if body.return_text else None
 
     def show(outputs: list[Floats]) -> LazyList:
@@ -212,7 +212,7 @@ async def rerank(request: Request, body: RerankBody) -> Response:
 )
 async def predict(request: Request, body: PredictBody) -> Response:
     """Return the scores of a text's labels, the highest first, as TEI does."""
-    pooling = pooling_of(service_of(request))
+    pooling = pooling_of(served_model(request))
     shown, labels = _shown(pooling, raw=body.raw_scores), pooling.labels
     is_batch = isinstance(body.inputs, list) and isinstance(body.inputs[0], list)
     batch: Any = body.inputs if is_batch else [body.inputs]

@@ -23,7 +23,7 @@ from kvasir.server.api.embeddings.requests import (
 )
 from kvasir.server.api.http.body import EncoderRoute, LabelRoute
 from kvasir.server.api.http.pieces import LazyList
-from kvasir.server.api.http.responses import GENERATE_ERRORS, service_of, state_of
+from kvasir.server.api.http.responses import GENERATE_ERRORS, served_model, state_of
 from kvasir.server.api.openai.schemas import Prompts
 from kvasir.server.api.schemas import Items, ModelName, ResponseBody, Share, Size
 from kvasir.server.engine.sampling.params import Floats
@@ -135,7 +135,7 @@ class PooledInputs(_Listed):
 @router.post("/v1/score", response_model=Scores, responses=GENERATE_ERRORS)
 async def score(request: Request, body: ScoreBody) -> Response:
     """Return the scores of pairs of texts, as vLLM does: of a model of vectors their cosines."""
-    service, envelope = service_of(request), _listed(request, "score")
+    served, envelope = served_model(request), _listed(request, "score")
     both = body.text_1, body.text_2
     firsts, seconds = ([given] if isinstance(given, str) else given for given in both)
     if not (firsts and seconds) or len(firsts) not in (1, len(seconds)):
@@ -144,8 +144,8 @@ async def score(request: Request, body: ScoreBody) -> Response:
             "many as in text_2",
             param="text_1",
         )
-    is_cosine = service.task == "embed"
-    pooling = pooling_of(service, None if is_cosine else 1)
+    is_cosine = served.task == "embed"
+    pooling = pooling_of(served, None if is_cosine else 1)
     n_first, n_pairs = len(firsts), len(seconds)
 
     def show(outputs: list[Floats]) -> LazyList:
@@ -169,7 +169,7 @@ async def score(request: Request, body: ScoreBody) -> Response:
 @label_router.post("/v1/classify", response_model=Classification, responses=GENERATE_ERRORS)
 async def classify(request: Request, body: ClassifyBody) -> Response:
     """Return each text's label and the probabilities of all labels, as vLLM does."""
-    pooling, envelope = pooling_of(service_of(request)), _listed(request, "classify")
+    pooling, envelope = pooling_of(served_model(request)), _listed(request, "classify")
 
     def classified(index: int, scores: Floats) -> dict[str, Any]:
         label, probs = pooling.labels[int(scores.argmax())], figures.shares(scores, pooling)
@@ -182,12 +182,12 @@ async def classify(request: Request, body: ClassifyBody) -> Response:
 @router.post("/pooling", response_model=PooledInputs, responses=GENERATE_ERRORS)
 async def pool(request: Request, body: PoolingBody) -> Response:
     """Return what the model makes of each text, as vLLM does."""
-    service, envelope = service_of(request), _listed(request, "pool")
-    task, pooling = body.task or service.task, pooling_of(service)
+    served, envelope = served_model(request), _listed(request, "pool")
+    task, pooling = body.task or served.task, pooling_of(served)
     output, purpose = _TASKS[task]
-    if purpose != service.task:
-        can = " or ".join(repr(name) for name in _TASKS if _TASKS[name][1] == service.task)
-        message = f"task: the model {service.name!r} can do {can}, not {task!r}"
+    if purpose != served.task:
+        can = " or ".join(repr(name) for name in _TASKS if _TASKS[name][1] == served.task)
+        message = f"task: the model {served.name!r} can do {can}, not {task!r}"
         raise InvalidRequestError(message, param="task")
     form = body.encoding_format
 
@@ -202,7 +202,7 @@ async def pool(request: Request, body: PoolingBody) -> Response:
 
 def _listed(request: Request, kind: str) -> Envelope:
     """Return the envelope of an answer."""
-    name, request_id = service_of(request).name, state_of(request.scope).id
+    name, request_id = served_model(request).name, state_of(request.scope).id
     head = {"id": f"{kind}-{request_id}", "object": "list", "created": int(time())}
 
     def envelope(data: Any, n_tokens: int) -> dict[str, Any]:

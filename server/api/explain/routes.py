@@ -14,12 +14,12 @@ from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from kvasir.model.bundle import ModelBundle
+from kvasir.model.directory import ModelDirectory
 from kvasir.server.api import schemas
 from kvasir.server.api.explain.answers import Explanation, shown
 from kvasir.server.api.http.body import BodyRoute
 from kvasir.server.api.http.pieces import held_response, unless_disconnected
-from kvasir.server.api.http.responses import BODY_ERRORS, service_of, state_of
+from kvasir.server.api.http.responses import BODY_ERRORS, served_model, state_of
 from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.errors import InvalidRequestError, OverloadedError
 from kvasir.server.explain.explainer import Explainer
@@ -110,8 +110,8 @@ class Explanations:
     It is loaded for the first explanation, and holds the model's weights a second time from then.
     """
 
-    def __init__(self, bundle: ModelBundle) -> None:
-        self._bundle = bundle
+    def __init__(self, model_dir: ModelDirectory) -> None:
+        self._model_dir = model_dir
         self._explainer: Explainer | None = None
         # Elsewhere than on Linux niceness belongs to the whole process.
         lower_priority = partial(os.nice, _NICENESS) if sys.platform == "linux" else None
@@ -139,10 +139,10 @@ class Explanations:
 
         def work() -> bytes:
             if self._explainer is None:
-                self._explainer = Explainer(self._bundle, _THREADS)
+                self._explainer = Explainer(self._model_dir, _THREADS)
             of_heads = layers if heads else []  # a layer's weights are found for all its heads
             explanation = self._explainer.explain_tokens(token_ids, of_heads, source_ids, questions)
-            return b"".join(shown(explanation, heads, self._bundle.config))
+            return b"".join(shown(explanation, heads, self._model_dir.config))
 
         self._n_inside += 1
         try:  # if the client disconnects, an explanation that waits is cancelled
@@ -154,9 +154,9 @@ class Explanations:
 @router.post("/explain", response_model=Explanation, responses=BODY_ERRORS)
 async def explain(request: Request, body: ExplainBody) -> Response:
     """Return the attention in a text, and the likeliest next tokens."""
-    service = service_of(request)
-    service.admission.check_open()
-    config = service.bundle.config
+    served = served_model(request)
+    served.admission.check_open()
+    config = served.model_dir.config
     layers = sorted(set(body.layers))
     heads = sorted(set(range(config.n_head) if body.heads is None else body.heads))
     for layer in layers:
@@ -164,7 +164,7 @@ async def explain(request: Request, body: ExplainBody) -> Response:
     for head in heads:
         check_index("head", head, config.n_head)
     param = "prompt" if body.text is None else "text"
-    (prompt,) = await service.builder.tokenize(
+    (prompt,) = await served.builder.tokenize(
         [body.text or body.prompt or ""], param=param, source_language=body.source_language
     )
     token_ids, source_ids = prompt.ids, list[int]()
@@ -197,20 +197,20 @@ async def explain(request: Request, body: ExplainBody) -> Response:
             "layers, or send a shorter text",
             param="heads",
         )
-    explanations: Explanations = request.app.state.explanations[service.name]
+    explanations: Explanations = request.app.state.explanations[served.name]
     caller = state_of(request.scope).caller
     work = explanations.explain(token_ids, source_ids, layers, heads, questions, caller)
-    response = held_response(await unless_disconnected(request.receive, work), service)
-    service.metrics.used(caller.name, n_tokens, 0)
+    response = held_response(await unless_disconnected(request.receive, work), served)
+    served.metrics.used(caller.name, n_tokens, 0)
     return response
 
 
 async def _target(request: Request, body: ExplainBody, source_ids: list[int]) -> list[int]:
     """Return the target that was given, or else the model's likeliest, from its first token on."""
-    service = service_of(request)
+    served = served_model(request)
     if body.target is not None:
-        given = await service.builder.tokenize_target(body.target, "target")
-        return target_prefix(service.bundle, body.target_language) + given
+        given = await served.builder.tokenize_target(body.target, "target")
+        return target_prefix(served.model_dir, body.target_language) + given
     options = RequestOptions(
         prompts=[source_ids],
         params=SamplingParams(max_tokens=0, temperature=0.0),
@@ -219,12 +219,12 @@ async def _target(request: Request, body: ExplainBody, source_ids: list[int]) ->
         seed=0,
         target=TargetOptions(target_language=body.target_language),
     )
-    wanted = await service.builder.build(options, state_of(request.scope))
-    longest = most_tokens(service.bundle.config) - len(wanted.target_prefix)
+    wanted = await served.builder.build(options, state_of(request.scope))
+    longest = most_tokens(served.model_dir.config) - len(wanted.target_prefix)
     params = replace(wanted.params, max_tokens=min(wanted.params.max_tokens, longest))
 
     async def work() -> list[int]:
-        async with service.complete(replace(wanted, params=params)) as completion:
+        async with served.complete(replace(wanted, params=params)) as completion:
             async for _ in completion.deltas():
                 pass
             return completion.choices[0].sequence.token_ids

@@ -18,7 +18,7 @@ from kvasir.server.api.http.responses import models_of, state_of
 from kvasir.server.api.other_servers import NO_OPS, USED_HERE
 from kvasir.server.api.schemas import RequestBody, field_names
 from kvasir.server.errors import InvalidRequestError
-from kvasir.server.requests.service import Task
+from kvasir.server.requests.served_model import Task
 from kvasir.server.requests.text_worker import SHORT
 
 T = TypeVar("T")
@@ -59,8 +59,8 @@ class BodyRoute(APIRoute):
             models = models_of(request.scope)
             body = await models.text_worker.call(len(raw), partial(parse, adapter, raw))
             name = getattr(body, "model", None)
-            service = models.find(name, *self.tasks, must_choose=self.path.startswith(_VERSIONS))
-            state_of(request.scope).model = service.name
+            served = models.find(name, *self.tasks, must_choose=self.path.startswith(_VERSIONS))
+            state_of(request.scope).model = served.name
             response: Response = await self.endpoint(request, body)
             return response
 

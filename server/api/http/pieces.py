@@ -14,8 +14,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from kvasir.server.requests.models import Models
-from kvasir.server.requests.service import Service
+from kvasir.server.requests.registry import ModelRegistry
+from kvasir.server.requests.served_model import ServedModel
 from kvasir.server.requests.text_worker import TextWorker
 
 T = TypeVar("T")
@@ -171,7 +171,7 @@ def json_response(body: Written, worker: TextWorker) -> Response:
     return StreamingResponse(_slices(body), headers=headers, media_type=_JSON)
 
 
-def held_response(body: Written, server: Service | Models) -> Response:
+def held_response(body: Written, server: ServedModel | ModelRegistry) -> Response:
     """Return a response of JSON that counts among the answers until it is sent, if it is large."""
 
     async def made() -> Response:

@@ -18,8 +18,8 @@ from starlette.types import Scope
 from kvasir.model.platform.files import in_words
 from kvasir.server.errors import EngineError, InsufficientStorageError, KvasirError
 from kvasir.server.requests.completion import RequestState
-from kvasir.server.requests.models import Models
-from kvasir.server.requests.service import Service
+from kvasir.server.requests.registry import ModelRegistry
+from kvasir.server.requests.served_model import ServedModel
 
 logger = logging.getLogger("kvasir")
 
@@ -81,27 +81,27 @@ STREAMED = GENERATE_ERRORS | {
 }
 
 
-def models_of(scope: Scope) -> Models:
+def models_of(scope: Scope) -> ModelRegistry:
     """Return the models of the application."""
-    return cast("Models", scope["app"].state.models)
+    return cast("ModelRegistry", scope["app"].state.models)
 
 
-def service_of(request: Request) -> Service:
-    """Return the service of the model that `BodyRoute` or `named_service` has found."""
-    return models_of(request.scope).services[state_of(request.scope).model]
+def served_model(request: Request) -> ServedModel:
+    """Return the model that `BodyRoute` or `named_model` has found."""
+    return models_of(request.scope).served[state_of(request.scope).model]
 
 
-async def named_service(
+async def named_model(
     request: Request,
     model: Annotated[str | None, Query(description="A model's name. Default: the first.")] = None,
-) -> Service:
-    """Return the service of the model that a request without a body names."""
-    service = models_of(request.scope).find(model)
-    state_of(request.scope).model = service.name
-    return service
+) -> ServedModel:
+    """Return the model that a request without a body names."""
+    served = models_of(request.scope).find(model)
+    state_of(request.scope).model = served.name
+    return served
 
 
-NamedService = Annotated[Service, Depends(named_service)]
+NamedModel = Annotated[ServedModel, Depends(named_model)]
 
 
 def state_of(scope: Scope) -> RequestState:

@@ -25,7 +25,7 @@ from kvasir.server.api.http.pieces import (
 from kvasir.server.api.http.responses import error_body, state_of
 from kvasir.server.requests.completion import Completion, Delta, RequestState
 from kvasir.server.requests.request import CompletionRequest
-from kvasir.server.requests.service import Service
+from kvasir.server.requests.served_model import ServedModel
 
 Failed = Callable[[dict[str, Any]], bytes]
 
@@ -41,9 +41,9 @@ class Formatter(ABC):
     keep_alive = KEEP_ALIVE
     completion: Completion  # once the request is admitted
 
-    def __init__(self, service: Service) -> None:
-        self.service = service
-        self.tokenizer = service.bundle.tokenizer
+    def __init__(self, served: ServedModel) -> None:
+        self.served = served
+        self.tokenizer = served.model_dir.tokenizer
 
     @abstractmethod
     def parts(self, delta: Delta) -> Iterator[Any]:
@@ -83,7 +83,7 @@ def respond(
 ) -> Response:
     """Return the response to a request, whole or as a stream, which runs when it is sent."""
     state = state_of(request.scope)
-    held = formatter.service.answers[state.is_background].hold(wanted.answer_bytes)
+    held = formatter.served.answers[state.is_background].hold(wanted.answer_bytes)
     if stream:
         return EventStream(_events(state, wanted, formatter), formatter.failed, held)
     return Deferred(partial(_whole, state, wanted, formatter), held)
@@ -92,27 +92,27 @@ def respond(
 async def _events(
     state: RequestState, wanted: CompletionRequest, formatter: Formatter
 ) -> AsyncGenerator[bytes, None]:
-    service = formatter.service
-    async with service.complete(wanted) as completion:
+    served = formatter.served
+    async with served.complete(wanted) as completion:
         state.completion = formatter.completion = completion
         async for deltas in completion.deltas(KEEP_ALIVE_SECONDS):
             chunk = together([formatter.chunk(delta) for delta in deltas])
             if not isinstance(chunk, bytes):
-                async for piece in sent(chunk, service.text_worker):
+                async for piece in sent(chunk, served.text_worker):
                     yield piece
             elif chunk or not deltas:
                 yield chunk or formatter.keep_alive
-        async for piece in sent(formatter.tail(), service.text_worker):
+        async for piece in sent(formatter.tail(), served.text_worker):
             yield piece
 
 
 async def _whole(state: RequestState, wanted: CompletionRequest, formatter: Formatter) -> Response:
-    async with formatter.service.complete(wanted) as completion:
+    async with formatter.served.complete(wanted) as completion:
         state.completion = formatter.completion = completion
         async for deltas in completion.deltas():
             for delta in deltas:
                 formatter.add(delta)
-    return json_response(whole(formatter.whole()), formatter.service.text_worker)
+    return json_response(whole(formatter.whole()), formatter.served.text_worker)
 
 
 def event(data: str, name: str | None = None) -> bytes:

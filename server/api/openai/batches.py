@@ -166,7 +166,7 @@ class Answers:
             known_error, content = error_body(scope, error)
             if known_error.retry_after is not None:
                 return float(known_error.retry_after)
-            if any(service.engine.failed for service in self._app.state.models.services.values()):
+            if any(served.engine.failed for served in self._app.state.models.served.values()):
                 return _FAILED_RETRY
             return Reply(known_error.status, state.id, compact(content).encode(), content)
         answer = b"".join(message.get("body", b"") for message in sent)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from kvasir.model.template.chat_template import ChatTemplateError
 from kvasir.server.api.http.body import TextRoute
 from kvasir.server.api.http.pieces import LazyList
-from kvasir.server.api.http.responses import STREAMED, service_of, state_of
+from kvasir.server.api.http.responses import STREAMED, served_model, state_of
 from kvasir.server.api.http.streams import respond
 from kvasir.server.api.openai.answers import Chat
 from kvasir.server.api.openai.chat_schemas import ChatBody, Conversation
@@ -21,7 +21,7 @@ from kvasir.server.engine.sampling.params import TokenLogprobs
 from kvasir.server.errors import ContextLengthError, InvalidRequestError
 from kvasir.server.requests.completion import Delta
 from kvasir.server.requests.request import CompletionRequest
-from kvasir.server.requests.service import Service
+from kvasir.server.requests.served_model import ServedModel
 from kvasir.server.text.answer import AnswerParser, AnswerPiece, Reasoning
 from kvasir.server.text.chat_format import ChatFormat
 
@@ -32,7 +32,7 @@ router = APIRouter(route_class=TextRoute)
 async def chat_completions(request: Request, body: ChatBody) -> Response:
     """Answer in a conversation, as OpenAI does."""
     wanted, form = await prepare(request, body)
-    formatter = ChatFormatter(service_of(request), body, state_of(request.scope).id, form)
+    formatter = ChatFormatter(served_model(request), body, state_of(request.scope).id, form)
     return respond(request, wanted, formatter, stream=body.stream)
 
 
@@ -43,15 +43,15 @@ async def prepare(
 
     default_max_tokens: as RequestOptions has it; None is as many as fit.
     """
-    service, state = service_of(request), state_of(request.scope)
+    served, state = served_model(request), state_of(request.scope)
     chat, text = await render(request, body)
-    form = await service.text_worker.call(
-        state.body_size, lambda: AnswerForm.of(body, chat, text, service)
+    form = await served.text_worker.call(
+        state.body_size, lambda: AnswerForm.of(body, chat, text, served)
     )
     options = body.options(
         [text],
-        service.bundle.default_sampling,
-        default_max_tokens=default_max_tokens or service.builder.max_model_len,
+        served.model_dir.default_sampling,
+        default_max_tokens=default_max_tokens or served.builder.max_model_len,
         shows_prompt=body.return_token_ids,
         logprobs=body.top_logprobs if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
@@ -61,15 +61,15 @@ async def prepare(
         add_special_tokens=body.add_special_tokens,
     )
     try:
-        return await service.builder.build(options, state), form
+        return await served.builder.build(options, state), form
     except ContextLengthError as error:
         raise ContextLengthError(error.message, param="messages") from None
 
 
 async def render(request: Request, conversation: Conversation) -> tuple[ChatFormat, str]:
     """Return the model's chat format, and the text that it makes. Raises InvalidRequestError."""
-    service, size = service_of(request), state_of(request.scope).body_size
-    chat = service.chat
+    served, size = served_model(request), state_of(request.scope).body_size
+    chat = served.chat
     if chat is None:
         raise InvalidRequestError(
             "this model has no chat template: export a checkpoint with chat_template.jinja, "
@@ -89,7 +89,7 @@ async def render(request: Request, conversation: Conversation) -> tuple[ChatForm
         )
 
     try:
-        return chat, await service.text_worker.call(size, work, waits=True)
+        return chat, await served.text_worker.call(size, work, waits=True)
     except ChatTemplateError as error:
         raise InvalidRequestError(f"messages: {error}", param="messages") from None
 
@@ -97,12 +97,14 @@ async def render(request: Request, conversation: Conversation) -> tuple[ChatForm
 class ChatFormatter(OpenAIFormatter):
     """The form of a chat's response."""
 
-    def __init__(self, service: Service, body: ChatBody, request_id: str, form: AnswerForm) -> None:
+    def __init__(
+        self, served: ServedModel, body: ChatBody, request_id: str, form: AnswerForm
+    ) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        super().__init__(service, body, f"chatcmpl-{request_id}", kind)
+        super().__init__(served, body, f"chatcmpl-{request_id}", kind)
         self._form = form
         self._with_logprobs, self._n_top = body.logprobs, body.top_logprobs or 0
-        self._hidden_ids = service.special_ids - form.kept_ids
+        self._hidden_ids = served.special_ids - form.kept_ids
         self._parsers: dict[int, AnswerParser] = {}  # by choice
 
     def parts(self, delta: Delta) -> Iterator[JSON]:

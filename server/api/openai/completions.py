@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from kvasir.server.api.http.body import TextRoute
 from kvasir.server.api.http.pieces import LazyList, compact
-from kvasir.server.api.http.responses import STREAMED, finite, service_of, state_of
+from kvasir.server.api.http.responses import STREAMED, finite, served_model, state_of
 from kvasir.server.api.http.streams import respond
 from kvasir.server.api.openai.answers import Completion
 from kvasir.server.api.openai.formatting import JSON, OpenAIFormatter
@@ -18,7 +18,7 @@ from kvasir.server.api.openai.schemas import CompletionsBody
 from kvasir.server.engine.sampling.params import TokenLogprobs
 from kvasir.server.errors import InvalidRequestError
 from kvasir.server.requests.completion import Delta
-from kvasir.server.requests.service import Service
+from kvasir.server.requests.served_model import ServedModel
 from kvasir.server.text.detokenizer import token_name
 from kvasir.server.text.fill_in_middle import FORMS, form_of
 
@@ -30,13 +30,13 @@ DEFAULT_MAX_TOKENS = 16
 @router.post("/v1/completions", response_model=Completion, responses=STREAMED)
 async def completions(request: Request, body: CompletionsBody) -> Response:
     """Continue prompts, as OpenAI does."""
-    service, state = service_of(request), state_of(request.scope)
-    grammar = await service.text_worker.call(state.body_size, body.any_grammar)
+    served, state = served_model(request), state_of(request.scope)
+    grammar = await served.text_worker.call(state.body_size, body.any_grammar)
     if body.suffix:
-        body = _filling(body, service.added_ids)
+        body = _filling(body, served.added_ids)
     options = body.options(
         body.prompt,
-        service.bundle.default_sampling,
+        served.model_dir.default_sampling,
         default_max_tokens=DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
         prompt_logprobs=body.scored_prompt,
@@ -44,11 +44,11 @@ async def completions(request: Request, body: CompletionsBody) -> Response:
         with_offsets=body.echo and body.logprobs is not None,
         shows_prompt=body.echo or body.return_token_ids,
         grammar=grammar,
-        kept_ids=frozenset() if body.skip_special_tokens else service.special_ids,
+        kept_ids=frozenset() if body.skip_special_tokens else served.special_ids,
         target=body.target(),
     )
-    wanted = await service.builder.build(options, state)
-    formatter = CompletionFormatter(service, body, state.id)
+    wanted = await served.builder.build(options, state)
+    formatter = CompletionFormatter(served, body, state.id)
     return respond(request, wanted, formatter, stream=body.stream)
 
 
@@ -72,8 +72,8 @@ def _filling(body: CompletionsBody, added_ids: Mapping[str, int]) -> Completions
 class CompletionFormatter(OpenAIFormatter):
     """The form of a text completion's response."""
 
-    def __init__(self, service: Service, body: CompletionsBody, request_id: str) -> None:
-        super().__init__(service, body, f"cmpl-{request_id}", "text_completion")
+    def __init__(self, served: ServedModel, body: CompletionsBody, request_id: str) -> None:
+        super().__init__(served, body, f"cmpl-{request_id}", "text_completion")
         self._echoes, self._n_top = body.echo, body.logprobs
         self._begun: set[int] = set()  # choices
 

@@ -18,7 +18,7 @@ from kvasir.server.api.http.streams import DONE, Formatter, event
 from kvasir.server.api.openai.schemas import OpenAIBody
 from kvasir.server.engine.sampling.params import TokenLogprobs
 from kvasir.server.requests.completion import Delta
-from kvasir.server.requests.service import Service
+from kvasir.server.requests.served_model import ServedModel
 from kvasir.server.text.detokenizer import token_bytes, token_text
 
 JSON = dict[str, Any]
@@ -30,8 +30,8 @@ class OpenAIFormatter(Formatter):
     end = DONE
     encoded = staticmethod(compact)  # a part as JSON
 
-    def __init__(self, service: Service, body: OpenAIBody, response_id: str, kind: str) -> None:
-        super().__init__(service)
+    def __init__(self, served: ServedModel, body: OpenAIBody, response_id: str, kind: str) -> None:
+        super().__init__(served)
         options = body.stream_options
         self._with_usage = options is not None and options.include_usage
         self._with_running_usage = options is not None and options.continuous_usage_stats
@@ -46,8 +46,8 @@ class OpenAIFormatter(Formatter):
             "id": response_id,
             "object": kind,
             "created": int(time()),
-            "model": service.name,
-            "system_fingerprint": service.fingerprint,
+            "model": served.name,
+            "system_fingerprint": served.fingerprint,
         }
         self._prefix = compact(self._head)[:-1]
 

@@ -11,7 +11,7 @@ from kvasir.server.engine.grammar.constraints import Grammar
 from kvasir.server.engine.sequence import FinishReason
 from kvasir.server.errors import InvalidRequestError
 from kvasir.server.requests.completion import Completion, Delta
-from kvasir.server.requests.service import Service
+from kvasir.server.requests.served_model import ServedModel
 from kvasir.server.text.answer import AnswerParser, AnswerPiece
 from kvasir.server.text.chat_format import ChatFormat
 from kvasir.server.text.reasoning import ReasoningFormat, ReasoningParser
@@ -30,7 +30,7 @@ class AnswerForm:
     kept_ids: frozenset[int]  # special tokens that tags consist of
 
     @classmethod
-    def of(cls, body: ChatBody, chat: ChatFormat, prompt: str, service: Service) -> AnswerForm:
+    def of(cls, body: ChatBody, chat: ChatFormat, prompt: str, served: ServedModel) -> AnswerForm:
         """Return the form of a body's answers. Raises InvalidRequestError for fields at odds."""
         reasoning, calls = chat.reasoning, _call_format(body, chat)
         is_reasoning = reasoning is not None and _is_in_reasoning(reasoning, body, prompt)
@@ -39,7 +39,7 @@ class AnswerForm:
             if has_begun or reasoning.is_over(prompt):
                 reasoning = None
         tags = {tag for form in (reasoning, calls) if form is not None for tag in form.tags}
-        tokens = {tag: i for tag, i in service.added_ids.items() if tag in tags}
+        tokens = {tag: i for tag, i in served.added_ids.items() if tag in tags}
         is_named = isinstance(body.tool_choice, NamedTool)
         max_calls = None if body.parallel_tool_calls and not is_named else 1
         schemas = {function.name: function.arguments_schema for function in body.functions}
@@ -57,7 +57,7 @@ class AnswerForm:
         if grammar is not None and reasoning is not None:
             lead = reasoning_before(reasoning, tokens, is_open=is_reasoning)
             grammar = replace(grammar, lead=lead)
-        kept_ids = service.special_ids
+        kept_ids = served.special_ids
         if body.skip_special_tokens:
             kept_ids = kept_ids.intersection(tokens.values())
         continues = body.continue_final_message

@@ -25,7 +25,7 @@ from kvasir.server.engine.sampling.params import TokenLogprobs
 from kvasir.server.engine.sequence import FinishReason
 from kvasir.server.errors import InvalidRequestError
 from kvasir.server.requests.completion import Choice, Delta
-from kvasir.server.requests.service import Service
+from kvasir.server.requests.served_model import ServedModel
 from kvasir.server.text.detokenizer import token_text
 
 router = APIRouter(route_class=TextRoute)
@@ -67,11 +67,11 @@ async def _generate(request: Request, body: GenerateBody, *, stream: bool = Fals
         raise InvalidRequestError(
             "parameters.best_of: greedy texts are all the same; set do_sample", param="parameters"
         )
-    service, state = responses.service_of(request), responses.state_of(request.scope)
+    served, state = responses.served_model(request), responses.state_of(request.scope)
     grammar, form = None, parameters.grammar
     if form is not None:
         work = partial(tgi_grammar, form, "parameters.grammar")
-        grammar = await service.text_worker.call(state.body_size, work)
+        grammar = await served.text_worker.call(state.body_size, work)
     changes = {} if parameters.samples else {"temperature": 0.0}
     options = parameters.model_copy(update=changes).request_options(
         [body.inputs],
@@ -86,8 +86,8 @@ async def _generate(request: Request, body: GenerateBody, *, stream: bool = Fals
         shows_prompt=parameters.return_full_text,
         field_prefix="parameters.",
     )
-    wanted = await service.builder.build(options, state)
-    formatter = GenerateFormatter(service, body)
+    wanted = await served.builder.build(options, state)
+    formatter = GenerateFormatter(served, body)
     return streams.respond(request, wanted, formatter, stream=stream)
 
 
@@ -113,8 +113,8 @@ class _Shown:
 class GenerateFormatter(streams.Formatter):
     """The form of TGI's responses, whose choices are samples of one prompt."""
 
-    def __init__(self, service: Service, body: GenerateBody) -> None:
-        super().__init__(service)
+    def __init__(self, served: ServedModel, body: GenerateBody) -> None:
+        super().__init__(served)
         self._parameters = body.parameters
         self._as_list = isinstance(body, CompatibleBody)
         self._samples: dict[int, _Shown] = {}
@@ -213,17 +213,17 @@ class GenerateFormatter(streams.Formatter):
             "id": token_id,
             "text": token_text(self.tokenizer, token_id),
             "logprob": finite(logprob),
-            "special": token_id in self.service.special_ids,
+            "special": token_id in self.served.special_ids,
         }
 
 
 @router.get("/info", responses=responses.MODEL_ERRORS)
-async def info(service: responses.NamedService) -> Info | EncoderInfo:
+async def info(served: responses.NamedModel) -> Info | EncoderInfo:
     """Return model and limits, in TGI's form; those of an encoder in TEI's."""
-    model, limits = service.describe_model(), service.builder.limits
-    n_sequences = service.settings.max_num_seqs + service.settings.queue_limit
-    if service.task != "generate":
-        return encoder_info(service, max_concurrent_requests=n_sequences)
+    model, limits = served.describe_model(), served.builder.limits
+    n_sequences = served.settings.max_num_seqs + served.settings.queue_limit
+    if served.task != "generate":
+        return encoder_info(served, max_concurrent_requests=n_sequences)
     return Info(
         model_id=model["model"],
         model_dtype=model["precision"],

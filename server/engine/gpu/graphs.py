@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvasir.model.bundle import INVERSE_TEMPERATURES_INPUT
+from kvasir.model.directory import INVERSE_TEMPERATURES_INPUT
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.server.engine.gpu.cuda_runtime import CudaStream
 from kvasir.server.engine.gpu.outputs import DeviceOutputs

@@ -7,7 +7,7 @@ from typing import cast
 
 import numpy as np
 
-from kvasir.model.bundle import CANDIDATES_OUTPUT, INVERSE_TEMPERATURES_INPUT
+from kvasir.model.directory import CANDIDATES_OUTPUT, INVERSE_TEMPERATURES_INPUT
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.server.engine.gpu.cuda import bind_blocks_at, bind_cuda_blocks
 from kvasir.server.engine.gpu.cuda_runtime import CudaStream, DeviceBuffer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvasir.model.bundle import CANDIDATES_OUTPUT
+from kvasir.model.directory import CANDIDATES_OUTPUT
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.server.engine.gpu.cuda_runtime import CudaStream
 from kvasir.server.engine.sampling.logits import Candidates, Logits

@@ -7,7 +7,7 @@ from time import perf_counter
 
 import numpy as np
 
-from kvasir.model.bundle import INVERSE_TEMPERATURES_INPUT
+from kvasir.model.directory import INVERSE_TEMPERATURES_INPUT
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.gpu.graphs import Inputs
 from kvasir.server.engine.gpu.model import DeviceModel

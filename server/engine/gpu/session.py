@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from kvasir.model.bundle import KV_BLOCK_SIZE, Device
 from kvasir.model.config import TransformerConfig
+from kvasir.model.directory import KV_BLOCK_SIZE, Device
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.server.engine.gpu.cuda import (
     bind_cuda_blocks,

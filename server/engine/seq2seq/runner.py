@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvasir.model.bundle import cache_names
 from kvasir.model.config import TransformerConfig
+from kvasir.model.directory import cache_names
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.model.packing import SOURCE_OUTPUT, pack
 from kvasir.model.platform.machine import available_memory, usable_cpus

@@ -19,7 +19,7 @@ from kvasir.server.engine.sampling.params import TokenLogprobs
 from kvasir.server.engine.sequence import FinishReason
 from kvasir.server.requests.completion import Delta
 from kvasir.server.requests.request import CompletionRequest
-from kvasir.server.requests.service import Service
+from kvasir.server.requests.served_model import ServedModel
 from kvasir.server.text.answer import AnswerPiece, Reasoning
 from kvasir.server.text.tool_calls import ToolCallPiece
 
@@ -36,16 +36,16 @@ class ResponseFormatter(Formatter):
 
     def __init__(
         self,
-        service: Service,
+        served: ServedModel,
         body: ResponsesBody,
         wanted: CompletionRequest,
         form: AnswerForm,
         key: Key,
     ) -> None:
-        super().__init__(service)
+        super().__init__(served)
         self._key = key
         self._parser = form.parser()
-        self._hidden_ids = service.special_ids - form.kept_ids
+        self._hidden_ids = served.special_ids - form.kept_ids
         self._with_logprobs, self._n_top = LOGPROBS in body.include, body.top_logprobs
         self._with_encrypted = ENCRYPTED in body.include
         self._n_events = 0
@@ -64,7 +64,7 @@ class ResponseFormatter(Formatter):
             "status": "in_progress",
             "error": None,
             "incomplete_details": None,
-            "model": service.name,
+            "model": served.name,
             "output": [],
             "usage": None,
             "temperature": wanted.params.temperature,

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from kvasir.server.api.http.body import TextRoute
 from kvasir.server.api.http.pieces import compact, held_response, written
-from kvasir.server.api.http.responses import STREAMED, errors, models_of, service_of, state_of
+from kvasir.server.api.http.responses import STREAMED, errors, models_of, served_model, state_of
 from kvasir.server.api.http.streams import respond
 from kvasir.server.api.openai.chat import prepare
 from kvasir.server.api.openai.chat_schemas import ChatBody
@@ -37,7 +37,7 @@ _ERRORS = errors(400, 401, 403, 404, 429)
 @router.post("/v1/responses", response_model=ModelResponse, responses=STREAMED)
 async def create_response(request: Request, body: ResponsesBody) -> Response:
     """Answer a conversation of items, as OpenAI's Responses API does."""
-    service, store = service_of(request), _store(request)
+    served, store = served_model(request), _store(request)
     if state_of(request.scope).is_background and "store" not in body.model_fields_set:
         body = body.model_copy(update={"store": False})  # a batch would drop what clients follow up
     chat, items = await _chat(request, body)
@@ -49,7 +49,7 @@ async def create_response(request: Request, body: ResponsesBody) -> Response:
         raise type(error)(error.message.removeprefix("messages: "), param="input") from None
     wanted = replace(wanted, length_param="max_output_tokens")
     key = _key(request, f"resp_{secrets.token_hex(16)}")
-    formatter = ResponseFormatter(service, body, wanted, form, key)
+    formatter = ResponseFormatter(served, body, wanted, form, key)
     if body.store:
         formatter.store, formatter.items = store, items
     if body.stream:
@@ -67,7 +67,7 @@ async def _chat(request: Request, body: ResponsesBody) -> tuple[ChatBody, bytes]
     stored = {key: store.get(key) for key in (store.of_item(owner, i) for i in references)}
     state.body_size += previous.n_read if previous else 0
     state.body_size += sum(len(response.output) for response in stored.values())
-    if state.body_size > (most := service_of(request).settings.max_body_bytes):
+    if state.body_size > (most := served_model(request).settings.max_body_bytes):
         raise InvalidRequestError(
             f"the conversation has {state.body_size} bytes with the earlier responses, more than "
             f"the {most} of max_body_bytes; leave earlier ones out",
@@ -85,7 +85,7 @@ async def _chat(request: Request, body: ResponsesBody) -> tuple[ChatBody, bytes]
             items.append(referenced[item["id"]] if is_reference else item)
         return body.chat(items), compact(items).encode() if body.store else b""
 
-    return await service_of(request).text_worker.call(state.body_size, work)
+    return await served_model(request).text_worker.call(state.body_size, work)
 
 
 @router.get("/v1/responses/{response_id}", response_model=ModelResponse, responses=_ERRORS)
@@ -99,7 +99,7 @@ async def response(
         raise InvalidRequestError("a response is not streamed again; leave stream out")
     key = _key(request, response_id)
     if (running := _running(request, key)) is not None:
-        return held_response(written(running.response), running.service)
+        return held_response(written(running.response), running.served)
     return held_response(_store(request).get(key).response, models_of(request.scope))
 
 
@@ -111,7 +111,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
         return held_response(_store(request).get(key).response, models_of(request.scope))
     running.cancel()
     cancelled = running.response | {"status": "cancelled"}
-    return held_response(written(cancelled), running.service)
+    return held_response(written(cancelled), running.served)
 
 
 @router.delete("/v1/responses/{response_id}", responses=_ERRORS)

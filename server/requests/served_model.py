@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from time import perf_counter, time
 from typing import Literal
 
-from kvasir.model.bundle import CHAT_TEMPLATE_FILE, ModelBundle
+from kvasir.model.directory import CHAT_TEMPLATE_FILE, ModelDirectory
 from kvasir.model.template.chat_template import ChatTemplate, ChatTemplateError
 from kvasir.model.tokenizer import keep_spaces_in_offsets
 from kvasir.server.engine.encoder.sequence import EncoderOutput
@@ -46,36 +46,36 @@ Task = Literal["generate", "embed", "classify"]
 _ABORT_SECONDS = 5.0  # for the engine to end its step and the last requests
 
 
-class Service:
+class ServedModel:
     """The parts of a served model that the routes share. Raises StartupError for a bad template.
 
-    What the models of a server share comes from `Models`; a lone service has its own.
+    What the models of a server share comes from `ModelRegistry`; a lone model has its own.
     """
 
     def __init__(
         self,
         settings: Settings,
-        bundle: ModelBundle,
+        model_dir: ModelDirectory,
         name: str | None = None,
         metrics: ServerMetrics | None = None,
         text_worker: TextWorker | None = None,
         answers: dict[bool, AnswerMemory] | None = None,
     ) -> None:
-        self.settings = settings.of_model(has_encoder=bundle.config.encoder is not None)
-        self.bundle = bundle
+        self.settings = settings.of_model(has_encoder=model_dir.config.encoder is not None)
+        self.model_dir = model_dir
         self.name = name or settings.model_name
         self.created = int(time())
-        installed, verified = onnxruntime_version(), bundle.manifest.versions.get("onnxruntime")
+        installed, verified = onnxruntime_version(), model_dir.manifest.versions.get("onnxruntime")
         if verified not in (None, installed):
             fields = {"model": self.name, "installed": installed, "verified_with": verified}
             message = "another ONNX Runtime than the model was verified with"
             logger.warning(message, extra={"fields": fields})
-        keep_spaces_in_offsets(bundle.tokenizer)
-        added = bundle.tokenizer.get_added_tokens_decoder()
+        keep_spaces_in_offsets(model_dir.tokenizer)
+        added = model_dir.tokenizer.get_added_tokens_decoder()
         self.added_ids = {token.content: i for i, token in added.items()}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self.grammars = Grammars(bundle)
-        self.chat = chat_format(settings, bundle)
+        self.grammars = Grammars(model_dir)
+        self.chat = chat_format(settings, model_dir)
         self.engine = AsyncEngine(partial(Metrics, server=metrics, model=self.name))
         self.metrics = self.engine.metrics
         makes_text = self.task == "generate"
@@ -87,29 +87,29 @@ class Service:
         self.text_worker = text_worker or TextWorker()
         self.answers = answers or AnswerMemory.pots(self.text_worker)
         self.builder = RequestBuilder(
-            self.settings, bundle, self.text_worker, self.engine, self.admission, self.answers
+            self.settings, model_dir, self.text_worker, self.engine, self.admission, self.answers
         )
-        manifest = bundle.manifest
+        manifest = model_dir.manifest
         self.metrics.describe(precision=manifest.precision, device=manifest.device)
 
     @property
     def task(self) -> Task:
         """The purpose of the model, which its routes ask for."""
-        pooling = self.bundle.config.pooling
+        pooling = self.model_dir.config.pooling
         if pooling is None:
             return "generate"
         return "classify" if pooling.labels else "embed"
 
     def describe_model(self) -> dict[str, str]:
         """Return the model's name, precision and device."""
-        manifest = self.bundle.manifest
+        manifest = self.model_dir.manifest
         return {"model": self.name, "precision": manifest.precision, "device": manifest.device}
 
     @cached_property
     def fingerprint(self) -> str:
         """A name of the files and software, whose answers to the same seed are the same."""
         versions = (version("kvasir-lm"), onnxruntime_version(), self.settings.speculate)
-        parts = (self.bundle.manifest.model_dump_json(), *versions)
+        parts = (self.model_dir.manifest.model_dump_json(), *versions)
         return f"fp_{sha256(repr(parts).encode()).hexdigest()[:12]}"
 
     async def start(self, build: Callable[[], AnyEngine], clock: StartClock) -> None:
@@ -157,7 +157,7 @@ class Service:
             self.admission.check(request, work, self.engine.snapshot())
             constraint = await self.grammars.constraint(request)
         with self._admitted(request) as max_wait:
-            choices = make_choices(request, self.bundle.tokenizer, self.engine.ids, constraint)
+            choices = make_choices(request, self.model_dir.tokenizer, self.engine.ids, constraint)
             with self._running(request, sequences_of(choices), max_wait) as stream:
                 yield Completion(choices, stream)
 
@@ -236,13 +236,13 @@ def onnxruntime_version() -> str | None:
     return None
 
 
-def chat_format(settings: Settings, bundle: ModelBundle) -> ChatFormat | None:
+def chat_format(settings: Settings, model_dir: ModelDirectory) -> ChatFormat | None:
     """Return the form of a model's chats, if it has a template. Raises StartupError."""
-    if bundle.chat_template is None:
+    if model_dir.chat_template is None:
         return None
     try:
-        template = ChatTemplate(bundle.chat_template, bundle.special_tokens)
+        template = ChatTemplate(model_dir.chat_template, model_dir.special_tokens)
         return ChatFormat(template, settings.tool_call_format, settings.reasoning_format)
     except ChatTemplateError as error:
-        path = bundle.path / CHAT_TEMPLATE_FILE
+        path = model_dir.path / CHAT_TEMPLATE_FILE
         raise StartupError(f"{path}: {error}; mend it, and export the model again") from None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal
 
-from kvasir.model.bundle import ModelBundle
+from kvasir.model.directory import ModelDirectory
 from kvasir.model.platform.suggestions import did_you_mean
 from kvasir.server.errors import (
     InvalidRequestError,
@@ -19,7 +19,7 @@ from kvasir.server.errors import (
 from kvasir.server.requests.admission.answers import AnswerMemory
 from kvasir.server.requests.admission.queue import Phase
 from kvasir.server.requests.async_engine import AnyEngine
-from kvasir.server.requests.service import Service, Task
+from kvasir.server.requests.served_model import ServedModel, Task
 from kvasir.server.requests.text_worker import TextWorker
 from kvasir.server.settings import Settings
 from kvasir.server.telemetry.metrics import ServerMetrics
@@ -45,50 +45,50 @@ _PURPOSES: dict[Task, tuple[str, str]] = {
 }
 
 
-class Models:
-    """The services of a server's models. One that cannot be loaded leaves the others as they are.
+class ModelRegistry:
+    """The models of a server. One that cannot be loaded leaves the others as they are.
 
-    bundles: each model's, or the error of its directory. Raises StartupError if all are errors.
+    model_dirs: each model's, or the error of its directory. Raises StartupError if all are errors.
     """
 
     def __init__(
-        self, settings: Settings, bundles: Mapping[str, ModelBundle | StartupError]
+        self, settings: Settings, model_dirs: Mapping[str, ModelDirectory | StartupError]
     ) -> None:
         self.settings = settings
-        self.names = tuple(bundles)
+        self.names = tuple(model_dirs)
         self.metrics = ServerMetrics()
         self.text_worker = TextWorker()
         self.answers = AnswerMemory.pots(self.text_worker)
-        self.services: dict[str, Service] = {}
+        self.served: dict[str, ServedModel] = {}
         self.failures: dict[str, StartupError] = {}  # of models that could not be loaded
         self.on_load_failure: Callable[[StartupError], None] = logger.error
-        for name, bundle in bundles.items():
+        for name, model_dir in model_dirs.items():
             try:
-                if isinstance(bundle, StartupError):
-                    raise bundle
-                self.services[name] = Service(
-                    settings, bundle, name, self.metrics, self.text_worker, self.answers
+                if isinstance(model_dir, StartupError):
+                    raise model_dir
+                self.served[name] = ServedModel(
+                    settings, model_dir, name, self.metrics, self.text_worker, self.answers
                 )
             except StartupError as error:
                 self._fail(name, error)
-        if not self.services:
+        if not self.served:
             raise next(iter(self.failures.values()))
 
-    def find(self, name: str | None = None, *tasks: Task, must_choose: bool = False) -> Service:
-        """Return the service of the named model or, without a name, of the first for the tasks.
+    def find(self, name: str | None = None, *tasks: Task, must_choose: bool = False) -> ServedModel:
+        """Return the named model or, without a name, of the first for the tasks.
 
         must_choose: of several models one has to be named. Raises InvalidRequestError for a missing
         name or a model of no such task, and the errors of `named`.
         """
-        fit = [name for name, service in self.services.items() if service.task in tasks]
+        fit = [name for name, served in self.served.items() if served.task in tasks]
         if name in _ANY_MODEL and name not in self.names:
             if must_choose and len(self.names) > 1:
-                served = ", ".join(map(repr, self.services))
-                raise InvalidRequestError(f"model is needed: one of {served}", param="model")
+                names = ", ".join(map(repr, self.served))
+                raise InvalidRequestError(f"model is needed: one of {names}", param="model")
             name = (fit or self.names)[0]
-        service = self.named(name or "")
-        if tasks and service.task not in tasks:
-            does, paths = _PURPOSES[service.task]
+        served = self.named(name or "")
+        if tasks and served.task not in tasks:
+            does, paths = _PURPOSES[served.task]
             wanted = " or ".join(_PURPOSES[task][0] for task in tasks)
             other = "".join(f", such as {name!r}" for name in fit[:1])
             message = (
@@ -96,10 +96,10 @@ class Models:
                 f"{wanted}{other}"
             )
             raise InvalidRequestError(message, param="model")
-        return service
+        return served
 
-    def named(self, name: str) -> Service:
-        """Return the service of a model.
+    def named(self, name: str) -> ServedModel:
+        """Return a model by its name.
 
         Raises ModelNotFoundError for an unknown name, and UnavailableError for a model that could
         not be loaded.
@@ -109,58 +109,58 @@ class Models:
                 f"the model {name!r} could not be loaded; the server's log says why",
                 retry_after=_FAILED_RETRY,
             )
-        if name not in self.services:
-            names, served = self.services, " and ".join(map(repr, self.services))
-            listed = f"{served} {'is' if len(self.services) == 1 else 'are'}"
+        if name not in self.served:
+            names = " and ".join(map(repr, self.served))
+            listed = f"{names} {'is' if len(self.served) == 1 else 'are'}"
             raise ModelNotFoundError(
-                f"the model {name!r} is not served here; {did_you_mean(name, names, listed)}",
+                f"the model {name!r} is not served here; {did_you_mean(name, self.served, listed)}",
                 param="model",
             )
-        return self.services[name]
+        return self.served[name]
 
     @property
     def states(self) -> dict[str, ModelState]:
         """The state of each model."""
         states: dict[str, ModelState] = dict.fromkeys(self.names, "failed")
-        for name, service in self.services.items():
+        for name, served in self.served.items():
             if name not in self.failures:
-                phase = _PHASES[service.admission.phase]
-                states[name] = phase if service.engine.is_healthy else "unhealthy"
+                phase = _PHASES[served.admission.phase]
+                states[name] = phase if served.engine.is_healthy else "unhealthy"
         return states
 
     def retry_after(self) -> int:
         """Estimate the seconds until a sequence ends, of the slowest model."""
         return max(
-            service.admission.retry_after(1, service.engine.snapshot())
-            for service in self.services.values()
+            served.admission.retry_after(1, served.engine.snapshot())
+            for served in self.served.values()
         )
 
-    async def start(self, build: Callable[[Service], AnyEngine], clock: StartClock) -> None:
+    async def start(self, build: Callable[[ServedModel], AnyEngine], clock: StartClock) -> None:
         """Load the models in turn. If none can be, an error goes to `on_load_failure`."""
-        for name, service in self.services.items():
+        for name, served in self.served.items():
             try:
-                await service.start(partial(build, service), clock)
+                await served.start(partial(build, served), clock)
             except Exception as error:
                 self._fail(name, error)
         if len(self.failures) == len(self.names):
             self.on_load_failure(self.failures[self.names[-1]])
 
     async def drain(self) -> None:
-        """Drain all models at once; see Service."""
-        await asyncio.gather(*(service.drain() for service in self.services.values()))
+        """Drain all models at once; see ServedModel."""
+        await asyncio.gather(*(served.drain() for served in self.served.values()))
 
     async def close(self) -> None:
         """End all sequences, threads and processes, unless an engine hangs."""
-        services = self.services.values()
-        await asyncio.gather(*(service.engine.stop() for service in services))
-        for service in services:
-            service.grammars.close()
+        models = self.served.values()
+        await asyncio.gather(*(served.engine.stop() for served in models))
+        for served in models:
+            served.grammars.close()
         self.text_worker.shutdown(wait=False, cancel_futures=True)
 
     def _fail(self, name: str, error: Exception) -> None:
         if not isinstance(error, StartupError):
             reason = " ".join(str(error).split())
-            path = self.services[name].bundle.path
+            path = self.served[name].model_dir.path
             error = StartupError(f"{path} cannot be served: {reason}")
         self.failures[name] = error
         self.metrics.failed(name, is_failed=True)

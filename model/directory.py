@@ -67,7 +67,7 @@ PRECISIONS: dict[Device, tuple[str, ...]] = {
 }
 
 
-class BundleError(Exception):
+class ModelDirectoryError(Exception):
     """A model directory that must not be served; one line with the file and the remedy."""
 
 
@@ -98,7 +98,7 @@ class Manifest(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelBundle:
+class ModelDirectory:
     """A model directory that was found whole; its template may use special_tokens by name."""
 
     path: Path
@@ -141,14 +141,17 @@ def hash_files(directory: Path) -> dict[str, str]:
     return {file.name: sha256(file) for file in files}
 
 
-def load_bundle(directory: Path) -> ModelBundle:
-    """Read a model directory and check every file against the manifest. Raises BundleError."""
+def load_model_dir(directory: Path) -> ModelDirectory:
+    """Read a model directory, and check every file against the manifest.
+
+    Raises ModelDirectoryError.
+    """
     if not directory.is_dir():
         source, out = ("CHECKPOINT", directory) if not directory.exists() else (directory, "FOLDER")
         problem = (
             f"{directory} is not a directory; make one with: kvasir export {source} --out {out}"
         )
-        raise BundleError(find_mistake(directory) or problem)
+        raise ModelDirectoryError(find_mistake(directory) or problem)
     try:
         manifest = _read_manifest(directory / MANIFEST_FILE)
         _check_files(directory, manifest.files)
@@ -164,11 +167,11 @@ def load_bundle(directory: Path) -> ModelBundle:
         examples = _parse_examples(files)
     except OSError as error:
         file = error.filename or directory
-        raise BundleError(f"{file} cannot be read: {error.strerror}") from None
+        raise ModelDirectoryError(f"{file} cannot be read: {error.strerror}") from None
     except ValueError as error:
         reason = f"{directory} cannot be loaded: {error}"
-        raise BundleError(f"{reason}; export the model again") from None
-    return ModelBundle(
+        raise ModelDirectoryError(f"{reason}; export the model again") from None
+    return ModelDirectory(
         directory,
         config,
         manifest,
@@ -182,22 +185,22 @@ def load_bundle(directory: Path) -> ModelBundle:
 
 
 def _check_files(directory: Path, hashes: Mapping[str, str]) -> None:
-    """Raise BundleError unless a directory holds what its manifest lists, and no other input."""
+    """Raise ModelDirectoryError unless a directory holds what its manifest lists, and no more."""
     remedy = "copy it again or export the model again"
     for name, expected in hashes.items():
         path = directory / name
         if Path(name).name != name:
-            raise BundleError(
+            raise ModelDirectoryError(
                 f"{directory / MANIFEST_FILE} lists {name!r}, which is outside the directory"
             )
         if not path.is_file():
-            raise BundleError(f"{path} is missing; {remedy}")
+            raise ModelDirectoryError(f"{path} is missing; {remedy}")
         if sha256(path) != expected:
             problem = f"{path} does not match its hash in {MANIFEST_FILE}; {remedy}"
-            raise BundleError(find_mistake(directory) or problem)
+            raise ModelDirectoryError(find_mistake(directory) or problem)
     for name in {*EXTRA_FILES, *_GRAPHS} - hashes.keys():
         if (directory / name).exists():
-            raise BundleError(
+            raise ModelDirectoryError(
                 f"{directory / name} is not in {MANIFEST_FILE}; "
                 "remove it, or export the model again with it"
             )
@@ -215,7 +218,7 @@ def _check_external_data(graph: Path, manifest: Manifest) -> None:
 
 def _read_manifest(path: Path) -> Manifest:
     if not path.is_file():
-        raise BundleError(
+        raise ModelDirectoryError(
             find_mistake(path.parent)
             or f"{path.parent} has no {path.name}, so it is not a model directory; make one with: "
             f"kvasir export {path.parent} --out FOLDER"
@@ -224,7 +227,7 @@ def _read_manifest(path: Path) -> Manifest:
         values = parse_object(read_limited(path))
         version = values.get("format_version")
         if isinstance(version, int) and version > FORMAT_VERSION:  # the rest may have changed, too
-            raise BundleError(
+            raise ModelDirectoryError(
                 f"{path} has format version {version}, newer than {FORMAT_VERSION}, "
                 "which this Kvasir reads; upgrade it"
             )
