@@ -50,14 +50,7 @@ LONGEST |= {"test_encoder_decoders", "test_quantize", "test_distributed", "test_
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files, and give each test an id of its own.
-
-    Those of schemathesis share one, and pytest-xdist runs one test of an id.
-    """
-    for item in items:
-        if label := getattr(item, "operation_label", None):
-            item._id = item.id.with_params(label)
-    assert len({item.nodeid for item in items}) == len(items)
+    """Begin with the longest files."""
     items.sort(key=lambda item: item.path.stem not in LONGEST)
 
 

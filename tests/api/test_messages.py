@@ -8,7 +8,6 @@ from typing import Any
 
 import jsonschema
 import pytest
-from anthropic.types import MessageTokensCount
 from pydantic_core import from_json
 
 from tests.kit.chats import (
@@ -22,7 +21,17 @@ from tests.kit.chats import (
     chatting,
     with_template,
 )
-from tests.kit.dialects import CHAT, MESSAGES, USER, joined, parsed, post, stream, without
+from tests.kit.dialects import (
+    CHAT,
+    MESSAGES,
+    USER,
+    anthropic_types,
+    joined,
+    parsed,
+    post,
+    stream,
+    without,
+)
 from tests.kit.fake_runner import FakeRunner
 from tests.kit.serving import VOCAB_SIZE, Served, fake_model_dir, serving, small_tokenizer
 
@@ -31,7 +40,8 @@ THEIR_TOOLS = TOOLS_OF[MESSAGES]
 
 async def count(served: Served, **body: Any) -> int:
     answer = await served.client.post(f"{MESSAGES}/count_tokens", json={"messages": USER} | body)
-    return MessageTokensCount.model_validate(answer.json()).input_tokens
+    n_tokens: int = anthropic_types().MessageTokensCount.model_validate(answer.json()).input_tokens
+    return n_tokens
 
 
 async def test_arguments_that_are_no_json_do_not_fail_the_answer() -> None:

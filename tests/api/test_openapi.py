@@ -6,17 +6,16 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import requests
-import schemathesis
+import schemathesis.pytest
 from hypothesis import HealthCheck, settings
 from pydantic import TypeAdapter
+from schemathesis.schemas import BaseSchema
 from schemathesis.specs.openapi.checks import (
     allow_header_conformance,
     content_type_conformance,
@@ -38,6 +37,8 @@ from tests.kit.fake_runner import TIMEOUT, FakeRunner
 from tests.kit.live import KEY, Live, live, live_app
 from tests.kit.serving import VOCAB_SIZE, fake_app
 
+Fields = dict[str, Any]
+
 # Without positive_data_acceptance: a body that fits its schema may still be too long for the model,
 # or name tokens that it lacks.
 CHECKS = [
@@ -50,28 +51,39 @@ CHECKS = [
     unsupported_method,
     allow_header_conformance,
 ]
-with TemporaryDirectory() as folder:
-    described = fake_app(FakeRunner(VOCAB_SIZE), api_key=KEY, batch_dir=Path(folder))
-    described.state.batches.store.close()
-    DOCUMENT = document(described)
 TASKS = {one.path_format: (getattr(one, "tasks", ()) or ("generate",))[0] for one in ROUTES}
 # One piece of code reads the fields of other servers in every object, and schemathesis sends each a
 # dozen times: three bodies are tested with all of them, the others with one of each kind.
 WITH_ALL_FIELDS = {"CompletionsBody", "DetokenizeBody", "NamedFunction"}
-FIELDS: dict[str, Any] = {name: no_op_schema(name) for name in NO_OPS if name != "suffix"}
+FIELDS: Fields = {name: no_op_schema(name) for name in NO_OPS if name != "suffix"}
 FIELDS |= {name: {} for name in IGNORED - {"user"}}
 
 
-def with_fewer_fields(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+def with_fewer_fields(name: str, schema: Fields) -> Fields:
     if name in WITH_ALL_FIELDS or "properties" not in schema:
         return schema
     kept = {k: v for k, v in schema["properties"].items() if k not in FIELDS or v != FIELDS[k]}
     return schema | {"properties": kept}
 
 
-SCHEMAS = {k: with_fewer_fields(k, v) for k, v in DOCUMENT["components"]["schemas"].items()}
-SHORT = DOCUMENT | {"components": DOCUMENT["components"] | {"schemas": SCHEMAS}}
-api = schemathesis.openapi.from_dict(SHORT)
+@pytest.fixture(scope="module")
+def described(tmp_path_factory: pytest.TempPathFactory) -> Fields:
+    """The document of a server that answers batches too."""
+    batches = tmp_path_factory.mktemp("batches")
+    app = fake_app(FakeRunner(VOCAB_SIZE), api_key=KEY, batch_dir=batches)
+    app.state.batches.store.close()
+    return document(app)
+
+
+@pytest.fixture(scope="module")
+def api(described: Fields) -> BaseSchema:
+    schemas = {k: with_fewer_fields(k, v) for k, v in described["components"]["schemas"].items()}
+    short = described | {"components": described["components"] | {"schemas": schemas}}
+    return schemathesis.openapi.from_dict(short)
+
+
+# schemathesis takes seconds for the bodies: every worker that collects this file would make them.
+operations = schemathesis.pytest.from_fixture("api")
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +110,13 @@ def session() -> Iterator[requests.Session]:
         yield kept
 
 
-@api.parametrize()
+@pytest.fixture
+def _named(request: pytest.FixtureRequest) -> None:
+    request.node._nodeid = request.node.nodeid  # schemathesis 4.32 reads pytest 9.1's name of it
+
+
+@pytest.mark.usefixtures("_named")
+@operations.parametrize()
 @settings(max_examples=15, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_every_answer_is_as_described(
     case: schemathesis.Case[Any], servers: dict[str, Live], session: requests.Session
@@ -116,20 +134,23 @@ def test_every_answer_is_as_described(
     )  # for a deadline of a millisecond
 
 
-def test_names_are_those_of_a_programs_identifiers() -> None:
+def test_names_are_those_of_a_programs_identifiers(described: Fields) -> None:
     """Clients generated from the document are named by them, and know no schema `true`."""
-    operations = [one for path in DOCUMENT["paths"].values() for one in path.values()]
-    for names in ([one["operationId"] for one in operations], [*DOCUMENT["components"]["schemas"]]):
+    operations = [one for path in described["paths"].values() for one in path.values()]
+    for names in (
+        [one["operationId"] for one in operations],
+        [*described["components"]["schemas"]],
+    ):
         assert all(re.fullmatch("[A-Za-z][A-Za-z0-9]*(_[A-Za-z0-9]+)*", name) for name in names)
         assert len({name.lower() for name in names}) == len(names)
-    assert not re.search("server__|-Input|-Output", json.dumps(DOCUMENT))
-    for name, schema in DOCUMENT["components"]["schemas"].items():
+    assert not re.search("server__|-Input|-Output", json.dumps(described))
+    for name, schema in described["components"]["schemas"].items():
         assert schema.get("title", name) == name
         for one in schema.get("properties", {}).values():
             assert not isinstance(one.get("default"), dict)
             assert not any(isinstance(value, dict | list) for value in one.get("enum", ()))
-    wanted = {f"#/components/schemas/{name}" for name in DOCUMENT["components"]["schemas"]}
-    assert {*re.findall(r'"(#/[^"]*)"', json.dumps(DOCUMENT))} <= wanted
+    wanted = {f"#/components/schemas/{name}" for name in described["components"]["schemas"]}
+    assert {*re.findall(r'"(#/[^"]*)"', json.dumps(described))} <= wanted
 
 
 @pytest.mark.parametrize(
@@ -141,17 +162,19 @@ def test_names_are_those_of_a_programs_identifiers() -> None:
     ],
 )
 def test_a_client_may_send_every_default(
-    path: str, name: str, body: dict[str, Any], server: Live
+    path: str, name: str, body: Fields, server: Live, described: Fields
 ) -> None:
-    properties = DOCUMENT["components"]["schemas"][name]["properties"]
+    properties = described["components"]["schemas"][name]["properties"]
     defaults = {key: one["default"] for key, one in properties.items() if "default" in one}
     with server.http() as client:
         response = client.post(path, json=defaults | body)
     assert response.status_code == 200, response.text
 
 
-def test_all_but_open_routes_want_a_key(server: Live, session: requests.Session) -> None:
-    for path, operations in DOCUMENT["paths"].items():
+def test_all_but_open_routes_want_a_key(
+    server: Live, session: requests.Session, described: Fields
+) -> None:
+    for path, operations in described["paths"].items():
         for method, operation in operations.items():
             response = session.request(method, server.url + re.sub("{.*?}", "x", path))
             is_open = not operation["security"]
@@ -164,12 +187,12 @@ TOOL = {"type": "function", "function": {"name": "f", "strict": True}}
 FUNCTION = {"type": "function", "name": "f"}
 REQUIRED = {"tool_choice": "required"}
 LONG = {"ignore_eos": True}  # a stream of one token would show no event but the last
-ANTHROPIC: dict[str, Any] = {
+ANTHROPIC: Fields = {
     "messages": CHAT,
     "max_tokens": 9,
     "tools": [{"name": "f", "input_schema": {}}],
 }
-FULL: dict[str, list[dict[str, Any]]] = {
+FULL: dict[str, list[Fields]] = {
     "/v1/completions": [
         {"prompt": ["ab", "c"], "n": 2, "logprobs": 2, "echo": True, "max_tokens": 3},
         LONG | {"prompt": [1, 2], "stream": True, "stream_options": {"include_usage": True}},
@@ -216,7 +239,7 @@ FULL: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("path", "body"), [(path, body) for path, bodies in FULL.items() for body in bodies]
 )
-def test_full_answers_are_as_described(path: str, body: dict[str, Any], server: Live) -> None:
+def test_full_answers_are_as_described(path: str, body: Fields, server: Live) -> None:
     """Answers with every optional part fit the types that the document is made of."""
     route = next(one for one in ROUTES if one.path == path and "POST" in (one.methods or ()))
     with server.http() as client:
@@ -228,9 +251,9 @@ def test_full_answers_are_as_described(path: str, body: dict[str, Any], server: 
         assert len(parsed(path, response.text)) > 1
 
 
-def test_keys_and_root_path_are_in_the_document(server: Live) -> None:
+def test_keys_and_root_path_are_in_the_document(server: Live, described: Fields) -> None:
     with server.http() as client:
-        assert client.get("/openapi.json").json() == DOCUMENT
+        assert client.get("/openapi.json").json() == described
     other = document(fake_app(FakeRunner(VOCAB_SIZE), root_path="/llm"))
     assert other["paths"]["/version"]["get"]["security"] == []
     assert other["servers"] == [{"url": "/llm"}]
@@ -242,7 +265,7 @@ def test_requests_at_once_make_the_document_once(monkeypatch: pytest.MonkeyPatch
     request: Any = SimpleNamespace(app=app)
     made, make = list[Thread](), routes.get_openapi  # type: ignore[attr-defined]
 
-    def counted(**fields: Any) -> dict[str, Any]:
+    def counted(**fields: Any) -> Fields:
         made.append(Thread(target=routes.openapi, args=(request,)))
         if len(made) == 1:
             made[0].start()

@@ -5,13 +5,13 @@ Every event fits the type of the dialect's official client.
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
-from anthropic.lib.streaming._messages import accumulate_event
-from anthropic.types import Message, RawMessageStreamEvent
 from huggingface_hub import TextGenerationStreamOutput
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
@@ -35,13 +35,18 @@ LEAST: dict[str, JSON] = {  # that each takes
 }
 
 
+def anthropic_types() -> Any:
+    """Return the types of messages: their 3,000 modules load for the tests that need them alone."""
+    return importlib.import_module("anthropic.types")
+
+
 async def post(served: Served, path: str, *, status: int = 200, **fields: Any) -> JSON:
     """Return the answer to a body with these fields. A whole one fits its type."""
     response = await served.client.post(path, json=LEAST[path] | fields)
     assert response.status_code == status, response.text
     answer: JSON = response.json()
     if status == 200 and path in (MESSAGES, RESPONSES):
-        kind = Message if path == MESSAGES else Response
+        kind = anthropic_types().Message if path == MESSAGES else Response
         kind.model_validate(_in_time(answer), strict=True)
     return answer
 
@@ -60,7 +65,6 @@ async def stream(served: Served, path: str, **fields: Any) -> list[JSON]:
 # Streams
 
 _EVENT = re.compile(r"(?:event: (?P<name>[\w.]+)\n)?data: ?(?P<data>.+)")
-_MESSAGE_EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 _RESPONSE_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
@@ -82,9 +86,14 @@ def _check_chat(event: JSON) -> None:
     ChatCompletionChunk.model_validate(event | {"choices": choices}, strict=True)
 
 
+@cache
+def _message_event() -> TypeAdapter[Any]:
+    return TypeAdapter(anthropic_types().RawMessageStreamEvent)
+
+
 def _check_message(event: JSON) -> None:
     if event["type"] != "ping":
-        _MESSAGE_EVENT.validate_python(event)
+        _message_event().validate_python(event)
 
 
 def _in_time(answer: JSON) -> JSON:
@@ -182,11 +191,12 @@ def _joined_message(events: list[JSON]) -> JSON:
     snapshot: Any = None
     buffers: dict[int, bytes] = {}
     n_open = 0  # blocks do not overlap
+    accumulate = importlib.import_module("anthropic.lib.streaming._messages").accumulate_event
     for event in events:
         n_open += (event["type"] == "content_block_start") - (event["type"] == "content_block_stop")
         assert n_open == 1 if event["type"] == "content_block_delta" else n_open in (0, 1)
-        parsed = _MESSAGE_EVENT.validate_python(event)
-        snapshot = accumulate_event(event=parsed, current_snapshot=snapshot, json_bufs=buffers)
+        parsed = _message_event().validate_python(event)
+        snapshot = accumulate(event=parsed, current_snapshot=snapshot, json_bufs=buffers)
     message: JSON = json.loads(snapshot.to_json(exclude_unset=True))
     del message["stop_details"]  # which the package adds
     return message
