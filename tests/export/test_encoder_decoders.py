@@ -36,8 +36,10 @@ from tests.model.test_encoder_decoders import VOCABULARY, make_model, save
 _MAX_TOKENS = 64
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
-@pytest.mark.parametrize("name", ["t5", "t5 1.1", "bart", "m2m_100"])  # one of each kind of graph
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("t5", "int8"), ("t5 1.1", "fp32"), ("bart", "fp32"), ("m2m_100", "int8")],
+)  # one of each kind of graph
 @torch.inference_mode()
 def test_the_likeliest_text(name: str, precision: str, tmp_path: Path) -> None:
     """64 tokens, in one batch whose sources and targets all have other lengths.
@@ -102,14 +104,11 @@ def test_the_directory_proves_both_graphs(bart: Path, exported: Path) -> None:
         torch.testing.assert_close(loaded[name], checkpoint.weights[name], rtol=2e-7, atol=0.0)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["blocks.1.cross_attention.key_value.weight", "encoder.blocks.1.feed_forward.down.weight"],
-)
-def test_another_checkpoints_graphs_are_refused(name: str, bart: Path, exported: Path) -> None:
+def test_another_checkpoints_graphs_are_refused(bart: Path, exported: Path) -> None:
+    """Though only its encoder differs."""
     checkpoint = load_checkpoint(bart)
     weights = {name: checkpoint.weights[name].clone() for name in checkpoint.weights}
-    weights[name].neg_()
+    weights["encoder.blocks.1.feed_forward.down.weight"].neg_()
     sample = make_sample(checkpoint, None, "fp32")
     verifier = Verifier(checkpoint.config, weights, sample)
     figures = verifier.verify(SegmentedGraph(exported / GRAPH_FILE, checkpoint.config).logits)
