@@ -287,11 +287,14 @@ def test_rotary_scalings(rope: dict[str, Any], expected: RopeScaling | None) -> 
 LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
 # Keys and values that a message quotes.
 QUOTED: list[tuple[str, str, Any]] = [
+    ("gpt2", "activation_function", "quick_gelu"),
     ("gpt2", "scale_attn_by_inverse_layer_idx", True),
     ("gpt2", "add_cross_attention", True),
     ("gpt_neox", "hidden_act", "quick_gelu"),
+    ("opt", "do_layer_norm_before", False),
     ("opt", "_remove_final_layer_norm", True),
     ("opt", "layer_norm_elementwise_affine", False),
+    ("llama", "quantization_config", {"bits": 4}),
     ("llama", "rope_interleaved", True),
     ("llama", "partial_rotary_factor", 0.5),
     ("llama", "sliding_window", 64),
@@ -304,104 +307,39 @@ QUOTED: list[tuple[str, str, Any]] = [
     ("gemma2", "hidden_activation", "relu"),
     ("gemma2", "use_bidirectional_attention", True),
 ]
+YARN_SCALING = {"type": "yarn", "factor": 2.0}
+MOE = {"num_local_experts": 0, "layer_types": ["mamba"] * 32}
+LINEAR_WINDOWS = {"sliding_attention": {"rope_type": "linear"}}
+# Keys, and what a message says of them.
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    (
-        "gpt2",
-        {"activation_function": "quick_gelu"},
-        "activation_function is 'quick_gelu', .* only 'gelu' or",
-    ),
-    (
-        "gpt_neox",
-        {"rotary_pct": 0.5, "partial_rotary_factor": 0.25},
-        "partial_rotary_factor is 0.25",
-    ),
-    ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before is False, .* only True"),
-    (
-        "opt",
-        {"word_embed_proj_dim": 512},
-        r"word_embed_proj_dim is 512, .* hidden_size, 768 \(opt-350m\)",
-    ),
+    ("gpt_neox", {"rotary_pct": 0.5, "partial_rotary_factor": 0.25}, "partial_rotary_factor is"),
+    ("opt", {"word_embed_proj_dim": 512}, "word_embed_proj_dim is 512, .* hidden_size, 768"),
     ("llama", {"hidden_act": "relu"}, "hidden_act is 'relu', .* only 'silu' or"),
-    ("llama", {"quantization_config": {"bits": 4}}, r"quantization_config is \{'bits': 4\}"),
-    (
-        "llama",
-        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-        "rope_scaling is 'dynamic', .* linear, llama3",
-    ),
+    ("llama", {"rope_scaling": {"type": "dynamic"}}, "'dynamic', .* linear, llama3"),
     ("llama", {"rope_scaling": LONGROPE}, "rope_scaling is 'longrope'"),
-    (
-        "llama",
-        {"rope_scaling": {"type": "linear", "factor": 2.0, "ntk": 1}},
-        "Kvasir computes no ntk",
-    ),
-    (
-        "llama",
-        {"rope_scaling": {"type": "yarn", "factor": 2.0, "attn_factor": 0.5}},
-        "Kvasir computes no attn_factor",
-    ),
+    ("llama", {"rope_scaling": YARN_SCALING | {"ntk": 1}}, "computes no ntk"),
+    ("llama", {"rope_scaling": YARN_SCALING | {"attn_factor": 0.5}}, "computes no attn_factor"),
     ("llama", {"rope_scaling": {"type": "linear"}}, "factor must be a positive number, not None"),
-    (
-        "llama",
-        {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
-        "Kvasir computes no full_attention",
-    ),
+    ("llama", {"rope_parameters": {"full_attention": {}}}, "computes no full_attention"),
     ("llama", {"rope_scaling": "linear"}, "rope_scaling is 'linear', .* an object"),
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+    ("llama", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "no llama_4_scaling_beta"),
     ("llama", {"sliding_window": 64, "use_sliding_window": True}, "sliding_window is 64"),
     ("llama", {"rope_scaling": {"type": ["yarn"]}}, r"rope_scaling is \['yarn'\]"),
-    (
-        "llama",
-        {"rope_scaling": {"type": "yarn"}, "max_position_embeddings": "x"},
-        "max_position_embeddings must be a whole number from 1 to 2147483647, not 'x'",
-    ),
-    (
-        "llama",
-        {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": "x"}},
-        "original_max_position_embeddings must be a whole number from 1 to 2147483647, not 'x'",
-    ),
     ("llama", {"num_hidden_layers": "many"}, "num_hidden_layers must be a whole number"),
-    (
-        "llama",
-        {"num_attention_heads": 0},
-        "num_attention_heads must be a whole number from 1 to 2147483647, not 0",
-    ),
+    ("llama", {"num_attention_heads": 0}, "heads must be a whole number from 1 to 2147483647"),
     ("llama", {"hidden_size": 40, "num_attention_heads": 1}, "head_dim must be a multiple of 16"),
     ("mistral", {"layer_types": ["full_attention"] * 32}, "layer_types is"),
-    (
-        "qwen2",
-        {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 32},
-        "layer_types is .*chunked",
-    ),
-    (
-        "qwen2",
-        {"use_sliding_window": True, "layer_types": ["full_attention"]},
-        "32 layers of full_attention",
-    ),
+    ("ministral", {"layer_types": ["chunked_attention"] * 32}, "layer_types is .*chunked"),
+    ("ministral", {"layer_types": ["full_attention"]}, "32 layers of full_attention"),
     ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers is .* each of 36 layers"),
-    (
-        "phi3",
-        {"rope_scaling": LONGROPE},
-        "rope_scaling must be one with 48 short_factors",
-    ),
+    ("phi3", {"rope_scaling": LONGROPE}, "rope_scaling must be one with 48 short_factors"),
     ("phi3", {"rope_scaling": LONGROPE | {"short_factor": "x"}}, "short_factors must be"),
     ("phi3", {"rope_scaling": LONGROPE | {"type": "yarn"}}, "rope_scaling is 'yarn'"),
     ("gemma3_text", {"rope_parameters": {"full_attention": 1}}, "rope_parameters is 1"),
-    (
-        "gemma3_text",
-        {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
-        "rope_parameters of sliding_attention is 'linear'",
-    ),
-    (
-        "llama",
-        {"rope_parameters": {"llama_4_scaling_beta": 0.1}},
-        "Kvasir computes no llama_4_scaling_beta",
-    ),
+    ("gemma3_text", {"rope_parameters": LINEAR_WINDOWS}, "of sliding_attention is 'linear'"),
     ("granitemoehybrid", {}, "num_local_experts is 8, .* only 0"),
-    (
-        "granitemoehybrid",
-        {"num_local_experts": 0, "layer_types": ["mamba"] * 32},
-        "layer_types is .*mamba.* only layers of attention",
-    ),
+    ("granitemoehybrid", MOE, "layer_types is .*mamba.* only layers of attention"),
 ]
 
 
