@@ -277,19 +277,6 @@ def test_a_directory_without_a_checkpoint_says_how_to_make_one(
         load_checkpoint(directory)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_weights_of_16_bits_make_a_decoder_of_32(dtype: torch.dtype, tmp_path: Path) -> None:
-    """As imported checkpoints have them."""
-    path = save(tmp_path, 1)
-    weights = {
-        name: tensor.to(dtype) for name, tensor in load_file(path / "model.safetensors").items()
-    }
-    save_file(weights, path / "model.safetensors")
-    loaded = load_checkpoint(path).decoder.state_dict()
-    assert all(tensor.dtype == torch.float32 for tensor in loaded.values())
-    assert all(torch.equal(loaded[name], tensor.float()) for name, tensor in weights.items())
-
-
 @pytest.mark.parametrize("position", ["rotary", "learned", "relative"])
 def test_a_shorter_decoder_computes_the_same(position: str, tmp_path: Path) -> None:
     decoder = make_decoder(make_config(position=position, n_kv_head=4))

@@ -64,14 +64,6 @@ class Recorder:
         self.at.get(metrics.step, lambda: None)()
 
 
-class KilledError(Exception):
-    """Stands in for a kill: nothing in the loop catches it."""
-
-
-def kill() -> None:
-    raise KilledError
-
-
 def press_ctrl_c() -> None:
     signal.raise_signal(signal.SIGINT)
 
@@ -327,12 +319,6 @@ def whole(data: TokenData, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def assert_same(run: Path, whole: Path) -> None:
-    assert metrics(run) == metrics(whole)
-    expected = weights(whole)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(run).items())
-
-
 def test_a_run_that_is_stopped_at_every_step_ends_in_the_same_bits(
     data: TokenData, whole: Path, tmp_path: Path
 ) -> None:
@@ -357,20 +343,9 @@ def test_a_run_that_is_stopped_at_every_step_ends_in_the_same_bits(
     recorder = Recorder()
     assert resume(tmp_path, data).train(tmp_path, recorder)
     assert not recorder.losses
-    assert_same(tmp_path, whole)
-
-
-def test_a_run_that_was_killed_resumes_from_its_last_checkpoint_to_the_same_bits(
-    data: TokenData, whole: Path, tmp_path: Path
-) -> None:
-    """Rows that metrics.csv has beyond the checkpoint are of steps that will be done again."""
-    with pytest.raises(KilledError):
-        make_trainer(data, RESUMED, **CHANGES).train(tmp_path, Recorder(at={7: kill}))
-    assert len(metrics(tmp_path)) == 7
-    trainer = resume(tmp_path, data)
-    assert trainer.step == 6
-    assert trainer.train(tmp_path, Recorder())
-    assert_same(tmp_path, whole)
+    assert metrics(tmp_path) == metrics(whole)
+    expected = weights(whole)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(tmp_path).items())
 
 
 def test_a_second_ctrl_c_stops_at_once_and_the_usual_handler_returns(
