@@ -31,7 +31,7 @@ from kvasir.model.directory import (
 from kvasir.model.onnx.runtime import open_cpu_session
 from kvasir.model.training.data.translations import HELD_OUT_FILE
 from tests.kit.encoder_decoders import PairSession, export_both
-from tests.model.test_encoder_decoders import VOCABULARY, make_model, save
+from tests.kit.huggingface_models import VOCABULARY, make_encoder_decoder, save
 
 _MAX_TOKENS = 64
 
@@ -46,7 +46,7 @@ def test_the_likeliest_text(name: str, precision: str, tmp_path: Path) -> None:
 
     In int8 each token is likeliest, or nearly so, in PyTorch after the same ones.
     """
-    model = make_model(name, max_position_embeddings=80, n_positions=80)
+    model = make_encoder_decoder(name, max_position_embeddings=80, n_positions=80)
     for parameter_name, parameter in model.named_parameters() if precision == "int8" else ():
         if "Attention.q." in parameter_name:  # T5 trains small ones, since it has no scale
             parameter.mul_(0.25)
@@ -76,7 +76,7 @@ def test_the_likeliest_text(name: str, precision: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def bart(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("published") / "bart", make_model("bart"))
+    return save(tmp_path_factory.mktemp("published") / "bart", make_encoder_decoder("bart"))
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +199,7 @@ def test_pairs_are_those_that_were_held_out(bart: Path, tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_attention_weights(bart: Path, exported: Path) -> None:
-    config, model = load_checkpoint(bart).config, make_model("bart")
+    config, model = load_checkpoint(bart).config, make_encoder_decoder("bart")
     source, target = torch.randint(4, VOCABULARY, (1, 7)), torch.randint(4, VOCABULARY, (1, 5))
     theirs = model(source, decoder_input_ids=target, output_attentions=True)
     plain = PairSession(exported, config)

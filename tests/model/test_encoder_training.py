@@ -35,13 +35,11 @@ from kvasir.model.training.data.pairs import (
 from kvasir.model.training.data.tokens import Batch, TokenData, write_tokens
 from kvasir.model.training.distributed import Processes
 from kvasir.model.training.objectives import Ranking
-from kvasir.model.training.settings import TrainSettings
 from kvasir.model.training.trainer import Trainer
 from tests.kit.encoders import BERT, LAST_TOKEN
+from tests.kit.huggingface_models import make_encoder, save
 from tests.kit.random_models import make_config
-from tests.model.test_encoder_families import make_model, save
-from tests.model.test_run import trained
-from tests.model.test_trainer import metrics
+from tests.kit.training_runs import SETTINGS, metrics, trained
 
 CPU = torch.device("cpu")
 NAMES = [f"{a}{b}" for a in ("red", "blue", "old", "wet") for b in ("fish", "bird", "ship", "tree")]
@@ -49,7 +47,6 @@ PAIRS = [(f"where is the {name}?", f"{name} swims over here") for name in NAMES]
 TEXTS = [text for pair in PAIRS for text in pair]
 tokenizer = train_tokenizer(TEXTS, 290, "encoder")
 CLS, SEP, MASK = (tokenizer.get_vocab()[name] for name in ("[CLS]", "[SEP]", "[MASK]"))
-SETTINGS = TrainSettings(steps=4, context=16, batch_size=4, warmup=2, mixed_precision=False)
 
 
 def vectors_of(trainer: Trainer, batch: PairBatch) -> Tensor:
@@ -113,7 +110,7 @@ def test_a_row_is_masked_by_seed_and_step_whoever_draws_it(tmp_path: Path) -> No
 
 def test_the_loss_is_that_of_bert(tmp_path: Path) -> None:
     """Without BERT's layer before its output matrix, which no vector of a text goes through."""
-    theirs = make_model("bert", "ForMaskedLM")
+    theirs = make_encoder("bert", "ForMaskedLM")
     theirs.cls.predictions.transform = torch.nn.Identity()
     torch.nn.init.zeros_(theirs.cls.predictions.bias)
     checkpoint = load_checkpoint(save(tmp_path / "bert", theirs))

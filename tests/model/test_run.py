@@ -14,9 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from typer.testing import CliRunner, Result
 
-from kvasir.__main__ import app
 from kvasir.model.checkpoint import load_checkpoint
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.tokenizer import train_tokenizer
@@ -28,7 +26,7 @@ from kvasir.model.training.report import expected_time
 from kvasir.model.training.trainer import Report, Trainer
 from tests.kit.encoders import BERT
 from tests.kit.random_models import make_config
-from tests.model.test_trainer import metrics
+from tests.kit.training_runs import kvasir_train, metrics, trained
 
 SHAPE = ("n_layer=1", "d_model=32", "d_ff=48", "n_head=2", "n_kv_head=1", "head_dim=16")
 QUICK = [*(f"--set={change}" for change in SHAPE), "--context=8", "--batch-size=2", "--warmup=1"]
@@ -43,17 +41,6 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("one", "two"):
         Path("texts", f"{name}.txt").write_text(f"{name} fish swims in the sea. " * 30)
     return tmp_path
-
-
-def kvasir_train(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["train", *arguments], catch_exceptions=False)
-
-
-def trained(*arguments: str) -> str:
-    """Run a command that must succeed, and return its output."""
-    result = kvasir_train(*arguments)
-    assert result.exit_code == 0, result.stderr
-    return result.stdout
 
 
 def files() -> set[str]:

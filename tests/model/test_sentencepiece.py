@@ -20,7 +20,7 @@ from kvasir.model.checkpoint import CheckpointError, load_checkpoint
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.huggingface.marian import read_marian
 from kvasir.model.importing.huggingface.sentencepiece import read_sentencepiece
-from tests.model.test_encoder_decoders import make_model
+from tests.kit.huggingface_models import make_encoder_decoder
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -111,7 +111,7 @@ def test_refusals(
 
 @pytest.mark.parametrize(("name", "file"), [("t5", 0), ("pegasus", 0), ("mbart", 1)])
 def test_a_folder_without_tokenizer_json_is_imported(name: str, file: int, tmp_path: Path) -> None:
-    make_model(name).save_pretrained(tmp_path)
+    make_encoder_decoder(name).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"it has no tokenizer.json"):
         load_checkpoint(tmp_path)
     first, *_, values = _FAMILIES[name]
@@ -188,6 +188,6 @@ def test_refusals_of_marian(changes: dict[str, Any], message: str, tmp_path: Pat
 
 
 def test_a_folder_of_marian_is_imported(tmp_path: Path) -> None:
-    make_model("marian").save_pretrained(tmp_path)
+    make_encoder_decoder("marian").save_pretrained(tmp_path)
     write_marian(tmp_path)
     assert load_checkpoint(tmp_path).tokenizer.encode("ab").ids == [IDS["▁ab"], 0]

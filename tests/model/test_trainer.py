@@ -26,6 +26,7 @@ from kvasir.model.training.metrics import StepMetrics, plot_losses
 from kvasir.model.training.settings import TrainSettings
 from kvasir.model.training.trainer import Trainer
 from tests.kit.random_models import make_config
+from tests.kit.training_runs import metrics
 
 TEXTS = [
     f"The {animal} sat on the {place}.\n" * 6
@@ -88,15 +89,6 @@ def resume(folder: Path, data: TokenData) -> Trainer:
     trainer = Trainer(checkpoint.decoder, checkpoint.tokenizer, data, settings)
     trainer.restore(checkpoint.path, checkpoint.progress)
     return trainer
-
-
-def metrics(folder: str | Path) -> list[dict[str, str]]:
-    """metrics.csv as written, apart from the columns that cannot repeat."""
-    with Path(folder, "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    for row in rows:
-        del row["seconds"], row["mfu"]
-    return rows
 
 
 def rows_of(batch: Batch) -> Tensor:
