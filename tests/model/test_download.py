@@ -249,9 +249,10 @@ def test_a_file_in_chunks_of_the_hub_is_counted_as_it_is_written(
     monkeypatch: Any, tmp_path: Path
 ) -> None:
     """The library reports the bytes of the network and of the file, which may be fewer, apart."""
-    fetch, n_more = huggingface_hub.hf_hub_download, 0
+    fetch: Any = huggingface_hub.hf_hub_download
+    n_more = 0
 
-    def fetch_in_chunks(repo: str, name: str, *, tqdm_class: Any, **options: Any) -> str:
+    def fetch_in_chunks(repo: str, name: str, *, tqdm_class: Any, **options: Any) -> Any:
         bar = XetDownloadProgressReporter(
             reconstruction_desc="", log_level=0, tqdm_class=tqdm_class
         )

@@ -297,7 +297,7 @@ def with_parts(**parts: Tensor | None) -> Callable[[Path], None]:
     return change
 
 
-ROTATED = {"config_groups": {"R1": {}}}
+ROTATED: dict[str, Any] = {"config_groups": {"R1": {}}}
 TWO = torch.full((64,), 2, dtype=torch.int32)
 SPARSE = {"format": "2:4"}
 ALMOST_ZERO = torch.tensor([0.0] * 63 + [1e-3])
