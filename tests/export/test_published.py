@@ -52,13 +52,13 @@ def test_it_is_the_model_that_a_checkpoint_directory_gives(
     weights, files = dict(opened.weights), opened.extra_files
     args = (tmp_path / "run", 0, opened.decoder, opened.tokenizer)
     save_run(*args, {}, {}, weights=weights, extra_files=files)
-    one, two = (load_checkpoint(path, 64) for path in (source, tmp_path / "run"))
-    assert (one.config, one.extra_files) == (two.config, two.extra_files)
-    assert one.tokenizer.to_str() == two.tokenizer.to_str()
-    assert one.weights.keys() == two.weights.keys()
-    for name in one.weights:
-        torch.testing.assert_close(one.weights[name], two.weights[name], rtol=0.0, atol=0.0)
-    assert (len(one.notes), two.notes) == (n_notes, ())
+    given, saved = (load_checkpoint(path, 64) for path in (source, tmp_path / "run"))
+    assert (given.config, given.extra_files) == (saved.config, saved.extra_files)
+    assert given.tokenizer.to_str() == saved.tokenizer.to_str()
+    assert given.weights.keys() == saved.weights.keys()
+    for name in given.weights:
+        torch.testing.assert_close(given.weights[name], saved.weights[name], rtol=0.0, atol=0.0)
+    assert (len(given.notes), saved.notes) == (n_notes, ())
 
 
 def test_a_published_model_is_exported_and_verified(

@@ -35,8 +35,8 @@ def save(run: Path, step: int, seed: int = 0, **changes: Any) -> Path:
     return save_checkpoint(run, step, decoder, tokenizer, STATE, {"note": step})
 
 
-def weights_equal(one: Transformer, other: Transformer) -> bool:
-    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
+def weights_equal(first: Transformer, second: Transformer) -> bool:
+    pairs = zip(first.state_dict().items(), second.state_dict().items(), strict=True)
     return all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in pairs)
 
 

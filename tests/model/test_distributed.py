@@ -59,8 +59,8 @@ def torchrun(
 def kill(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
         children = psutil.Process(process.pid).children(recursive=True)
-        for one in [process, *children]:
-            one.kill()
+        for running in [process, *children]:
+            running.kill()
 
 
 def rank(process: subprocess.Popen[str], number: int) -> psutil.Process:

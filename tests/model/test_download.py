@@ -162,7 +162,7 @@ def test_a_wrong_copy_is_refused_and_not_kept(
     scheme: str, name: str, monkeypatch: Any, tmp_path: Path
 ) -> None:
     with store_of(scheme, CHECKPOINT, monkeypatch, tmp_path) as (store, reference):
-        store.corrupt = {one for one in store.files if one in (name, f"some/name/{name}")}
+        store.corrupt = {file for file in store.files if file in (name, f"some/name/{name}")}
         with pytest.raises(DownloadError, match=f"{name} does not match"):
             pull(reference, tmp_path)
         store.corrupt = set()

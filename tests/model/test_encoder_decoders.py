@@ -86,9 +86,9 @@ def test_beams(penalty: float, early: Any, tmp_path: Path) -> None:
         ours = beam_search(
             decoder, source, n_beams=3, max_tokens=_MAX_TOKENS, ending_ids=ends, **asked
         )
-        texts = [[*prefix, *one.token_ids] for one in ours]
+        texts = [[*prefix, *beam.token_ids] for beam in ours]
         theirs = found.sequences.tolist()
         assert texts == [one[: len(text)] for one, text in zip(theirs, texts, strict=True)]
         assert all(set(one[len(text) :]) <= {1} for one, text in zip(theirs, texts, strict=True))
-        scores = torch.tensor([one.score for one in ours])
+        scores = torch.tensor([beam.score for beam in ours])
         torch.testing.assert_close(scores, found.sequences_scores, rtol=1e-4, atol=1e-5)

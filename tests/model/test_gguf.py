@@ -193,7 +193,7 @@ def test_an_int4_export_repeats_the_integers_and_scales_of_q4_0(least: int, tmp_
     integers = np.maximum(np.concatenate([halves & 15, halves >> 4], axis=-1), least)
     blocks[..., 2:] = integers[..., :16] | integers[..., 16:] << 4
     tensor = write_tensor(tmp_path / "x.gguf", blocks.reshape(48, 54), "Q4_0").read()
-    packed, scales = (one.numpy() for one in quantize_blocks(tensor))
+    packed, scales = (part.numpy() for part in quantize_blocks(tensor))
     ours = np.stack([packed & 15, packed >> 4], axis=-1).reshape(integers.shape).astype(int) - 8
     stored = blocks[..., :2].copy().view(np.float16).astype(np.float32)
     assert np.array_equal(ours * scales[..., None], (integers.astype(int) - 8) * stored)

@@ -164,7 +164,7 @@ def test_one_expert_at_a_time_is_read(folders: Folders, monkeypatch: pytest.Monk
     read = tensor_files._read
 
     def watched(path: Path, name: str) -> Tensor:
-        assert all(one() is None for one in alive)
+        assert all(reference() is None for reference in alive)
         tensor = read(path, name)
         alive.append(weakref.ref(tensor))
         return tensor

@@ -245,8 +245,8 @@ def test_mxfp4_is_what_transformers_makes_of_it() -> None:
     scales = torch.randint(110, 130, (2, 6, 3), dtype=torch.uint8)
     given = {"mlp.experts.down_proj_blocks": blocks, "mlp.experts.down_proj_scales": scales}
     stored = [
-        StoredTensor(Path("x"), name, tuple(one.shape), one.dtype, one.clone)
-        for name, one in given.items()
+        StoredTensor(Path("x"), name, tuple(tensor.shape), tensor.dtype, tensor.clone)
+        for name, tensor in given.items()
     ]
     config = {"quantization_config": {"quant_method": "mxfp4"}}
     (made,) = restore(stored, config, [])

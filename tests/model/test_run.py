@@ -54,7 +54,7 @@ def refused(*arguments: str) -> str:
     assert result.exit_code == 1
     assert files() == before
     *stages, message = result.stderr.splitlines()
-    assert all(re.fullmatch(r" *\d+\.\d s  (training|encoding) the \w+", one) for one in stages)
+    assert all(re.fullmatch(r" *\d+\.\d s  (training|encoding) the \w+", stage) for stage in stages)
     assert message.startswith("kvasir: ")
     return message.removeprefix("kvasir: ")
 
@@ -260,9 +260,9 @@ def test_ctrl_c_saves_and_resume_completes_to_the_same_bits(
     assert Path("stopped/loss.png").is_file()
     assert "resuming stopped at step 3 of 6" in trained("--resume", "--out", "stopped")
     assert metrics("stopped") == metrics("whole")
-    one, other = (load_checkpoint(Path(name)) for name in ("stopped", "whole"))
-    assert one.extra_files == other.extra_files
-    assert all(torch.equal(one.weights[key], other.weights[key]) for key in other.weights)
+    stopped_run, whole = (load_checkpoint(Path(name)) for name in ("stopped", "whole"))
+    assert stopped_run.extra_files == whole.extra_files
+    assert all(torch.equal(stopped_run.weights[key], whole.weights[key]) for key in whole.weights)
 
 
 def test_a_run_that_died_before_its_first_step_can_be_resumed(

@@ -37,10 +37,10 @@ TEXTS = [
 
 def run(checkpoint: Checkpoint, encodings: list[Encoding]) -> np.ndarray[Any, Any]:
     """Return the vectors of texts, in one padded batch."""
-    lengths = torch.tensor([len(one.ids) for one in encodings])
+    lengths = torch.tensor([len(encoding.ids) for encoding in encodings])
     rows = torch.zeros(2, len(encodings), int(lengths.max()), dtype=torch.long)
-    for i, one in enumerate(encodings):
-        rows[:, i, : lengths[i]] = torch.tensor([one.ids, one.type_ids])
+    for i, encoding in enumerate(encodings):
+        rows[:, i, : lengths[i]] = torch.tensor([encoding.ids, encoding.type_ids])
     types = None if checkpoint.config.n_token_types is None else rows[1]
     with torch.inference_mode():
         return checkpoint.decoder.encode(rows[0], lengths, types).numpy()

@@ -64,7 +64,7 @@ def write_model(path: Path, first: tuple[str, ...], **changes: Any) -> list[tupl
     model.normalizer_spec.precompiled_charsmap = changes.get("charsmap", b"")
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(changes.get("content", model.SerializeToString()))
-    return [(one.piece, one.score) for one in model.pieces]
+    return [(piece.piece, piece.score) for piece in model.pieces]
 
 
 @pytest.mark.parametrize("name", _FAMILIES)
@@ -164,10 +164,10 @@ def test_texts_of_marian_are_cut_into_the_likeliest_pieces(tmp_path: Path) -> No
 def test_pieces_of_targets_are_for_decoding(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_str(read_marian(write_marian(tmp_path)))
     assert tokenizer.decode([IDS["▁äb"], IDS["▁ba"], IDS["</s>"]]) == "äb ba"
-    assert tokenizer.encode("ba äb").ids == [IDS[one] for one in ("▁", "b", "a", "▁", "ä", "b")] + [
-        0
-    ]
-    assert tokenizer.encode(">>fra<< abx").ids == [IDS[one] for one in (">>fra<<", "▁ab")] + [
+    assert tokenizer.encode("ba äb").ids == [
+        IDS[token] for token in ("▁", "b", "a", "▁", "ä", "b")
+    ] + [0]
+    assert tokenizer.encode(">>fra<< abx").ids == [IDS[token] for token in (">>fra<<", "▁ab")] + [
         IDS["<unk>"],
         0,
     ]

@@ -310,7 +310,9 @@ def test_unknown_patterns_and_many_replacements_are_taken_if_they_cost_little(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "tokenizer.json"
-    spaces = [normalizers.Replace(Regex(one), " ") for one in (r"\s+", r"[\r\n]+", " {2,}") * 3]
+    spaces = [
+        normalizers.Replace(Regex(pattern), " ") for pattern in (r"\s+", r"[\r\n]+", " {2,}") * 3
+    ]
     parts = {"normalizer": normalizers.Sequence([normalizers.NFKC(), *spaces])}
     pattern = r" ?[^(\s|[.,!?])]+|(?:\p{Han}|x)+"
     changed(pre_tokenizer=split(pattern), **parts).save(str(path))
@@ -371,17 +373,17 @@ FALLBACK = with_bytes_to_fall_back_on()
 @example("\u03b1\u0313\u0300\u0345" * 50, NFC)  # four characters become one
 @example(END_OF_TEXT * 3, tokenizer)
 @example(" " * 99, FALLBACK)
-def test_no_token_stands_for_more_characters_than_the_longest(text: str, one: Tokenizer) -> None:
-    longest = longest_token(one)
+def test_no_token_stands_for_more_characters_than_the_longest(text: str, made: Tokenizer) -> None:
+    longest = longest_token(made)
     assert longest is not None
-    assert len(text) <= longest * len(one.encode(text).ids)
+    assert len(text) <= longest * len(made.encode(text).ids)
 
 
 def test_no_token_is_the_longest_where_characters_can_vanish() -> None:
     stripping = changed()
     stripping.add_special_tokens([AddedToken("<|end|>", rstrip=True)])
     words = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))  # noqa: S106
-    for one in (
+    for made in (
         stripping,
         words,
         changed(normalizer=normalizers.Strip()),
@@ -391,4 +393,4 @@ def test_no_token_is_the_longest_where_characters_can_vanish() -> None:
         changed(pre_tokenizer=pre_tokenizers.Whitespace()),
         changed(pre_tokenizer=pre_tokenizers.Digits()),  # characters that are no bytes are left out
     ):
-        assert longest_token(one) is None
+        assert longest_token(made) is None
