@@ -164,13 +164,11 @@ def test_texts_of_marian_are_cut_into_the_likeliest_pieces(tmp_path: Path) -> No
 def test_pieces_of_targets_are_for_decoding(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_str(read_marian(write_marian(tmp_path)))
     assert tokenizer.decode([IDS["▁äb"], IDS["▁ba"], IDS["</s>"]]) == "äb ba"
-    assert tokenizer.encode("ba äb").ids == [
-        IDS[token] for token in ("▁", "b", "a", "▁", "ä", "b")
-    ] + [0]
-    assert tokenizer.encode(">>fra<< abx").ids == [IDS[token] for token in (">>fra<<", "▁ab")] + [
-        IDS["<unk>"],
-        0,
-    ]
+    for text, tokens in (
+        ("ba äb", ("▁", "b", "a", "▁", "ä", "b", "</s>")),
+        (">>fra<< abx", (">>fra<<", "▁ab", "<unk>", "</s>")),
+    ):
+        assert tokenizer.encode(text).ids == [IDS[token] for token in tokens]
 
 
 @pytest.mark.parametrize(

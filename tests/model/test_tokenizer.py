@@ -144,16 +144,10 @@ def test_the_smallest_vocabulary_is_the_bytes() -> None:
     assert smallest.decode(smallest.encode("".join(CORPUS)).ids) == "".join(CORPUS)
 
 
-def test_saving_and_loading_gives_the_same_tokens(tmp_path: Path) -> None:
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert load_tokenizer(tmp_path / "tokenizer.json").to_str() == tokenizer.to_str()
-
-
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "tokenizer.json"
-    with pytest.raises(TokenizerError) as caught:
-        load_tokenizer(path)
-    assert str(caught.value) == f"{path} does not exist"
+    for path in (tmp_path / "tokenizer.json", tmp_path):  # a folder is no file
+        with pytest.raises(TokenizerError, match=f"^{path} does not exist$"):
+            load_tokenizer(path)
 
 
 @pytest.mark.parametrize(
@@ -317,11 +311,6 @@ def test_unknown_patterns_and_many_replacements_are_taken_if_they_cost_little(
     pattern = r" ?[^(\s|[.,!?])]+|(?:\p{Han}|x)+"
     changed(pre_tokenizer=split(pattern), **parts).save(str(path))
     assert load_tokenizer(path).encode("a").ids
-
-
-def test_a_folder_is_not_a_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match="does not exist"):
-        load_tokenizer(tmp_path)
 
 
 def test_a_loaded_tokenizer_neither_cuts_nor_pads(tmp_path: Path) -> None:
