@@ -41,41 +41,44 @@ PACKED_INPUTS: dict[str, TensorSpec] = {
 }
 
 
-class EncoderGraph(nn.Module):
+class PackedGraph(nn.Module):
     """A network over packed texts, with tensors as arguments."""
 
     def __init__(self, network: Transformer) -> None:
         super().__init__()
         self.network = network
 
+    def hidden(self, *tensors: Tensor) -> Tensor:
+        """Return the vectors of tokens [tokens, d_model] after the last norm.
+
+        tensors: those of PACKED_INPUTS and, where the network has token types, these.
+        """
+        network, (input_ids, position_ids, rows, lengths, places, *types) = self.network, tensors
+        inputs = PackedInputs(position_ids, rows, lengths, places)
+        place = torch.arange(rows.shape[1])
+        x = network.embed(input_ids, position_ids, *types)
+        is_rotary = network.config.position == "rotary"  # others are biases of rows
+        positions = network.positions(position_ids if is_rotary else place[None], lambda: place)
+        no_cache = LayerCache(x, x)
+        for block in network.blocks:
+            assert isinstance(block, Block)
+            x, _ = block.step(x, positions, inputs, no_cache)
+        normed: Tensor = network.norm(x)
+        return normed
+
+
+class EncoderGraph(PackedGraph):
+    """A network that makes vectors."""
+
     def forward(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """Return vectors of texts and of tokens."""
         network, (_, _, rows, lengths, *_) = self.network, tensors
-        hidden = run_packed(network, *tensors)
+        hidden = self.hidden(*tensors)
         assert network.pooler is not None
         pooled = network.pooler.pool(functional.embedding(rows, hidden), lengths)
         # A product of one row rounds differently, so each text is projected twice.
         projected = network.pooler.project(torch.cat((pooled, pooled)))
         return projected[: rows.shape[0]], hidden
-
-
-def run_packed(network: Transformer, *tensors: Tensor) -> Tensor:
-    """Return the vectors of tokens [tokens, d_model] after the last norm.
-
-    tensors: those of PACKED_INPUTS and, where the network has token types, these.
-    """
-    input_ids, position_ids, rows, lengths, places, *types = tensors
-    inputs = PackedInputs(position_ids, rows, lengths, places)
-    place = torch.arange(rows.shape[1])
-    x = network.embed(input_ids, position_ids, *types)
-    is_rotary = network.config.position == "rotary"  # others are biases of rows
-    positions = network.positions(position_ids if is_rotary else place[None], lambda: place)
-    no_cache = LayerCache(x, x)
-    for block in network.blocks:
-        assert isinstance(block, Block)
-        x, _ = block.step(x, positions, inputs, no_cache)
-    hidden: Tensor = network.norm(x)
-    return hidden
 
 
 def export_encoder_graph(
@@ -89,32 +92,32 @@ def export_encoder_graph(
 
     weights: the network's parameters, each read when it is written. precision: fp32 or int8.
     """
-    progress("tracing PyTorch", 0, 0)
-    network, read = make_skeleton(config), Weights(weights)
-    inputs = dict(PACKED_INPUTS)
-    if config.n_token_types is not None:
-        inputs[TYPES_INPUT] = (torch.int64, ["tokens"])
+    network = make_skeleton(config)
     assert config.pooling is not None
     d_out = config.pooling.projections[-1].d_out if config.pooling.projections else config.d_model
     outputs: dict[str, list[int | str]] = {
         VECTORS_OUTPUT: ["texts", d_out],
         HIDDEN_OUTPUT: ["tokens", config.d_model],
     }
-    model = trace_module(EncoderGraph(network), read, inputs, outputs)
-    save_packed(model, network, read, path, precision, progress)
+    export_packed(EncoderGraph(network), Weights(weights), outputs, path, precision, progress)
 
 
-def save_packed(
-    model: ir.Model,
-    network: Transformer,
+def export_packed(
+    graph: PackedGraph,
     weights: Weights,
+    outputs: dict[str, list[int | str]],
     path: Path,
     precision: str,
     progress: Progress,
 ) -> None:
-    """Round a network's graph over packed texts as `export_encoder_graph` does, and write it."""
+    """Trace a network over packed texts, round it, and write it; outputs: their shapes by name."""
+    progress("tracing PyTorch", 0, 0)
+    inputs = dict(PACKED_INPUTS)
+    if graph.network.config.n_token_types is not None:
+        inputs[TYPES_INPUT] = (torch.int64, ["tokens"])
+    model = trace_module(graph, weights, inputs, outputs)
     if precision == "fp32":
-        record_parameters(model, network)
+        record_parameters(model, graph.network)
     else:
         _separate_biases(model.graph, weights)
         quantize(model, weights, precision, rank=2, rounder=quantize_pairs)

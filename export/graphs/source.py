@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kvasir.export.graphs.decoder import load_weights
-from kvasir.export.graphs.encoder import PACKED_INPUTS, run_packed, save_packed
-from kvasir.export.graphs.trace import trace_module
+from kvasir.export.graphs.encoder import PackedGraph, export_packed
 from kvasir.export.rounding.weights import Weights
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import ENCODER_GRAPH_FILE
@@ -29,18 +28,16 @@ _MADE = "source_key_values"  # the module that makes keys and values of all laye
 _OF_LAYER = "blocks.{}.cross_attention.key_value.{}"  # its part, as the decoder has it
 
 
-class SourceGraph(nn.Module):
-    """An encoder over packed sources, with tensors as arguments."""
+class SourceGraph(PackedGraph):
+    """An encoder, and what makes keys and values."""
 
     def __init__(self, network: Transformer, decoder: TransformerConfig) -> None:
-        super().__init__()
-        self.network = network
+        super().__init__(network)
         self.shape = (2 * decoder.n_layer, decoder.n_kv_head, decoder.head_dim)
 
     def forward(self, *tensors: Tensor) -> Tensor:
         """Return keys and values of all layers."""
-        hidden = run_packed(self.network, *tensors)
-        made: Tensor = self.network.get_submodule(_MADE)(hidden)
+        made: Tensor = self.network.get_submodule(_MADE)(self.hidden(*tensors))
         return made.view(-1, *self.shape)
 
 
@@ -51,20 +48,15 @@ def export_source_graph(
     precision: str = "fp32",
     progress: Progress = no_progress,
 ) -> None:
-    """Write the graph to `path` and its weights beside it, as external data.
-
-    weights: the whole network's parameters, each read when it is written. precision: fp32 or int8.
-    """
+    """Write the graph as `export_encoder_graph` does; weights: of the whole network."""
     assert config.encoder is not None
-    progress("tracing PyTorch", 0, 0)
     network, read = make_skeleton(config.encoder), Weights(encoder_weights(config, weights))
     width = 2 * config.n_layer * config.n_kv_head * config.head_dim
     made = nn.utils.skip_init(nn.Linear, config.encoder.d_model, width, bias=config.qkv_bias)
     network.add_module(_MADE, made)
     graph = SourceGraph(network, config)
     outputs: dict[str, list[int | str]] = {SOURCE_OUTPUT: ["tokens", *graph.shape]}
-    model = trace_module(graph, read, PACKED_INPUTS, outputs)
-    save_packed(model, network, read, path, precision, progress)
+    export_packed(graph, read, outputs, path, precision, progress)
 
 
 def encoder_weights(

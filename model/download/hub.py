@@ -6,7 +6,7 @@ HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE mean what they mean to hugging
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,14 +14,17 @@ from typing import Any
 
 from kvasir.model.download.choice import choose_files
 from kvasir.model.download.reference import DownloadError, Reference
-from kvasir.model.download.transfer import CHUNK, INDEX_BYTES, LONGEST_WAIT, digest, read_whole
-from kvasir.model.platform.progress import interruptible
+from kvasir.model.download.transfer import (
+    CHUNK,
+    INDEX_BYTES,
+    LONGEST_WAIT,
+    Pull,
+    digest,
+    read_whole,
+)
+from kvasir.model.platform.progress import Progress, interruptible
 
 _LEAST_SPEED = 2**14  # bytes a second of a whole file: the library does not show its chunks
-
-
-# Brings a model; returns the folder of its files, which are verified, and their names in it.
-Pull = Callable[[], tuple[Path, list[str]]]
 
 
 def find_hub_model(reference: Reference) -> tuple[str, Pull]:
@@ -51,13 +54,13 @@ def find_hub_model(reference: Reference) -> tuple[str, Pull]:
     return info.sha or "", partial(_pull, reference, info.sha or "", sizes, hashes)
 
 
-def _choose_cached(reference: Reference, folder: Path) -> tuple[Path, list[str]]:
+def _choose_cached(reference: Reference, folder: Path, _: Progress) -> tuple[Path, list[str]]:
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*.*")}
     return folder, choose_files(reference, names, lambda name: (folder / name).read_bytes())
 
 
 def _pull(
-    reference: Reference, revision: str, sizes: dict[str, int], hashes: dict[str, str]
+    reference: Reference, revision: str, sizes: dict[str, int], hashes: dict[str, str], _: Progress
 ) -> tuple[Path, list[str]]:
     from huggingface_hub.utils.tqdm import disable_progress_bars  # noqa: PLC0415  of the extra hub
 
@@ -68,14 +71,14 @@ def _pull(
         def read(name: str) -> bytes:
             if sizes[name] > INDEX_BYTES:
                 raise DownloadError(f"{reference}: {name} has {sizes[name]:,} bytes")
-            return download(reference, name, sizes[name], revision).read_bytes()
+            return _download(reference, name, sizes[name], revision).read_bytes()
 
         chosen = choose_files(reference, hashes, read)
         for name in chosen:
-            path = download(reference, name, sizes[name], revision)
+            path = _download(reference, name, sizes[name], revision)
         folder = path.parents[name.count("/")]
         # By the name of its branch or tag, which the cache then finds offline.
-        download(reference, name, sizes[name], reference.revision)
+        _download(reference, name, sizes[name], reference.revision)
     wrong = [name for name in chosen if not _matches(folder / name, hashes[name])]
     for name in wrong:
         (folder / name).resolve().unlink()
@@ -86,7 +89,7 @@ def _pull(
     return folder, chosen
 
 
-def download(reference: Reference, name: str, size: int, revision: str | None) -> Path:
+def _download(reference: Reference, name: str, size: int, revision: str | None) -> Path:
     """Return a file in the hub's cache. Raises DownloadError for more than its size."""
     import huggingface_hub as hub  # noqa: PLC0415
     from huggingface_hub.utils.tqdm import tqdm  # noqa: PLC0415

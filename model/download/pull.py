@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from kvasir.model.download.hub import find_hub_model
 from kvasir.model.download.oci import list_oci
 from kvasir.model.download.reference import DownloadError, Reference
 from kvasir.model.download.s3 import list_s3
-from kvasir.model.download.transfer import INDEX_BYTES, in_time, read_whole, transfer
+from kvasir.model.download.transfer import INDEX_BYTES, Pull, in_time, read_whole, transfer
 from kvasir.model.platform.progress import Progress, interruptible
 
 _LIST_SECONDS = 120.0
@@ -25,7 +24,7 @@ class Found:
 
     reference: Reference
     revision: str
-    _pull: Callable[[Progress], tuple[Path, list[str]]]
+    _pull: Pull
 
     def pull(self, progress: Progress) -> Path:
         """Return its folder, or its GGUF file, whole and verified. Raises DownloadError."""
@@ -47,7 +46,7 @@ def find(reference: Reference, cache: Path) -> Found:
     try:
         if reference.scheme == "hf":
             revision, pull_hub = interruptible(lambda _: find_hub_model(reference), _LIST_SECONDS)
-            return Found(reference, revision, lambda _: pull_hub())
+            return Found(reference, revision, pull_hub)
         revision, files = interruptible(
             lambda _: _LISTS[reference.scheme](reference), _LIST_SECONDS
         )

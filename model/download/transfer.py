@@ -21,6 +21,8 @@ _ATTEMPTS = 5  # in a row that bring less than a chunk
 
 # Yields a file's content from an offset on. Raises OSError where a connection ends.
 Reader = Callable[[int], Iterable[bytes]]
+# Brings a model; returns the folder of its files, which are verified, and their names in it.
+Pull = Callable[[Progress], tuple[Path, list[str]]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,20 +116,16 @@ def sinusoidal_table(config: TransformerConfig) -> Tensor:
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)[:, : config.d_model].float()
 
 
-def alibi_slopes(n_head: int) -> list[float]:
-    """Return 2^(-8i/n) for heads i = 1 … n (Press et al. 2022).
-
-    Where n is no power of 2: the slopes of the lower power of 2, then every other one of the next.
-    """
-    lower = 2 ** int(math.log2(n_head))
-    slopes = [2 ** (-8 * i / lower) for i in range(1, lower + 1)]
-    return slopes + [2 ** (-4 * i / lower) for i in range(1, 2 * (n_head - lower), 2)]
-
-
 def alibi_table(config: TransformerConfig) -> Tensor:
-    """Return each head's bias for each distance to the key: [n_head, max_model_len]."""
-    slopes = torch.tensor(alibi_slopes(config.n_head))
-    return -torch.outer(slopes, torch.arange(config.max_model_len).float())
+    """Return each head's bias for each distance to the key: [n_head, max_model_len].
+
+    Slopes are 2^(-8i/n) for heads i = 1 … n (Press et al. 2022). Where n is no power of 2: those of
+    the lower power of 2, then every other one of the next.
+    """
+    lower = 2 ** int(math.log2(config.n_head))
+    slopes = [2 ** (-8 * i / lower) for i in range(1, lower + 1)]
+    slopes += [2 ** (-4 * i / lower) for i in range(1, 2 * (config.n_head - lower), 2)]
+    return -torch.outer(torch.tensor(slopes), torch.arange(config.max_model_len).float())
 
 
 def relative_buckets(config: TransformerConfig) -> Tensor:

@@ -67,7 +67,6 @@ class Trainer:
 
     def __post_init__(self) -> None:
         settings, device = self.settings, self.processes.device
-        self.n_rows = self.processes.rows_per_process(settings.batch_size)
         self.dtype = compute_type(device) if settings.mixed_precision else torch.float32
         if isinstance(self.data, TokenData) and self.decoder.pooler is not None:
             self.decoder.pooler.requires_grad_(False)  # masked tokens do not train it
@@ -170,8 +169,8 @@ class Trainer:
         settings, processes = self.settings, self.processes
         self.module.train()
         seed_dropout(settings.seed, self.step, processes.rank)
-        first, draw = processes.rank * self.n_rows, self.step * settings.accumulate
-        rows = range(first, first + self.n_rows)
+        n_rows, draw = self.objective.n_rows, self.step * settings.accumulate
+        rows = range(processes.rank * n_rows, (processes.rank + 1) * n_rows)
         batches = [
             self.data.batch(settings.seed, draw + i, settings.batch_size, settings.context, rows)
             for i in range(settings.accumulate)

@@ -19,6 +19,7 @@ from kvasir.server.api.other_servers import IGNORED, NO_OPS
 from kvasir.server.errors import StartupError
 from kvasir.server.process.app import create_app
 from kvasir.server.settings import load_settings
+from tests.kit.chat_templates import LLAMA_2, LLAMA_3, by_transformers
 from tests.kit.chats import (
     BOTH,
     HERMES_TEXT,
@@ -45,7 +46,6 @@ from tests.kit.serving import (
     serving,
     small_tokenizer,
 )
-from tests.model.test_chat_template import LLAMA_2, LLAMA_3, by_transformers
 from tests.text.test_detokenizer import PIECES
 
 tokenizer = small_tokenizer()

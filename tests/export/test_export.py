@@ -8,6 +8,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import onnx_ir
 import pytest
@@ -18,9 +19,9 @@ from kvasir.__main__ import app
 from kvasir.export import directory as export_directory
 from kvasir.export.directory import export_checkpoint, verify_directory
 from kvasir.export.graphs.decoder import STEP_INPUTS, export_graph
-from kvasir.export.verification import verify as export_verify
+from kvasir.export.verification.samples import make_sample
 from kvasir.export.verification.verify import VerificationError
-from kvasir.model.checkpoint import CheckpointError, save_checkpoint
+from kvasir.model.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import cache_names, load_model_dir
 from kvasir.model.records import GenerationDefaults
@@ -55,6 +56,17 @@ def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("artifacts") / "tale"
     export_checkpoint(run, out, precision="fp32")
     return out
+
+
+def kvasir(*arguments: object, fails: bool = False) -> str:
+    """Run a command, and return its output, or its error, which is one line."""
+    result = CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "200"})
+    assert result.exit_code == int(fails), result.output
+    if fails:
+        *stages, error = result.stderr.splitlines()
+        assert all(" s  " in stage for stage in stages), result.stderr
+        assert error.startswith("kvasir: "), result.stderr
+    return result.stderr if fails else result.stdout
 
 
 def test_the_directory_is_whole_and_says_what_was_measured(exported: Path) -> None:
@@ -131,33 +143,38 @@ def test_a_wrong_graph_fails_the_export_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_int8_is_smaller_and_as_good(run: Path, exported: Path, tmp_path: Path) -> None:
-    manifest, _ = export_checkpoint(run, tmp_path / "int8", precision="int8")
+@pytest.fixture(scope="module")
+def rounded(run: Path) -> tuple[Path, dict[str, Any]]:
+    """The folder of an int8 export, and what the command says of it."""
+    out = run.parent / "rounded"
+    advice = ["--temperature", "0.5", "--top-p", "0.9", "--json"]
+    return out, json.loads(kvasir("export", run, "--out", out, *advice))
+
+
+def test_int8_is_smaller_and_as_good(
+    run: Path, exported: Path, rounded: tuple[Path, dict[str, Any]]
+) -> None:
+    out, made = rounded
+    manifest = load_model_dir(out).manifest
     figures = manifest.verification
+    assert made["verification"] == figures.model_dump()
+    assert (made["device"], made["precision"], made["notes"]) == ("cpu", "int8", [])
+    assert made["bytes"] == sum(path.stat().st_size for path in out.iterdir())
     assert manifest.precision == "int8"
     assert figures.perplexity_onnx == pytest.approx(figures.perplexity_torch, rel=0.01)
     assert figures.perplexity_onnx != load_model_dir(exported).manifest.verification.perplexity_onnx
-    sizes = [
-        (folder / "model.onnx.data").stat().st_size for folder in (tmp_path / "int8", exported)
-    ]
+    sizes = [(folder / "model.onnx.data").stat().st_size for folder in (out, exported)]
     assert sizes[0] < 0.4 * sizes[1]
-    assert verify_directory(tmp_path / "int8", run)[1] == figures
+    assert verify_directory(out, run)[1] == figures
 
 
-def test_int8_beyond_its_limit_is_not_written(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_perplexity_can_be_measured_on_a_text_of_ones_own(
+    run: Path, exported: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(export_verify.MAX_PERPLEXITY_LOSS, "int8", -0.5)
-    with pytest.raises(VerificationError, match="perplexity is above PyTorch's by"):
-        export_checkpoint(run, tmp_path / "out")
-    assert not list(tmp_path.iterdir())
-
-
-def test_perplexity_can_be_measured_on_a_text_of_ones_own(run: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXT[:3000])
-    manifest, _ = export_checkpoint(run, tmp_path / "out", precision="fp32", text=text)
-    figures = manifest.verification
+    figures = verify_directory(exported, run, text)[1]
+    assert figures is not None
     assert re.fullmatch(r"text\.txt, \d+ x 96 tokens", figures.text or "")
     text.write_text("")
     with pytest.raises(ValueError, match=r"text\.txt has 0 tokens, too few"):
@@ -180,8 +197,7 @@ def test_a_folder_that_happens_to_be_called_data_is_not_a_runs(
     decoder = make_decoder(make_config(n_layer=1))
     checkpoint = save_checkpoint(tmp_path, 1, decoder, train_tokenizer([TEXT], 300), {}, {})
     (checkpoint / "training.json").unlink()  # as an imported checkpoint
-    manifest, _ = export_checkpoint(checkpoint, tmp_path / "out", precision="fp32")
-    assert manifest.verification.text is None
+    assert make_sample(load_checkpoint(checkpoint), None, "fp32") is None
 
 
 def test_int8_without_text_to_measure_on_is_refused(
@@ -228,53 +244,31 @@ def test_bad_advice_in_a_checkpoint_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_commands_in_one_line_each(run: Path, exported: Path, tmp_path: Path) -> None:
-    def kvasir(*arguments: object, fails: bool = False) -> str:
-        result = CliRunner().invoke(
-            app, [str(argument) for argument in arguments], env={"COLUMNS": "200"}
-        )
-        assert result.exit_code == int(fails), result.output
-        if fails:
-            *stages, error = result.stderr.splitlines()
-            assert all(" s  " in stage for stage in stages), result.stderr
-            assert error.startswith("kvasir: "), result.stderr
-            assert not list(tmp_path.iterdir())
-        return result.stderr if fails else result.stdout
-
+def test_commands_in_one_line_each(
+    run: Path, exported: Path, rounded: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    (advised, made), out = rounded, tmp_path / "out"
     assert "greedy agreement" in kvasir("verify", exported)
     measured = json.loads(kvasir("verify", exported, "--json"))
     assert measured["manifest"] == load_model_dir(exported).manifest.verification.model_dump()
-    advice = ["--temperature", "0.5", "--top-p", "0.9", "--json"]
-    made = json.loads(kvasir("export", run, "--out", run.parent / "advised", *advice))
-    assert (made["device"], made["precision"]) == ("cpu", "int8")
-    assert made["bytes"] == sum(path.stat().st_size for path in (run.parent / "advised").iterdir())
-    assert load_model_dir(run.parent / "advised").generation.given() == {
-        "temperature": 0.5,
-        "top_p": 0.9,
-    }
+    assert load_model_dir(advised).generation.given() == {"temperature": 0.5, "top_p": 0.9}
     assert load_model_dir(exported).generation.given() == {}
     assert "held-out text of tale" in kvasir("verify", exported, "--checkpoint", run)
-    assert "to measure int8 again" in kvasir("verify", run.parent / "advised")
-    rounded = json.loads(kvasir("verify", run.parent / "advised", "--json"))
-    assert (rounded["manifest"], rounded["measured"]) == (made["verification"], None)
-    assert json.loads(kvasir("verify", run.parent / "advised", "--checkpoint", run, "--json"))[
-        "measured"
-    ]
-    assert "name --checkpoint" in kvasir(
-        "verify", run.parent / "advised", "--text", "x", fails=True
-    )
+    assert "to measure int8 again" in kvasir("verify", advised)
+    found = json.loads(kvasir("verify", advised, "--json"))
+    assert (found["manifest"], found["measured"]) == (made["verification"], None)
+    assert json.loads(kvasir("verify", advised, "--checkpoint", run, "--json"))["measured"]
+    assert "name --checkpoint" in kvasir("verify", advised, "--text", "x", fails=True)
     assert "is not empty" in kvasir("export", run, "--out", exported, fails=True)
     assert "no precision 'int3'" in kvasir(
-        "export", run, "--out", tmp_path / "out", "--precision", "int3", fails=True
+        "export", run, "--out", out, "--precision", "int3", fails=True
     )
     for device, precision in (("cpu", "int8"), ("cpu", "fp32"), ("cuda", "int4")):
         options = ("--device", device, "--precision", precision, "--no-int8-prompts")
         assert f"{precision} on {device} has no int8 prompts" in kvasir(
-            "export", run, "--out", tmp_path / "out", *options, fails=True
+            "export", run, "--out", out, *options, fails=True
         )
-    assert "holds no checkpoint" in kvasir(
-        "export", run.parent, "--out", tmp_path / "out", fails=True
-    )
+    assert "holds no checkpoint" in kvasir("export", run.parent, "--out", out, fails=True)
     assert "is not a directory" in kvasir("verify", run.parent / "absent", fails=True)
     assert "is not a directory" in kvasir("generate", run.parent / "absent", "prompt", fails=True)
     other = run.parent / "other"
@@ -282,3 +276,4 @@ def test_commands_in_one_line_each(run: Path, exported: Path, tmp_path: Path) ->
         other, 1, make_decoder(make_config(), seed=2), train_tokenizer([TEXT], 300), {}, {}
     )
     assert "was not exported from" in kvasir("verify", exported, "--checkpoint", other, fails=True)
+    assert not list(tmp_path.iterdir())

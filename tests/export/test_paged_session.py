@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,17 @@ from kvasir.server.engine.gpu.model import DeviceModel
 from kvasir.server.engine.sampling.logits import Candidates, Logits
 from tests.engine.test_session import NO_GPU
 from tests.kit.numpy_session import BLOCK, NumpyModel, export_paged, numpy_backend
-from tests.kit.random_models import make_config, make_decoder
+from tests.kit.random_models import RandomModel, make_config, make_decoder
 
 
-def test_a_graph_for_cuda_is_verified_as_one_for_the_cpu(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
+    return export_paged(tmp_path_factory.mktemp("model"), n_layer=1, max_model_len=48)
+
+
+def test_a_graph_for_cuda_is_verified_as_one_for_the_cpu(model: RandomModel) -> None:
     """Prefill, chunks, ragged decode, a full row, greedy tokens; only numpy takes float32."""
-    model = export_paged(tmp_path, n_layer=1, max_model_len=48)
-    decoder, path = model.decoder, model.graph
+    decoder, path = deepcopy(model.decoder), model.graph
     session = PagedSession(
         decoder.config, lambda n_blocks: NumpyModel(path, n_blocks), block_size=BLOCK
     )
@@ -53,9 +58,8 @@ class WrongTail(NumpyModel):
         return logits
 
 
-def test_the_candidates_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_candidates_are_verified(model: RandomModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also as the GPU's own session returns them, here of numpy."""
-    model = export_paged(tmp_path, n_layer=1, max_model_len=48)
     decoder, path = model.decoder, model.graph
     tokens, lengths = np.arange(6).reshape(2, 3), [3, 2]
     wrong = WrongTail(path, 4)

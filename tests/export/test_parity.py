@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvasir.export.graphs import trace
 from kvasir.export.graphs.decoder import load_weights
 from kvasir.export.verification.verify import VerificationError, check
 from kvasir.model.reference import generate
@@ -65,17 +66,23 @@ def test_the_graph_computes_what_pytorch_does(changes: dict[str, Any], tmp_path:
         torch.testing.assert_close(loaded[key], value, rtol=2e-7, atol=0.0)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_a_logit_that_is_no_number_fails_wherever_it_is(precision: str, tmp_path: Path) -> None:
+def test_layers_that_are_alike_are_traced_once() -> None:
+    decoder = make_decoder(make_config(**VARIANTS["gemma"] | {"n_layer": 3}))
+    first, second, third = map(trace._kind_of, decoder.blocks)
+    assert first != second == third
+
+
+def test_a_logit_that_is_no_number_fails_wherever_it_is(tmp_path: Path) -> None:
     """Python's max passes over a NaN that does not come first; only the last position is one."""
     decoder = make_decoder(make_config(position="learned", n_layer=1))
     with torch.no_grad():
         decoder.position_embedding.weight[-1] = torch.nan
-    figures = export_decoder(decoder, tmp_path, precision).verify()
+    figures = export_decoder(decoder, tmp_path, "int8").verify()
     assert np.isnan(figures.max_logit_error)
     perplexities = {"perplexity_torch": 5.0, "perplexity_onnx": 5.0}
-    with pytest.raises(VerificationError, match="nan"):
-        check(figures.model_copy(update=perplexities), precision)
+    for precision in ("fp32", "int8"):
+        with pytest.raises(VerificationError, match="nan"):
+            check(figures.model_copy(update=perplexities), precision)
 
 
 def test_a_quantised_graph_has_lost_its_decoder(random_int8_model: RandomModel) -> None:

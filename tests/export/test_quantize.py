@@ -151,24 +151,16 @@ def test_pairs_fit_in_16_bits_with_no_more_error_than_seven_bits() -> None:
     assert (errors <= most * 1.001 + 1e-6).all()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {
-            "tied_embeddings": False,
-            "qkv_bias": True,
-            "output_bias": True,
-            "feed_forward_bias": True,
-            "feed_forward": "gelu",
-        },
-        {"position": "learned", "norm": "layernorm", "n_kv_head": 4},
-        {"position": "sinusoidal", "norm_placement": "post", "feed_forward": "relu"},
-        *(VARIANTS[name] | {"n_layer": 1} for name in ("gemma3", "olmo2", "phi", "ministral3")),
-    ],
-)
-def test_every_kind_of_decoder_can_be_quantised(changes: dict[str, object], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model", "windowed_model", "biased_model", "gpt2", "qwen"])
+def test_every_kind_of_decoder_can_be_quantised(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     """No float matrix is left but positions, and the logits stay near PyTorch's."""
-    model = export_random(tmp_path, "int8", **{"n_layer": 1, **changes})
+    if name in VARIANTS:
+        model = export_random(tmp_path, "int8", **VARIANTS[name])
+    else:
+        fixture = "random_int8_model" if name == "model" else f"random_{name}"
+        model = request.getfixturevalue(fixture)
     figures = model.verify()
     assert figures.max_logit_error < 0.5
     assert figures.greedy_agreement > 0.8
@@ -205,17 +197,22 @@ def test_blocks_are_what_matmulnbits_unpacks(n_in: int, n_out: int) -> None:
     assert np.abs(unpacked - matrix).mean() < 0.3 * steps.mean()
 
 
-@pytest.mark.parametrize(("precision", "bits"), [("int8", 8), ("int4", 4)])
-@pytest.mark.parametrize("name", ["qwen3 mixture", "gpt-oss"])
-def test_experts_are_those_of_the_rounded_weights(
-    name: str, precision: str, bits: int, tmp_path: Path
-) -> None:
-    """Against PyTorch with the weights that the graph holds; activations differ by a rounding."""
-    changes = VARIANTS[name] | {"n_layer": 2, "tied_embeddings": False}
-    model = export_random(tmp_path, precision, **changes)
+@pytest.mark.parametrize(
+    ("name", "bits"), [("qwen3 mixture", 8), ("qwen3 mixture", 4), ("gpt-oss", 4)]
+)
+def test_experts_are_those_of_the_rounded_weights(name: str, bits: int, tmp_path: Path) -> None:
+    """Against PyTorch with the weights that the graph holds; activations differ by a rounding.
+
+    Prompts of int4 have int8 attention, and the same experts.
+    """
+    model = export_random(tmp_path, f"int{bits}", **VARIANTS[name])
     graph = ir.load(model.graph).graph
     n_mixtures = sum(map(model.config.has_experts, range(2)))
-    assert [node.op_type for node in graph].count("QMoE") == n_mixtures
+    operators = [[node.op_type for node in part] for part in (graph, *branches(graph))]
+    assert [of.count("QMoE") for of in operators] == [n_mixtures] + [0] * 4
+    if bits == 4:
+        assert ["MatMulNBits" in of for of in operators] == [False] + [True, False] * 2
+        assert ["MatMulIntegerToFloat" in of for of in operators] == [True] + [False, True] * 2
     steps = []
     with torch.no_grad():
         for weight in model.decoder.parameters():
@@ -233,8 +230,10 @@ def test_experts_are_those_of_the_rounded_weights(
     assert figures.greedy_agreement > (0.8 if bits == 8 else 0.6)
 
 
-def test_int4_stays_near_and_computes_prompts_and_the_head_in_int8(tmp_path: Path) -> None:
-    model = export_random(tmp_path, "int4")
+def test_int4_stays_near_and_computes_prompts_and_the_head_in_int8(
+    random_int4_model: RandomModel,
+) -> None:
+    model = random_int4_model
     parts = {"": [graph := ir.load(model.graph).graph]}
     for branch in branches(graph):
         parts.setdefault(str(branch.name).partition(".")[0], []).append(branch)
@@ -253,21 +252,10 @@ def test_int4_stays_near_and_computes_prompts_and_the_head_in_int8(tmp_path: Pat
     assert figures.greedy_agreement > 0.6
 
 
-@pytest.mark.parametrize("name", ["qwen3 mixture", "gpt-oss"])
-def test_prompts_of_a_mixture_in_int4_have_int8_attention_and_the_same_experts(
-    name: str, tmp_path: Path
+def test_int4_without_int8_prompts_has_one_copy_of_its_weights(
+    random_int4_model: RandomModel, tmp_path: Path
 ) -> None:
-    model = export_random(tmp_path, "int4", **VARIANTS[name] | {"n_layer": 2})
-    graph = ir.load(model.graph).graph
-    operators = [[node.op_type for node in part] for part in (graph, *branches(graph))]
-    assert ["QMoE" in of for of in operators] == [True] + [False] * 4
-    assert ["MatMulNBits" in of for of in operators] == [False] + [True, False] * 2
-    assert ["MatMulIntegerToFloat" in of for of in operators] == [True] + [False, True] * 2
-
-
-def test_int4_without_int8_prompts_has_one_copy_of_its_weights(tmp_path: Path) -> None:
-    model = export_random(tmp_path / "whole", "int4")
-    path = tmp_path / GRAPH_FILE
+    model, path = random_int4_model, tmp_path / GRAPH_FILE
     weights, scales = model.decoder.state_dict(), measure_scales(model.decoder)
     export_graph(model.config, weights, path, "int4", scales, int8_prompts=False)
     graph = ir.load(path).graph
@@ -279,5 +267,4 @@ def test_int4_without_int8_prompts_has_one_copy_of_its_weights(tmp_path: Path) -
     }
     sizes = [(of.parent / WEIGHTS_FILE).stat().st_size for of in (path, model.graph)]
     assert sizes[0] < 0.6 * sizes[1]
-    figures = RandomModel(model.decoder, path).verify()
-    assert figures.greedy_agreement > 0.6
+    assert RandomModel(model.decoder, path).verify().greedy_agreement > 0.5

@@ -20,9 +20,9 @@ from kvasir.export.rounding.weights import Weights
 from kvasir.model.config import TransformerConfig
 from kvasir.model.tensor_files import LazyWeights
 from tests.kit.random_models import make_config, make_decoder
+from tests.model.variants import BIASES
 
 Floats = NDArray[np.float32]
-BIASES = {"qkv_bias": True, "output_bias": True, "feed_forward_bias": True}
 CHANGES: dict[str, Any] = {
     "biases, square matrices": {
         "d_model": 64,

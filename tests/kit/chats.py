@@ -13,6 +13,7 @@ import openai
 from kvasir.model.directory import ModelDirectory
 from kvasir.server.engine.sequence import Sequence
 from kvasir.server.requests.async_engine import OutputStream
+from tests.kit.chat_templates import TOKENS
 from tests.kit.dialects import CHAT, JSON, MESSAGES, RESPONSES
 from tests.kit.fake_runner import FakeRunner
 from tests.kit.serving import (
@@ -24,7 +25,6 @@ from tests.kit.serving import (
     serving,
     small_tokenizer,
 )
-from tests.model.test_chat_template import TOKENS
 
 LONG = 2000  # tokens of context
 LLAMA_CALLS = """\

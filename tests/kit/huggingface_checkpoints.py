@@ -222,7 +222,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         _MIXTURE
         | {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 32}
         | {"sliding_window": WINDOW}
-        | rope("yarn", factor=4.0, original_max_position_embeddings=32, truncate=False),
+        | rope(
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=32,
+            truncate=False,
+            beta_slow=2.0,
+            attention_factor=1.5,
+        ),
     ),
 }
 

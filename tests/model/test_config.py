@@ -6,17 +6,13 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
 from kvasir.model.config import (
     ConfigError,
-    FeedForward,
-    Norm,
-    NormPlacement,
-    Position,
     RopeScaling,
     TransformerConfig,
 )
@@ -72,31 +68,6 @@ def test_a_value_that_a_field_cannot_have_is_named(names: list[str], values: lis
             assert message.endswith(f", not {value!r}")
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "wrong"),
-    [
-        ("eos_token_ids", [1.0], "eos_token_ids.0 must be a valid integer, not 1.0"),
-        ("eos_token_ids", [0, True], "eos_token_ids.1 must be a valid integer, not True"),
-        ("sliding_window_layers", ["0"], "sliding_window_layers.0 must be a valid integer"),
-        ("norm", "batchnorm", "norm must be 'rmsnorm' or 'layernorm', not 'batchnorm'"),
-        ("n_heads", 8, "unknown field 'n_heads' in the model's configuration"),
-        ("rope_scaling", {"kind": "linear"}, "rope_scaling lacks the field 'factor'"),
-        (
-            "rope_scaling",
-            {"kind": "linear", "factor": 2.0, "mscale": 1.0},
-            "unknown field 'mscale' in rope_scaling",
-        ),
-        (
-            "rope_scaling",
-            {"kind": "llama3", "factor": 2.0},
-            "rope_scaling llama3 needs original_max_model_len",
-        ),
-    ],
-)
-def test_a_message_says_where_and_what_is_allowed(name: str, value: object, wrong: str) -> None:
-    assert wrong in refused(**{name: value})
-
-
 GROWING = RopeScaling(kind="yarn", factor=2.0, original_max_model_len=8, query_growth=0.1)
 LONGROPE = RopeScaling(
     kind="longrope",
@@ -107,75 +78,56 @@ LONGROPE = RopeScaling(
 )
 
 
-def test_longrope_has_a_number_for_each_pair() -> None:
-    few = dataclasses.replace(LONGROPE, long_factors=(2.0,))
-    refusal = refused(rope_scaling=few)
-    assert "rope_scaling must be one with 8 long_factors" in refusal
-    assert "it has 1" in refusal
+FEW = dataclasses.replace(LONGROPE, long_factors=(2.0,))
+LINEAR = {"kind": "linear", "factor": 2.0}
+LLAMA3 = {"kind": "llama3", "factor": 2.0}
+OWN_THETA = {"sliding_window_rope_theta": 10.0}
+CLAMPED = {"feed_forward": "swiglu_clamped"}
+# Changes of VALID, and how the message begins.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"eos_token_ids": [1.0]}, "eos_token_ids.0 must be a valid integer, not 1.0"),
+    ({"eos_token_ids": [0, True]}, "eos_token_ids.1 must be a valid integer, not True"),
+    ({"sliding_window_layers": ["0"]}, "sliding_window_layers.0 must be a valid integer"),
+    ({"norm": "batchnorm"}, "norm must be 'rmsnorm' or 'layernorm', not 'batchnorm'"),
+    ({"n_heads": 8}, "unknown field 'n_heads' in the model's configuration"),
+    ({"rope_scaling": {"kind": "linear"}}, "rope_scaling lacks the field 'factor'"),
+    ({"rope_scaling": LINEAR | {"mscale": 1.0}}, "unknown field 'mscale' in rope_scaling"),
+    ({"rope_scaling": LLAMA3}, "rope_scaling llama3 needs original_max_model_len"),
+    ({"rope_scaling": FEW}, "rope_scaling must be one with 8 long_factors, for as many"),
+    ({"qk_norm": True, "rope_scaling": GROWING}, "qk_norm must be "),
+    ({"position": "alibi", "rotary_dim": 8}, "rotary_dim must be "),
+    ({"position": "none", "layers_without_rotary": (0,)}, "layers_without_rotary must be "),
+    ({"sliding_window_layers": (0,)}, "sliding_window_layers must be "),
+    ({"sliding_window": 4, "sliding_window_layers": (2,)}, "sliding_window_layers must be "),
+    (OWN_THETA, "sliding_window_rope_theta must be "),
+    (OWN_THETA | {"sliding_window": 4, "position": "none"}, "sliding_window_rope_theta must be "),
+    ({"position": "relative", "relative_max_distance": 16}, "relative_max_distance must be "),
+    ({"parallel_residual": True, "norm_placement": "post"}, "norm_placement must be "),
+    ({"n_kv_head": 3}, "n_head must be "),
+    ({"qk_norm_across_heads": True}, "qk_norm_across_heads must be "),
+    ({"head_bias": True}, "head_bias must be "),
+    (CLAMPED, "feed_forward must be another one without n_experts"),
+    (MIXTURE | {"n_experts_per_token": 5}, "n_experts_per_token must be from 1 to n_experts, 4"),
+    (MIXTURE | {"n_experts_per_token": None}, "n_experts_per_token must be from 1 to n_experts"),
+    (MIXTURE | {"n_experts": None}, "n_experts_per_token must be left out without n_experts"),
+    (MIXTURE | {"d_expert": 48}, "d_expert must be a multiple of 32 with experts, not 48"),
+    (MIXTURE | {"d_expert": None}, "d_expert must be a multiple of 32 with experts, not None"),
+    (MIXTURE | {"d_model": 48}, "d_model must be a multiple of 32 with experts, not 48"),
+    (MIXTURE | {"dense_layers": (2,)}, "dense_layers must be layers from 0 to 1, not (2,)"),
+    (MIXTURE | {"feed_forward": "gelu"}, "feed_forward must be swiglu or swiglu_clamped with"),
+    (MIXTURE | CLAMPED | {"dense_layers": (0,)}, "feed_forward must be swiglu with these experts"),
+]
 
 
-@pytest.mark.parametrize(
-    ("changes", "wrong"),
-    [
-        ({"n_experts_per_token": 5}, "n_experts_per_token must be from 1 to n_experts, 4, not 5"),
-        ({"n_experts_per_token": None}, "n_experts_per_token must be from 1 to n_experts, 4"),
-        ({"d_expert": 48}, "d_expert must be a multiple of 32 with experts, not 48"),
-        ({"d_expert": None}, "d_expert must be a multiple of 32 with experts, not None"),
-        ({"d_model": 48}, "d_model must be a multiple of 32 with experts, not 48"),
-        ({"dense_layers": (2,)}, "dense_layers must be layers from 0 to 1, not (2,)"),
-        ({"feed_forward": "gelu"}, "feed_forward must be swiglu or swiglu_clamped with"),
-        (
-            {"feed_forward": "swiglu_clamped", "dense_layers": (0,)},
-            "feed_forward must be swiglu with these experts, not 'swiglu_clamped'",
-        ),
-        ({"n_experts": None}, "n_experts_per_token must be left out without n_experts, not 2"),
-    ],
-)
-def test_experts_must_fit_together(changes: dict[str, Any], wrong: str) -> None:
-    assert wrong in refused(**(MIXTURE | changes))
-    assert "without n_experts" in refused(feed_forward="swiglu_clamped")
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_what_is_wrong_is_told_with_what_is_allowed(changes: dict[str, Any], message: str) -> None:
+    assert refused(**changes).startswith(message)
 
 
 @pytest.mark.parametrize("missing", SIZES)
 def test_a_missing_field_is_named(missing: str) -> None:
     with pytest.raises(ConfigError, match=f"lacks the field '{missing}'$"):
         TransformerConfig(**{name: value for name, value in VALID.items() if name != missing})
-
-
-def test_every_choice_can_be_made() -> None:
-    for name, choices in (
-        ("position", Position),
-        ("norm", Norm),
-        ("norm_placement", NormPlacement),
-        ("feed_forward", FeedForward),
-    ):
-        for choice in get_args(choices):
-            mixture = MIXTURE if choice == "swiglu_clamped" else {}
-            assert getattr(TransformerConfig(**{**VALID, **mixture, name: choice}), name) == choice
-
-
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({"position": "alibi", "rotary_dim": 8}, "rotary_dim"),
-        ({"position": "none", "layers_without_rotary": (0,)}, "layers_without_rotary"),
-        ({"sliding_window_layers": (0,)}, "sliding_window_layers"),
-        ({"sliding_window": 4, "sliding_window_layers": (2,)}, "sliding_window_layers"),
-        ({"position": "relative", "relative_max_distance": 16}, "relative_max_distance"),
-        ({"parallel_residual": True, "norm_placement": "post"}, "norm_placement"),
-        ({"n_kv_head": 3}, "n_head"),
-        ({"sliding_window_rope_theta": 10.0}, "sliding_window_rope_theta"),
-        (
-            {"sliding_window": 4, "sliding_window_rope_theta": 10.0, "position": "none"},
-            "sliding_window_rope_theta",
-        ),
-        ({"qk_norm_across_heads": True}, "qk_norm_across_heads"),
-        ({"head_bias": True}, "head_bias"),
-        ({"qk_norm": True, "rope_scaling": GROWING}, "qk_norm"),
-    ],
-)
-def test_fields_that_contradict_each_other_are_refused(changes: dict[str, Any], name: str) -> None:
-    assert refused(**changes).startswith(f"{name} must be ")
 
 
 @pytest.mark.parametrize(
@@ -264,9 +216,9 @@ def test_a_preset_can_be_changed_and_is_checked_again() -> None:
     assert preset("tiny", n_layer=7, dropout=0.1) == dataclasses.replace(
         PRESETS["tiny"], n_layer=7, dropout=0.1
     )
-    with pytest.raises(ConfigError, match=r"^no preset 'huge'; there are tiny, gpt2-124m"):
-        preset("huge")
-    with pytest.raises(ConfigError, match="unknown field 'n_layers'"):
+    with pytest.raises(ConfigError, match=r"^no preset 'tinny'; did you mean 'tiny'\?"):
+        preset("tinny")
+    with pytest.raises(ConfigError, match=r"unknown field 'n_layers' .*; did you mean 'n_layer'"):
         preset("tiny", n_layers=7)
     with pytest.raises(ConfigError, match=r"^n_layer must be greater than 0, not 0$"):
         preset("tiny", n_layer=0)

@@ -140,12 +140,12 @@ def test_what_the_assistant_says_is_learned_with_its_end_and_nothing_else(
     seen = []
     for row, bits in rows_of(data):
         left = [(int(t), bool(b)) for t, b in zip(row, bits, strict=True)]
-        while found := [one for one in wanted if one == left[: len(one)]]:
-            seen.append(found[0])
-            left = left[len(found[0]) :]
+        while fitting := [chat for chat in wanted if chat == left[: len(chat)]]:
+            seen.append(fitting[0])
+            left = left[len(fitting[0]) :]
         assert not any(own for _, own in left)  # filled up
-    assert sorted(seen) == sorted(one for one in wanted if any(own for _, own in one))
-    said = [token for one in wanted for token, own in one if own]
+    assert sorted(seen) == sorted(chat for chat in wanted if any(own for _, own in chat))
+    said = [token for chat in wanted for token, own in chat if own]
     assert tokenizer.token_to_id(ENDINGS[template]) in said or template == PLAIN
 
 

@@ -14,6 +14,7 @@ from threading import Event
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import requests
 from huggingface_hub import constants
@@ -161,7 +162,7 @@ def test_a_wrong_copy_is_refused_and_not_kept(
     scheme: str, name: str, monkeypatch: Any, tmp_path: Path
 ) -> None:
     with store_of(scheme, CHECKPOINT, monkeypatch, tmp_path) as (store, reference):
-        store.corrupt = {one for one in store.files if one in (name, f"some/name/{name}")}
+        store.corrupt = {file for file in store.files if file in (name, f"some/name/{name}")}
         with pytest.raises(DownloadError, match=f"{name} does not match"):
             pull(reference, tmp_path)
         store.corrupt = set()
@@ -245,27 +246,29 @@ def test_a_store_that_sends_hardly_anything_is_left(
 
 
 def test_a_file_in_chunks_of_the_hub_is_counted_as_it_is_written(
-    monkeypatch: Any,
+    monkeypatch: Any, tmp_path: Path
 ) -> None:
     """The library reports the bytes of the network and of the file, which may be fewer, apart."""
+    fetch: Any = huggingface_hub.hf_hub_download
+    n_more = 0
 
-    def download(*_: object, tqdm_class: Any, **__: object) -> str:
+    def fetch_in_chunks(repo: str, name: str, *, tqdm_class: Any, **options: Any) -> Any:
         bar = XetDownloadProgressReporter(
             reconstruction_desc="", log_level=0, tqdm_class=tqdm_class
         )
-        written = dict.fromkeys(("total_bytes_completed", "total_bytes"), n_written)
+        sizes = ("total_bytes_completed", "total_bytes")
+        written = dict.fromkeys(sizes, len(CHECKPOINT[name]) + n_more)
         brought = {"total_transfer_bytes_completed": 2 * len(WEIGHTS)}
         rates = ("total_bytes_completion_rate", "total_transfer_bytes_completion_rate")
         bar.update_progress(SimpleNamespace(**written, **brought, **dict.fromkeys(rates, 1.0)))
-        return "file"
+        return fetch(repo, name, **options)
 
-    name, reference = "model.safetensors", Reference("hf", "org/name", "org/name")
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    n_written = len(WEIGHTS)
-    assert hub.download(reference, name, len(WEIGHTS), "main") == Path("file")
-    n_written += 1
-    with pytest.raises(DownloadError, match="more than its"):
-        hub.download(reference, name, len(WEIGHTS), "main")
+    with store_of("hf", CHECKPOINT, monkeypatch, tmp_path) as (_, reference):
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch_in_chunks)
+        assert contents(pull(reference, tmp_path)) == CHECKPOINT
+        n_more = 1
+        with pytest.raises(DownloadError, match="more than its"):
+            pull(reference, tmp_path)
 
 
 @pytest.mark.parametrize("part", ["/manifests/", "/blobs/"])

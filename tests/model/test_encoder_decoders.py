@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,61 +14,21 @@ from kvasir.model.network.cross_attention import Source
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.reference import generate
 from tests.kit.beam_search import beam_search
-from tests.kit.huggingface_checkpoints import make_uneven, save_tokenizer
+from tests.kit.huggingface_models import (
+    ENCODER_DECODERS,
+    VOCABULARY,
+    make_encoder_decoder,
+    save,
+)
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import transformers
-
-VOCABULARY, _START, _END = 320, 3, 2
+_END = 2
 _MAX_TOKENS = 12
-_T5: dict[str, Any] = {"d_model": 48, "d_kv": 16, "d_ff": 96, "num_heads": 4}
-_T5 |= {"num_layers": 2, "num_decoder_layers": 3, "relative_attention_num_buckets": 12}
-_T5 |= {"relative_attention_max_distance": 20, "n_positions": 64}
-_BART: dict[str, Any] = {"d_model": 64, "max_position_embeddings": 64}
-_BART |= {"encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 96}
-_BART |= {"decoder_layers": 3, "decoder_attention_heads": 2, "decoder_ffn_dim": 80}
-
-# Name: architecture, configuration.
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "t5": ("T5ForConditionalGeneration", _T5),
-    "t5 1.1": (
-        "T5ForConditionalGeneration",
-        _T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
-    ),
-    "mt5": ("MT5ForConditionalGeneration", _T5 | {"feed_forward_proj": "gated-silu"}),
-    "bart": ("BartForConditionalGeneration", _BART | {"forced_bos_token_id": 5}),
-    "mbart": ("MBartForConditionalGeneration", _BART | {"scale_embedding": True}),
-    "marian": ("MarianMTModel", _BART | {"scale_embedding": True, "activation_function": "swish"}),
-    "m2m_100": ("M2M100ForConditionalGeneration", _BART),
-    "pegasus": ("PegasusForConditionalGeneration", _BART | {"scale_embedding": True}),
-}
 
 
-def make_model(name: str, **changes: Any) -> Any:
-    """Return a model with uneven weights, norms and biases, so that mistakes show."""
-    architecture, values = FAMILIES[name]
-    kind = getattr(transformers, architecture)
-    tokens = {"pad_token_id": 1, "eos_token_id": _END, "decoder_start_token_id": _START}
-    config = kind.config_class(vocab_size=VOCABULARY, **{**tokens, **values, **changes})
-    torch.manual_seed(0)
-    model = kind._from_config(config, attn_implementation="eager").eval()
-    make_uneven(model, narrow="shared")
-    if hasattr(model, "final_logits_bias"):
-        model.final_logits_bias.normal_()
-    return model
-
-
-def save(folder: Path, model: Any) -> Path:
-    model.save_pretrained(folder)
-    save_tokenizer(folder, chat_template=None)
-    return folder
-
-
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
 @torch.inference_mode()
 def test_logits(name: str, tmp_path: Path) -> None:
-    model = make_model(name)
+    model = make_encoder_decoder(name)
     decoder = load_checkpoint(save(tmp_path, model)).decoder
     sources, targets = (
         torch.randint(4, VOCABULARY, (3, 30)),
@@ -95,10 +54,10 @@ def options(decoder: Transformer) -> dict[str, Any]:
     return fixed | {"max_new_tokens": _MAX_TOKENS + forced}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
 @torch.inference_mode()
 def test_the_likeliest_text(name: str, tmp_path: Path) -> None:
-    model = make_model(name)
+    model = make_encoder_decoder(name)
     decoder = load_checkpoint(save(tmp_path, model)).decoder
     prefix, ends = list(decoder.config.target_prefix), decoder.config.eos_token_ids
     for n_source in (9, 1):
@@ -113,7 +72,7 @@ def test_the_likeliest_text(name: str, tmp_path: Path) -> None:
 @torch.inference_mode()
 def test_beams(penalty: float, early: Any, tmp_path: Path) -> None:
     """With a forced token, and an ending one that is likely at times."""
-    model = make_model("bart")
+    model = make_encoder_decoder("bart")
     model.final_logits_bias[0, _END] = 4.0
     decoder = load_checkpoint(save(tmp_path, model)).decoder
     prefix, ends = list(decoder.config.target_prefix), decoder.config.eos_token_ids
@@ -127,9 +86,9 @@ def test_beams(penalty: float, early: Any, tmp_path: Path) -> None:
         ours = beam_search(
             decoder, source, n_beams=3, max_tokens=_MAX_TOKENS, ending_ids=ends, **asked
         )
-        texts = [[*prefix, *one.token_ids] for one in ours]
+        texts = [[*prefix, *beam.token_ids] for beam in ours]
         theirs = found.sequences.tolist()
         assert texts == [one[: len(text)] for one, text in zip(theirs, texts, strict=True)]
         assert all(set(one[len(text) :]) <= {1} for one, text in zip(theirs, texts, strict=True))
-        scores = torch.tensor([one.score for one in ours])
+        scores = torch.tensor([beam.score for beam in ours])
         torch.testing.assert_close(scores, found.sequences_scores, rtol=1e-4, atol=1e-5)

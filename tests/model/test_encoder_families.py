@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,76 +13,13 @@ from torch import Tensor
 
 from kvasir.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from kvasir.model.config import Pooling, Projection
-from kvasir.model.importing.families.encoders import ENCODERS
+from kvasir.model.importing.families import encoders
 from kvasir.model.records import EmbeddingDefaults
-from tests.kit.huggingface_checkpoints import (
-    EOS,
-    make_uneven,
-    save_tokenizer,
-    set_tensors,
-    set_values,
-)
+from tests.kit.huggingface_checkpoints import set_tensors, set_values
+from tests.kit.huggingface_models import ENCODERS, make_encoder, save
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import transformers
-
-_SHAPE: dict[str, Any] = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
-_GROUPED = _SHAPE | {"num_key_value_heads": 2, "head_dim": 16}
 LENGTHS = [40, 7, 2]
-
-# Name: architecture, configuration.
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "bert": ("Bert", _SHAPE),
-    "bert with another activation": ("Bert", _SHAPE | {"hidden_act": "gelu_new"}),
-    "distilbert": ("DistilBert", {"dim": 64, "n_layers": 3, "n_heads": 4, "hidden_dim": 96}),
-    "roberta": ("Roberta", _SHAPE | {"type_vocab_size": 1}),
-    "xlm-roberta": ("XLMRoberta", _SHAPE),
-    "mpnet": ("MPNet", _SHAPE),
-    "modernbert": ("ModernBert", _SHAPE | {"local_attention": 12, "classifier_pooling": "mean"}),
-    "modernbert with biases": (
-        "ModernBert",
-        _SHAPE
-        | {"attention_bias": True, "mlp_bias": True, "norm_bias": True, "local_attention": 9}
-        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
-    ),
-    "nomic_bert": ("NomicBert", _SHAPE),
-    "qwen3": ("Qwen3", _GROUPED),
-    "embedding gemma": (
-        "Gemma3Text",
-        _GROUPED
-        | {"use_bidirectional_attention": True, "sliding_window": 10, "query_pre_attn_scalar": 24}
-        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-    ),
-}
-_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id"))
-CLASSIFIERS = [name for name in FAMILIES if name != "embedding gemma"]
-
-
-def make_model(name: str, kind: str = "Model", **changes: Any) -> Any:
-    """Return a model with uneven weights, norms and biases, so that mistakes show."""
-    architecture, values = FAMILIES[name]
-    values = _TOKENS | {"vocab_size": 320, "max_position_embeddings": 64, **values, **changes}
-    values["pad_token_id"] = 1
-    config = getattr(transformers, f"{architecture}Config")(**values)
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{architecture}{kind}")
-    model = model._from_config(config, attn_implementation="eager").eval()
-    make_uneven(model)
-    return model
-
-
-def save(folder: Path, model: Any, **of_tokenizer: Any) -> Path:
-    model.save_pretrained(folder)
-    save_tokenizer(folder, chat_template=None, pad_token=EOS, **of_tokenizer)
-    return folder
+CLASSIFIERS = [name for name in ENCODERS if name != "embedding gemma"]
 
 
 def random_rows(n_types: int | None) -> dict[str, Tensor]:
@@ -108,10 +44,10 @@ def pooled(checkpoint: Checkpoint, rows: dict[str, Tensor]) -> Tensor:
     return checkpoint.decoder.encode(rows["input_ids"], lengths, rows.get("token_type_ids"))
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "qwen3"])
+@pytest.mark.parametrize("name", [name for name in ENCODERS if name != "qwen3"])
 @torch.inference_mode()
 def test_vectors_of_tokens(name: str, tmp_path: Path) -> None:
-    model = make_model(name)
+    model = make_encoder(name)
     checkpoint = load_checkpoint(save(tmp_path, model))
     rows = random_rows(checkpoint.config.n_token_types)
     theirs, within = model(**rows).last_hidden_state, rows["attention_mask"] == 1
@@ -127,7 +63,7 @@ def test_vectors_of_tokens(name: str, tmp_path: Path) -> None:
 @torch.inference_mode()
 def test_scores_of_labels(name: str, tmp_path: Path) -> None:
     labels = {0: "contradiction", 1: "entailment", 2: "neutral"}
-    model = make_model(name, "ForSequenceClassification", id2label=labels)
+    model = make_encoder(name, "ForSequenceClassification", id2label=labels)
     checkpoint = load_checkpoint(save(tmp_path, model))
     pooling = checkpoint.config.pooling
     assert pooling is not None
@@ -153,7 +89,7 @@ def test_scores_of_labels(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_activations_of_labels(changes: dict[str, Any], activation: str, tmp_path: Path) -> None:
-    model = make_model("bert", "ForSequenceClassification", **changes)
+    model = make_encoder("bert", "ForSequenceClassification", **changes)
     pooling = load_checkpoint(save(tmp_path, model)).config.pooling
     assert pooling is not None
     assert pooling.label_activation == activation
@@ -163,48 +99,38 @@ def test_activations_of_labels(changes: dict[str, Any], activation: str, tmp_pat
     )
 
 
-@pytest.mark.parametrize(
-    ("family", "published", "expected"),
-    [
-        (
-            "modernbert",
-            {"global_attn_every_n_layers": 3, "global_rope_theta": 160000.0, "norm_eps": 1e-5}
-            | {"local_attention": 128, "local_rope_theta": 10000.0, "num_hidden_layers": 5}
-            | {"classifier_pooling": "mean", "hidden_activation": "gelu", "norm_bias": False}
-            | {"position_embedding_type": "absolute", "embedding_dropout": 0.0},
-            {"sliding_window": 65, "sliding_window_layers": (1, 2, 4), "rope_theta": 160000.0}
-            | {"sliding_window_rope_theta": 10000.0, "feed_forward": "geglu", "causal": False},
-        ),
-        (
-            "nomic_bert",
-            {"activation_function": "swiglu", "causal": False, "layer_norm_epsilon": 1e-12}
-            | {"n_embd": 768, "n_head": 12, "n_inner": 3072, "n_layer": 12, "n_positions": 8192}
-            | {"prenorm": False, "rotary_emb_base": 1000, "rotary_emb_fraction": 1.0}
-            | {"rotary_scaling_factor": None, "use_rms_norm": None, "type_vocab_size": 2},
-            {"max_model_len": 8192, "rope_theta": 1000.0, "feed_forward": "swiglu", "d_ff": 3072}
-            | {"norm_placement": "post", "qkv_bias": False, "n_token_types": 2},
-        ),
-        (
-            "xlm-roberta",
-            {"max_position_embeddings": 514, "type_vocab_size": 1, "pad_token_id": 1}
-            | {"layer_norm_eps": 1e-5, "position_embedding_type": "absolute"},
-            {"max_model_len": 512, "n_token_types": 1, "norm_eps": 1e-5},
-        ),
-    ],
-)
-def test_published_keys(family: str, published: dict[str, Any], expected: dict[str, Any]) -> None:
-    config = ENCODERS[family].config(published, bos_token_id=None, eos_token_ids=[])
+def test_published_keys_of_nomic() -> None:
+    """They are not those of transformers' own class."""
+    published = {
+        "activation_function": "swiglu",
+        "causal": False,
+        "layer_norm_epsilon": 1e-12,
+        "n_embd": 768,
+        "n_head": 12,
+        "n_inner": 3072,
+        "n_layer": 12,
+        "n_positions": 8192,
+        "prenorm": False,
+        "rotary_emb_base": 1000,
+        "rotary_emb_fraction": 1.0,
+        "rotary_scaling_factor": None,
+        "use_rms_norm": None,
+        "type_vocab_size": 2,
+    }
+    config = encoders.ENCODERS["nomic_bert"].config(published, bos_token_id=None, eos_token_ids=[])
+    expected = {"max_model_len": 8192, "rope_theta": 1000.0, "feed_forward": "swiglu"}
+    expected |= {"d_ff": 3072, "norm_placement": "post", "qkv_bias": False, "n_token_types": 2}
     assert {name: getattr(config, name) for name in expected} == expected
 
 
 def test_the_head_of_a_masked_language_model_is_left_out(tmp_path: Path) -> None:
-    model = make_model("bert", "ForMaskedLM")
+    model = make_encoder("bert", "ForMaskedLM")
     config = load_checkpoint(save(tmp_path, model)).config
     assert config.pooling == Pooling(kind="mean")
 
 
 def test_norms_may_have_their_names_of_tensorflow(tmp_path: Path) -> None:
-    model = make_model("bert")
+    model = make_encoder("bert")
     save(tmp_path, model)
     expected = load_checkpoint(tmp_path).decoder.state_dict()
     ends = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
@@ -253,12 +179,12 @@ MEAN = {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": True}
 
 @pytest.fixture
 def bert(tmp_path: Path) -> Path:
-    return save(tmp_path / "bert", make_model("bert"))
+    return save(tmp_path / "bert", make_encoder("bert"))
 
 
 @torch.inference_mode()
 def test_a_decoder_that_embeds(tmp_path: Path) -> None:
-    model = make_model("qwen3")
+    model = make_encoder("qwen3")
     folder = save(tmp_path, model)
     save_modules(folder, Pooling={"pooling_mode": "lasttoken"}, Normalize={})
     checkpoint = load_checkpoint(folder)

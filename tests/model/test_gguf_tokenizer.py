@@ -40,7 +40,7 @@ def byte_level(pre: str, **more: Any) -> dict[str, Any]:
         "pre": pre,
         "tokens": tokens,
         "token_type": np.array(kinds, dtype=np.int32),
-        "merges": [" ".join(one) for one in json.loads(tokenizer.to_str())["model"]["merges"]],
+        "merges": [" ".join(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]],
         "bos_token_id": tokens.index("<s>"),
         "eos_token_id": tokens.index("<|im_end|>"),
     } | more
@@ -54,7 +54,7 @@ def build(values: dict[str, Any]) -> Tokenizer:
 def published(kind: str, values: dict[str, Any]) -> Tokenizer:
     """Return the tokenizer that transformers makes of a vocabulary, for a family of its own."""
     made = build(values)
-    merges = [tuple(one) for one in json.loads(made.to_str())["model"]["merges"]]
+    merges = [tuple(pair) for pair in json.loads(made.to_str())["model"]["merges"]]
     tokenizer = getattr(transformers, kind)(vocab=made.get_vocab(), merges=merges)
     for token in made.get_added_tokens_decoder().values():
         add = tokenizer.add_special_tokens if token.special else tokenizer.add_tokens

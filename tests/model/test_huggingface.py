@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,6 @@ from tests.kit.huggingface_checkpoints import FAMILIES, LENGTH, make_model, save
 from tests.kit.random_models import RandomModel
 
 N_NEW = 64
-# Each feature of a graph is compared with PyTorch in tests/export; these are the most different.
-SERVED = {"llama3": 12, "gemma3": 12, "longrope": 12, "gpt_oss": 12, "bloom": 3}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Compute with one thread: the products are too small for more, which would only spin."""
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n_threads)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -42,9 +30,9 @@ def test_logits_of_a_family(name: str, tmp_path: Path) -> None:
     assert (ours - theirs).abs().max() < 1e-4 * theirs.std()
 
 
-@pytest.mark.parametrize(("name", "n_different"), SERVED.items())
-def test_greedy_text_of_the_served_graph(name: str, n_different: int, tmp_path: Path) -> None:
-    model: Any = make_model(name)
+def test_greedy_text_of_the_served_graph(tmp_path: Path) -> None:
+    """End to end; every feature of a graph is compared with PyTorch in tests/export."""
+    model: Any = make_model("gemma3")
     decoder = load_checkpoint(save_checkpoint(tmp_path / "theirs", model)).decoder
     torch.manual_seed(4)
     prompt = torch.randint(decoder.config.vocab_size, (1, LENGTH - N_NEW - 2))
@@ -52,8 +40,7 @@ def test_greedy_text_of_the_served_graph(name: str, n_different: int, tmp_path: 
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=N_NEW, do_sample=False
     )
     expected = generated[0, prompt.shape[1] :].tolist()
-    # A text of few tokens would hide mistakes. BLOOM's soon repeat themselves.
-    assert len(set(expected)) >= n_different
+    assert len(set(expected)) >= 12  # a text of few tokens would hide mistakes
     export_graph(decoder.config, decoder.state_dict(), tmp_path / "model.onnx")
     runner = RandomModel(decoder, tmp_path / "model.onnx").runner(max_num_seqs=1, threads=1)
     params = SamplingParams(max_tokens=N_NEW, temperature=0.0)

@@ -25,14 +25,11 @@ from tokenizers import (
 )
 from torch import Tensor
 
-from kvasir.export.directory import export_checkpoint
 from kvasir.model import tensor_files
 from kvasir.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
-from kvasir.model.directory import load_model_dir
 from kvasir.model.template.chat_template import ChatTemplate
 from tests.kit.huggingface_checkpoints import (
     BOS,
-    CHAT_TEMPLATE,
     EOS,
     TEXT,
     make_model,
@@ -167,7 +164,7 @@ def test_one_expert_at_a_time_is_read(folders: Folders, monkeypatch: pytest.Monk
     read = tensor_files._read
 
     def watched(path: Path, name: str) -> Tensor:
-        assert all(one() is None for one in alive)
+        assert all(reference() is None for reference in alive)
         tensor = read(path, name)
         alive.append(weakref.ref(tensor))
         return tensor
@@ -179,20 +176,6 @@ def test_one_expert_at_a_time_is_read(folders: Folders, monkeypatch: pytest.Monk
             alive.clear()
             assert weights[name].is_contiguous()
             assert len(alive) == (10 if "expert_up" in name else 5)
-
-
-def test_prompts_are_the_same_tokens(folders: Folders) -> None:
-    """With BOS before them, which tokenizer.json itself puts there."""
-    theirs: Any = transformers.PreTrainedTokenizerFast.from_pretrained(folders("llama"))
-    ours = load_checkpoint(folders("llama")).tokenizer
-    for text in (TEXT[:100], "", f"one{EOS}two", "Ünïcode 你好 \n\n  x"):
-        ids = ours.encode(text).ids
-        assert ids == theirs(text).input_ids
-        assert ids[0] == theirs.bos_token_id
-    assert (
-        ours.encode("text", add_special_tokens=False).ids
-        == theirs("text", add_special_tokens=False).input_ids
-    )
 
 
 def opened_with(folder: Path, tmp_path: Path, file: str, **values: object) -> Checkpoint:
@@ -359,18 +342,6 @@ def test_sampling_defaults_that_the_api_does_not_take_are_left_out_and_named(
     assert json.loads(checkpoint.extra_files["generation_config.json"]) == {"temperature": 0.6}
     for note, (name, value) in zip(checkpoint.notes, left_out.items(), strict=True):
         assert note.startswith(f"generation_config.json's {name} is left out: {value!r}: ")
-
-
-def test_everything_travels_into_the_model_directory(folders: Folders, tmp_path: Path) -> None:
-    given = {"eos_token_id": [5, 6], "do_sample": True, "temperature": 0.7}
-    theirs = with_values(folders("llama"), tmp_path / "theirs", "generation_config.json", **given)
-    export_checkpoint(theirs, tmp_path / "model", precision="fp32")
-    model_dir = load_model_dir(tmp_path / "model")
-    assert model_dir.chat_template == CHAT_TEMPLATE
-    assert model_dir.special_tokens == {"bos_token": BOS, "eos_token": EOS}
-    assert model_dir.config.eos_token_ids == (5, 6)
-    assert model_dir.generation.given() == {"temperature": 0.7}
-    assert model_dir.tokenizer.encode("text").tokens[0] == BOS
 
 
 VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "image_size": 28}

@@ -73,6 +73,28 @@ def as_pytorch(folder: Path) -> None:
     (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
 
 
+WIDE = {name: torch.ones(301, 64) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+HALF_TURNED = {"rope_theta": 1e4, "partial_rotary_factor": 9}
+TOOL = {"302": {"content": "<tool>", "special": True}}
+MOVED = {"5": {"content": "<s>", "special": True}}
+
+
+def after(*breaks: Break) -> Break:
+    """Break a folder in several places."""
+    return lambda folder: [break_it(folder) for break_it in breaks]
+
+
+def set_template(template: object) -> Break:
+    in_config = set_values("tokenizer_config.json", chat_template=template)
+    return after(remove("chat_template.jinja"), in_config)
+
+
+def damage_charsmap(folder: Path) -> None:
+    path = str(folder / "tokenizer.json")
+    with_damaged_charsmap(Tokenizer.from_file(path), 0xC3).save(path)
+
+
+# What is broken: how, and what a message says of it.
 REFUSALS: dict[str, tuple[Break, str]] = {
     "no config": (remove("config.json"), "holds no checkpoint, nor a Hugging Face model"),
     "deep config": (write("config.json", "[" * 100_000), r"config\.json is nested too deeply"),
@@ -93,14 +115,11 @@ REFUSALS: dict[str, tuple[Break, str]] = {
         r"a model of this shape has at least",
     ),
     "rotary fraction": (
-        set_values("config.json", rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 9}),
+        set_values("config.json", rope_parameters=HALF_TURNED),
         r"partial_rotary_factor is 9",
     ),
     "config that is no JSON": (write("config.json", "{"), r"config\.json is not JSON"),
-    "config that is no object": (
-        write("config.json", "[]"),
-        r"config\.json must hold a JSON object",
-    ),
+    "config that is no object": (write("config.json", "[]"), r"config\.json must hold a JSON"),
     "another model": (
         set_values("config.json", model_type="t5", architectures=["T5Model"]),
         r"describes T5Model of model_type 't5'; supported are LlamaForCausalLM .*mistral3",
@@ -118,81 +137,37 @@ REFUSALS: dict[str, tuple[Break, str]] = {
         r"eos_token_id is 320, which is beyond the vocabulary of 320; name the token .* generation",
     ),
     "token beyond the vocabulary": (
-        lambda folder: (
-            set_values("config.json", vocab_size=301)(folder),
-            set_tensors(
-                **{
-                    "model.embed_tokens.weight": torch.ones(301, 64),
-                    "lm_head.weight": torch.ones(301, 64),
-                }
-            )(folder),
-        ),
+        after(set_values("config.json", vocab_size=301), set_tensors(**WIDE)),
         r"prompts need the token '</s>', which .* as 301, but the model has only 301 tokens",
     ),
-    "no tokenizer": (
-        remove("tokenizer.json"),
-        r"it has no tokenizer\.json; write one .* AutoTokenizer",
-    ),
+    "no tokenizer": (remove("tokenizer.json"), r"it has no tokenizer\.json; .* AutoTokenizer"),
     "broken tokenizer": (write("tokenizer.json", "{}"), r"tokenizer\.json is not a tokenizer"),
-    "damaged charsmap": (
-        lambda folder: with_damaged_charsmap(
-            Tokenizer.from_file(str(folder / "tokenizer.json")), 0xC3
-        ).save(str(folder / "tokenizer.json")),
-        r"its precompiled_charsmap is damaged: index out of bounds",
-    ),
+    "damaged charsmap": (damage_charsmap, "its precompiled_charsmap is damaged: index out of"),
     "more tokens than embeddings": (
         set_values("config.json", vocab_size=280),
         r"tokenizer\.json has token ids up to 301, but the model only 280 tokens",
     ),
-    "chat template that is no text": (
-        lambda folder: (
-            remove("chat_template.jinja")(folder),
-            set_values("tokenizer_config.json", chat_template={"a": 1})(folder),
-        ),
-        r"tokenizer_config\.json's chat_template is neither a text nor texts by name",
-    ),
+    "chat template that is no text": (set_template({"a": 1}), "is neither a text nor texts by"),
     "chat templates without names": (
-        lambda folder: (
-            remove("chat_template.jinja")(folder),
-            set_values("tokenizer_config.json", chat_template=[{"name": [], "template": "x"}])(
-                folder
-            ),
-        ),
-        r"tokenizer_config\.json's chat_template is neither a text nor texts by name",
+        set_template([{"name": [], "template": "x"}]),
+        "is neither a text nor texts by",
     ),
     "token that only transformers adds": (
-        set_values(
-            "tokenizer_config.json",
-            added_tokens_decoder={"302": {"content": "<tool>", "special": True}},
-        ),
+        set_values("tokenizer_config.json", added_tokens_decoder=TOOL),
         r"adds the token '<tool>' as 302, which tokenizer\.json does not have.* AutoTokenizer",
     ),
     "token under another id": (
-        set_values(
-            "tokenizer_config.json", added_tokens_decoder={"5": {"content": "<s>", "special": True}}
-        ),
+        set_values("tokenizer_config.json", added_tokens_decoder=MOVED),
         r"adds the token '<s>' as 5, which",
     ),
     "added tokens that are no object": (
         set_values("tokenizer_config.json", added_tokens_decoder=["<s>"]),
         r"tokenizer_config\.json's added_tokens_decoder is \['<s>'\], not an object",
     ),
-    "chat template in another encoding": (
-        write("chat_template.jinja", b"\xff"),
-        r"chat_template\.jinja is not UTF-8",
-    ),
-    "only PyTorch's file": (
-        as_pytorch,
-        r"neither model\.safetensors nor .* save that as safetensors with transformers",
-    ),
-    "missing tensor": (
-        drop_tensor(DOWN),
-        r"it lacks the tensor 'layers\.0\.mlp\.down_proj\.weight' of \[64, 96\]",
-    ),
-    "missing head": (
-        drop_tensor("lm_head.weight"),
-        r"it lacks the tensor 'lm_head.weight' of \[320, 64\]",
-    ),
+    "chat template in another encoding": (write("chat_template.jinja", b"\xff"), "is not UTF-8"),
+    "only PyTorch's file": (as_pytorch, r"neither model\.safetensors nor .* with transformers"),
+    "missing tensor": (drop_tensor(DOWN), r"'layers\.0\.mlp\.down_proj\.weight' of \[64, 96\]"),
+    "missing head": (drop_tensor("lm_head.weight"), r"lacks the tensor 'lm_head.weight' of \[320"),
     "extra tensor": (
         set_tensors(**{"model.layers.1.mlp.down_proj.weight": torch.ones(64, 96)}),
         r"model\.safetensors holds the unknown tensor 'model\.layers\.1\.mlp\.down_proj\.weight'",
@@ -213,14 +188,8 @@ REFUSALS: dict[str, tuple[Break, str]] = {
         set_tensors(**{"layers.0.mlp.down_proj.weight": torch.ones(64, 96)}),
         "are the same parameter",
     ),
-    "missing shard": (
-        index(weight_map={"x": "model-00002-of-00002.safetensors"}),
-        "names 'model-00002-of-00002",
-    ),
-    "shard elsewhere": (
-        index(weight_map={"x": "../elsewhere.safetensors"}),
-        r"names '\.\./elsewhere",
-    ),
+    "missing shard": (index(weight_map={"x": "model-00002-of-00002.safetensors"}), "names 'model"),
+    "shard elsewhere": (index(weight_map={"x": "../x.safetensors"}), r"names '\.\./x"),
     "index without a map": (index(metadata={}), r"index\.json has no weight_map"),
 }
 

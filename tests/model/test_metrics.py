@@ -77,12 +77,6 @@ def test_events_hold_what_metrics_csv_holds(tmp_path: Path) -> None:
     assert events == float32
 
 
-def test_no_events_unless_wanted(tmp_path: Path) -> None:
-    with open_metrics(tmp_path, 0) as write:
-        write_rows(write, range(1, 3))
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
-
-
 def test_a_row_is_on_its_way_to_disk_at_once(tmp_path: Path) -> None:
     with open_metrics(tmp_path, 0) as write:
         write_rows(write, range(1, 3))

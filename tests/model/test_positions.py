@@ -1,10 +1,9 @@
-"""Positions against their papers' formulas and against transformers'."""
+"""Positions against transformers'; the families' logits hold further scalings."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -19,64 +18,6 @@ with warnings.catch_warnings():
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
     from transformers.models.t5.modeling_t5 import T5Attention
-
-# Ours, and the same in Hugging Face's words.
-SCALINGS: dict[str, tuple[RopeScaling, dict[str, Any]]] = {
-    "linear": (RopeScaling(kind="linear", factor=4.0), {"rope_type": "linear", "factor": 4.0}),
-    "llama3": (
-        RopeScaling(kind="llama3", factor=8.0, original_max_model_len=512),
-        {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 512,
-        },
-    ),
-    "yarn": (
-        RopeScaling(kind="yarn", factor=4.0, original_max_model_len=1024),
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
-    ),
-    "yarn with its own constants": (
-        RopeScaling(
-            kind="yarn",
-            factor=16.0,
-            original_max_model_len=256,
-            beta_fast=24.0,
-            beta_slow=2.0,
-            attention_factor=1.5,
-            truncate=False,
-        ),
-        {
-            "rope_type": "yarn",
-            "factor": 16.0,
-            "original_max_position_embeddings": 256,
-            "beta_fast": 24.0,
-            "beta_slow": 2.0,
-            "attention_factor": 1.5,
-            "truncate": False,
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize("theta", [10000.0, 500000.0])
-@pytest.mark.parametrize(("ours", "theirs"), SCALINGS.values(), ids=SCALINGS.keys())
-def test_rotary_scaling_is_that_of_transformers(
-    ours: RopeScaling, theirs: dict[str, Any], theta: float
-) -> None:
-    config = make_config(head_dim=64, max_model_len=2, rope_theta=theta, rope_scaling=ours)
-    llama = LlamaConfig(
-        hidden_size=256,
-        num_attention_heads=4,
-        head_dim=64,
-        max_position_embeddings=4096,
-        rope_parameters={"rope_theta": theta, **theirs},
-    )
-    frequencies, amplitude = ROPE_INIT_FUNCTIONS[theirs["rope_type"]](llama, torch.device("cpu"))
-    table = rotary_table(config)
-    torch.testing.assert_close(table.cos[1], frequencies.cos() * amplitude, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(table.sin[1], frequencies.sin() * amplitude, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("max_model_len", [64, 65])

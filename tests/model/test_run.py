@@ -14,9 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from typer.testing import CliRunner, Result
 
-from kvasir.__main__ import app
 from kvasir.model.checkpoint import load_checkpoint
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.tokenizer import train_tokenizer
@@ -28,7 +26,7 @@ from kvasir.model.training.report import expected_time
 from kvasir.model.training.trainer import Report, Trainer
 from tests.kit.encoders import BERT
 from tests.kit.random_models import make_config
-from tests.model.test_trainer import metrics
+from tests.kit.training_runs import kvasir_train, metrics, trained
 
 SHAPE = ("n_layer=1", "d_model=32", "d_ff=48", "n_head=2", "n_kv_head=1", "head_dim=16")
 QUICK = [*(f"--set={change}" for change in SHAPE), "--context=8", "--batch-size=2", "--warmup=1"]
@@ -45,17 +43,6 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def kvasir_train(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["train", *arguments], catch_exceptions=False)
-
-
-def trained(*arguments: str) -> str:
-    """Run a command that must succeed, and return its output."""
-    result = kvasir_train(*arguments)
-    assert result.exit_code == 0, result.stderr
-    return result.stdout
-
-
 def files() -> set[str]:
     return {path.as_posix() for path in Path().rglob("*")}
 
@@ -67,7 +54,7 @@ def refused(*arguments: str) -> str:
     assert result.exit_code == 1
     assert files() == before
     *stages, message = result.stderr.splitlines()
-    assert all(re.fullmatch(r" *\d+\.\d s  (training|encoding) the \w+", one) for one in stages)
+    assert all(re.fullmatch(r" *\d+\.\d s  (training|encoding) the \w+", stage) for stage in stages)
     assert message.startswith("kvasir: ")
     return message.removeprefix("kvasir: ")
 
@@ -273,9 +260,9 @@ def test_ctrl_c_saves_and_resume_completes_to_the_same_bits(
     assert Path("stopped/loss.png").is_file()
     assert "resuming stopped at step 3 of 6" in trained("--resume", "--out", "stopped")
     assert metrics("stopped") == metrics("whole")
-    one, other = (load_checkpoint(Path(name)) for name in ("stopped", "whole"))
-    assert one.extra_files == other.extra_files
-    assert all(torch.equal(one.weights[key], other.weights[key]) for key in other.weights)
+    stopped_run, whole = (load_checkpoint(Path(name)) for name in ("stopped", "whole"))
+    assert stopped_run.extra_files == whole.extra_files
+    assert all(torch.equal(stopped_run.weights[key], whole.weights[key]) for key in whole.weights)
 
 
 def test_a_run_that_died_before_its_first_step_can_be_resumed(

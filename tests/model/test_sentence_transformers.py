@@ -14,7 +14,7 @@ from tokenizers import Encoding
 
 from kvasir.model.checkpoint import Checkpoint, load_checkpoint
 from kvasir.model.records import EmbeddingDefaults
-from tests.model.test_encoder_families import make_model, save
+from tests.kit.huggingface_models import make_encoder, save
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -37,10 +37,10 @@ TEXTS = [
 
 def run(checkpoint: Checkpoint, encodings: list[Encoding]) -> np.ndarray[Any, Any]:
     """Return the vectors of texts, in one padded batch."""
-    lengths = torch.tensor([len(one.ids) for one in encodings])
+    lengths = torch.tensor([len(encoding.ids) for encoding in encodings])
     rows = torch.zeros(2, len(encodings), int(lengths.max()), dtype=torch.long)
-    for i, one in enumerate(encodings):
-        rows[:, i, : lengths[i]] = torch.tensor([one.ids, one.type_ids])
+    for i, encoding in enumerate(encodings):
+        rows[:, i, : lengths[i]] = torch.tensor([encoding.ids, encoding.type_ids])
     types = None if checkpoint.config.n_token_types is None else rows[1]
     with torch.inference_mode():
         return checkpoint.decoder.encode(rows[0], lengths, types).numpy()
@@ -61,7 +61,7 @@ def test_minilm_gives_its_vectors() -> None:
 
 @pytest.mark.parametrize("pooling", ["cls", "mean", "lasttoken"])
 def test_a_folder_that_sentence_transformers_saved(pooling: str, tmp_path: Path) -> None:
-    body = Transformer(str(save(tmp_path / "bert", make_model("bert"))), max_seq_length=40)
+    body = Transformer(str(save(tmp_path / "bert", make_encoder("bert"))), max_seq_length=40)
     modules = [
         body,
         Pooling(64, pooling_mode=pooling),
@@ -81,7 +81,7 @@ def test_a_folder_that_sentence_transformers_saved(pooling: str, tmp_path: Path)
 
 
 def test_a_reranker_that_sentence_transformers_saved(tmp_path: Path) -> None:
-    model = make_model("bert", "ForSequenceClassification", num_labels=1)
+    model = make_encoder("bert", "ForSequenceClassification", num_labels=1)
     names = ["input_ids", "token_type_ids", "attention_mask"]  # as BertTokenizer has them
     folder = save(tmp_path / "bert", model, model_input_names=names)
     theirs = CrossEncoder(str(folder), device="cpu")

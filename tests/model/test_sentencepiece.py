@@ -1,6 +1,7 @@
 """Folders with a SentencePiece model and no tokenizer.json, against transformers' tokenizers.
 
-Spaces at the ends are left out: SentencePiece drops them, and some of transformers' do not.
+Spaces at the ends are left out: SentencePiece drops them, and some of transformers' do not. Marian,
+whose tokenizer needs the sentencepiece package, is compared with every way to cut a text.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from tokenizers import Tokenizer
 
 from kvasir.model.checkpoint import CheckpointError, load_checkpoint
 from kvasir.model.importing.errors import UnsupportedError
+from kvasir.model.importing.huggingface.marian import read_marian
 from kvasir.model.importing.huggingface.sentencepiece import read_sentencepiece
-from tests.model.test_encoder_decoders import make_model
-from tests.model.test_marian_tokenizer import SCORES
+from tests.kit.huggingface_models import make_encoder_decoder
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -33,6 +34,10 @@ with warnings.catch_warnings():
     )
 
 _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6
+SCORES = {"▁": -2.0, "a": -3.5, "b": -3.25, "c": -4.0, "ab": -5.0, "▁ab": -5.125, "bca": -6.5}
+SCORES |= {"▁c": -4.75, "cab": -7.0}
+_TOKENS = ["</s>", ">>fra<<", "ä", "bca", "<unk>", *SCORES, "▁äb", "▁ba", "<pad>"]
+IDS = {token: i for i, token in enumerate(dict.fromkeys(_TOKENS))}  # of Marian
 # Of each family: its first pieces, transformers' tokenizer and converter, tokenizer_config.json.
 _FAMILIES: dict[str, tuple[tuple[str, ...], Any, Any, dict[str, Any]]] = {
     "t5": (("<pad>", "</s>", "<unk>"), T5Tokenizer, T5Converter, {"extra_ids": 7}),
@@ -59,7 +64,7 @@ def write_model(path: Path, first: tuple[str, ...], **changes: Any) -> list[tupl
     model.normalizer_spec.precompiled_charsmap = changes.get("charsmap", b"")
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(changes.get("content", model.SerializeToString()))
-    return [(one.piece, one.score) for one in model.pieces]
+    return [(piece.piece, piece.score) for piece in model.pieces]
 
 
 @pytest.mark.parametrize("name", _FAMILIES)
@@ -106,7 +111,7 @@ def test_refusals(
 
 @pytest.mark.parametrize(("name", "file"), [("t5", 0), ("pegasus", 0), ("mbart", 1)])
 def test_a_folder_without_tokenizer_json_is_imported(name: str, file: int, tmp_path: Path) -> None:
-    make_model(name).save_pretrained(tmp_path)
+    make_encoder_decoder(name).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"it has no tokenizer.json"):
         load_checkpoint(tmp_path)
     first, *_, values = _FAMILIES[name]
@@ -116,3 +121,71 @@ def test_a_folder_without_tokenizer_json_is_imported(name: str, file: int, tmp_p
     ids = tokenizer.encode("ab").ids
     assert tokenizer.decode(ids) == "ab"
     assert len(ids) == (3 if name == "mbart" else 2)
+
+
+# Marian
+
+
+def write_marian(folder: Path, ids: object = IDS, **changes: Any) -> Path:
+    write_model(folder / "source.spm", ("<unk>",), **changes)
+    (folder / "vocab.json").write_text(json.dumps(ids))
+    return folder
+
+
+def best_score(word: str) -> float:
+    """Try every first piece."""
+    return max(
+        (
+            score + best_score(word[len(piece) :])
+            for piece, score in SCORES.items()
+            if word.startswith(piece)
+        ),
+        default=0.0 if not word else -1e9,
+    )
+
+
+def test_texts_of_marian_are_cut_into_the_likeliest_pieces(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_str(read_marian(write_marian(tmp_path)))
+    pieces = {i: piece for piece, i in IDS.items()}
+    drawn = random.Random(0)
+    for _ in range(200):
+        words = ["".join(drawn.choices("abc", k=drawn.randint(1, 6))) for _ in range(3)]
+        text = "  ".join(words)
+        *ids, end = tokenizer.encode(f" {text} ").ids
+        assert end == 0
+        found = [pieces[i] for i in ids]
+        marked = "".join("▁" + word for word in words)
+        assert "".join(found) == marked
+        expected = sum(best_score("▁" + word) for word in words)
+        assert sum(SCORES[piece] for piece in found) == pytest.approx(expected)
+        assert tokenizer.decode(ids) == " ".join(words)
+
+
+def test_pieces_of_targets_are_for_decoding(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_str(read_marian(write_marian(tmp_path)))
+    assert tokenizer.decode([IDS["▁äb"], IDS["▁ba"], IDS["</s>"]]) == "äb ba"
+    for text, tokens in (
+        ("ba äb", ("▁", "b", "a", "▁", "ä", "b", "</s>")),
+        (">>fra<< abx", (">>fra<<", "▁ab", "<unk>", "</s>")),
+    ):
+        assert tokenizer.encode(text).ids == [IDS[token] for token in tokens]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"content": b"\xff" * 9}, "no SentencePiece model"),
+        ({"ids": IDS | {"more": 99}}, "must number its tokens"),
+        ({"ids": {"a": 0}}, "must number its tokens"),
+        ({"ids": ["a"]}, "must hold a JSON object"),
+    ],
+)
+def test_refusals_of_marian(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        read_marian(write_marian(tmp_path, **changes))
+
+
+def test_a_folder_of_marian_is_imported(tmp_path: Path) -> None:
+    make_encoder_decoder("marian").save_pretrained(tmp_path)
+    write_marian(tmp_path)
+    assert load_checkpoint(tmp_path).tokenizer.encode("ab").ids == [IDS["▁ab"], 0]

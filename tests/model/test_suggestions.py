@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvasir.model.config import ConfigError
 from kvasir.model.platform.suggestions import nearest
-from kvasir.model.presets import preset
 from kvasir.model.training.data.corpus import CorpusError
 from kvasir.model.training.data.pairs import read_pairs
 from kvasir.model.training.data.translations import read_translations
@@ -20,13 +18,6 @@ def test_the_nearest_name_is_found_and_strange_ones_have_none() -> None:
     assert nearest("max_tokenz", known) == "max_tokens"
     assert nearest("tempratur", known) == "temperature"
     assert nearest("x" * 10**6, known) is None
-
-
-def test_presets_and_their_fields_are_suggested() -> None:
-    with pytest.raises(ConfigError, match=r"no preset 'tinny'; did you mean 'tiny'\?"):
-        preset("tinny")
-    with pytest.raises(ConfigError, match=r"'n_layers' .*; did you mean 'n_layer'\?"):
-        preset("tiny", n_layers=2)
 
 
 def test_fields_of_training_data_are_suggested(tmp_path: Path) -> None:

@@ -144,16 +144,10 @@ def test_the_smallest_vocabulary_is_the_bytes() -> None:
     assert smallest.decode(smallest.encode("".join(CORPUS)).ids) == "".join(CORPUS)
 
 
-def test_saving_and_loading_gives_the_same_tokens(tmp_path: Path) -> None:
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert load_tokenizer(tmp_path / "tokenizer.json").to_str() == tokenizer.to_str()
-
-
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "tokenizer.json"
-    with pytest.raises(TokenizerError) as caught:
-        load_tokenizer(path)
-    assert str(caught.value) == f"{path} does not exist"
+    for path in (tmp_path / "tokenizer.json", tmp_path):  # a folder is no file
+        with pytest.raises(TokenizerError, match=f"^{path} does not exist$"):
+            load_tokenizer(path)
 
 
 @pytest.mark.parametrize(
@@ -310,16 +304,13 @@ def test_unknown_patterns_and_many_replacements_are_taken_if_they_cost_little(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "tokenizer.json"
-    spaces = [normalizers.Replace(Regex(one), " ") for one in (r"\s+", r"[\r\n]+", " {2,}") * 3]
+    spaces = [
+        normalizers.Replace(Regex(pattern), " ") for pattern in (r"\s+", r"[\r\n]+", " {2,}") * 3
+    ]
     parts = {"normalizer": normalizers.Sequence([normalizers.NFKC(), *spaces])}
     pattern = r" ?[^(\s|[.,!?])]+|(?:\p{Han}|x)+"
     changed(pre_tokenizer=split(pattern), **parts).save(str(path))
     assert load_tokenizer(path).encode("a").ids
-
-
-def test_a_folder_is_not_a_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match="does not exist"):
-        load_tokenizer(tmp_path)
 
 
 def test_a_loaded_tokenizer_neither_cuts_nor_pads(tmp_path: Path) -> None:
@@ -371,17 +362,17 @@ FALLBACK = with_bytes_to_fall_back_on()
 @example("\u03b1\u0313\u0300\u0345" * 50, NFC)  # four characters become one
 @example(END_OF_TEXT * 3, tokenizer)
 @example(" " * 99, FALLBACK)
-def test_no_token_stands_for_more_characters_than_the_longest(text: str, one: Tokenizer) -> None:
-    longest = longest_token(one)
+def test_no_token_stands_for_more_characters_than_the_longest(text: str, made: Tokenizer) -> None:
+    longest = longest_token(made)
     assert longest is not None
-    assert len(text) <= longest * len(one.encode(text).ids)
+    assert len(text) <= longest * len(made.encode(text).ids)
 
 
 def test_no_token_is_the_longest_where_characters_can_vanish() -> None:
     stripping = changed()
     stripping.add_special_tokens([AddedToken("<|end|>", rstrip=True)])
     words = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))  # noqa: S106
-    for one in (
+    for made in (
         stripping,
         words,
         changed(normalizer=normalizers.Strip()),
@@ -391,4 +382,4 @@ def test_no_token_is_the_longest_where_characters_can_vanish() -> None:
         changed(pre_tokenizer=pre_tokenizers.Whitespace()),
         changed(pre_tokenizer=pre_tokenizers.Digits()),  # characters that are no bytes are left out
     ):
-        assert longest_token(one) is None
+        assert longest_token(made) is None

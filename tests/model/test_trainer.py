@@ -26,6 +26,7 @@ from kvasir.model.training.metrics import StepMetrics, plot_losses
 from kvasir.model.training.settings import TrainSettings
 from kvasir.model.training.trainer import Trainer
 from tests.kit.random_models import make_config
+from tests.kit.training_runs import metrics
 
 TEXTS = [
     f"The {animal} sat on the {place}.\n" * 6
@@ -64,14 +65,6 @@ class Recorder:
         self.at.get(metrics.step, lambda: None)()
 
 
-class KilledError(Exception):
-    """Stands in for a kill: nothing in the loop catches it."""
-
-
-def kill() -> None:
-    raise KilledError
-
-
 def press_ctrl_c() -> None:
     signal.raise_signal(signal.SIGINT)
 
@@ -96,15 +89,6 @@ def resume(folder: Path, data: TokenData) -> Trainer:
     trainer = Trainer(checkpoint.decoder, checkpoint.tokenizer, data, settings)
     trainer.restore(checkpoint.path, checkpoint.progress)
     return trainer
-
-
-def metrics(folder: str | Path) -> list[dict[str, str]]:
-    """metrics.csv as written, apart from the columns that cannot repeat."""
-    with Path(folder, "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    for row in rows:
-        del row["seconds"], row["mfu"]
-    return rows
 
 
 def rows_of(batch: Batch) -> Tensor:
@@ -299,15 +283,12 @@ def test_metrics_have_a_row_for_every_step(
         assert sample
 
 
-@pytest.mark.parametrize("position", ["rotary", "learned"])
-def test_samples_fit_a_decoder_with_few_positions(
-    data: TokenData, tmp_path: Path, position: str
-) -> None:
+def test_samples_fit_a_decoder_with_few_positions(data: TokenData, tmp_path: Path) -> None:
     """A prompt and a sample of the usual lengths would run past the last position."""
     settings = replace(SETTINGS, context=2, steps=2, evaluate_every=1)
     for longest in (2, 3, 18):
         recorder = Recorder()
-        trainer = make_trainer(data, settings, position=position, max_model_len=longest)
+        trainer = make_trainer(data, settings, position="learned", max_model_len=longest)
         folder = tmp_path / str(longest)
         folder.mkdir()
         assert trainer.train(folder, recorder)
@@ -317,97 +298,46 @@ def test_samples_fit_a_decoder_with_few_positions(
 # Interruption
 
 
-def uninterrupted(data: TokenData, folder: Path, settings: TrainSettings, **changes: Any) -> None:
-    folder.mkdir(exist_ok=True)
-    assert make_trainer(data, settings, **changes).train(folder, Recorder())
+RESUMED = replace(SETTINGS, accumulate=2, checkpoint_every=2)
+CHANGES = {"dropout": 0.2, "attention_dropout": 0.1, "position": "learned", "norm": "layernorm"}
+CHANGES |= {"qkv_bias": True, "tied_embeddings": False}
 
 
-VARIANTS: dict[str, tuple[TrainSettings, dict[str, Any]]] = {
-    "dropout": (SETTINGS, {"dropout": 0.2, "attention_dropout": 0.1}),
-    "accumulation": (replace(SETTINGS, accumulate=2), {"dropout": 0.2}),
-    "gpt2": (
-        SETTINGS,
-        {"position": "learned", "norm": "layernorm", "qkv_bias": True, "tied_embeddings": False},
-    ),
-}
+@pytest.fixture(scope="module")
+def whole(data: TokenData, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without an interruption."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert make_trainer(data, RESUMED, **CHANGES).train(folder, Recorder())
+    return folder
 
 
-@pytest.mark.parametrize(("settings", "changes"), VARIANTS.values(), ids=VARIANTS.keys())
-def test_a_run_that_ctrl_c_stopped_resumes_to_the_same_bits(
-    data: TokenData, tmp_path: Path, settings: TrainSettings, changes: dict[str, Any]
+def test_a_run_that_is_stopped_at_every_step_ends_in_the_same_bits(
+    data: TokenData, whole: Path, tmp_path: Path
 ) -> None:
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    uninterrupted(data, whole, settings, **changes)
-    stopped.mkdir()
-    recorder = Recorder(at={5: press_ctrl_c})
-    assert not make_trainer(data, settings, **changes).train(stopped, recorder)
-    assert len(recorder.losses) == 5  # the step in progress is finished, and no other
-    assert load_checkpoint(stopped).progress["step"] == 5
-    assert metrics(stopped) == metrics(whole)[:5]
-
-    times: list[float] = []  # of steps that are rehearsed, which changes nothing
-    assert resume(stopped, data).train(stopped, Recorder(), times.append)
-    assert len(times) == 1
-    assert times[0] > 0
-    assert metrics(stopped) == metrics(whole)
-    assert all(
-        torch.equal(tensor, weights(whole)[name]) for name, tensor in weights(stopped).items()
-    )
-
-
-@pytest.mark.parametrize("killed_at", [4, 7])
-def test_a_run_that_was_killed_resumes_from_its_last_checkpoint_to_the_same_bits(
-    data: TokenData, tmp_path: Path, killed_at: int
-) -> None:
-    """Rows that metrics.csv has beyond the checkpoint are of steps that will be done again."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    settings = replace(SETTINGS, checkpoint_every=2)
-    uninterrupted(data, whole, settings, dropout=0.2)
-    killed.mkdir()
-    with pytest.raises(KilledError):
-        make_trainer(data, settings, dropout=0.2).train(killed, Recorder(at={killed_at: kill}))
-    assert len(metrics(killed)) == killed_at
-    trainer = resume(killed, data)
-    assert trainer.step == (killed_at - 1) // 2 * 2
-    assert trainer.train(killed, Recorder())
-    assert metrics(killed) == metrics(whole)
-    assert all(
-        torch.equal(tensor, weights(whole)[name]) for name, tensor in weights(killed).items()
-    )
-
-
-def test_a_run_can_be_stopped_at_every_step_it_has(data: TokenData, tmp_path: Path) -> None:
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    uninterrupted(data, whole, SETTINGS, dropout=0.2)
-    stopped.mkdir()
-    make_trainer(data, dropout=0.2).save(stopped)
-    for step in range(1, SETTINGS.steps + 1):
-        complete = resume(stopped, data).train(stopped, Recorder(at={step: press_ctrl_c}))
-        assert complete == (step == SETTINGS.steps)
-    assert metrics(stopped) == metrics(whole)
-
-
-def test_resuming_a_finished_run_changes_nothing(data: TokenData, tmp_path: Path) -> None:
-    uninterrupted(data, tmp_path, SETTINGS)
-    before, rows = weights(tmp_path), metrics(tmp_path)
+    make_trainer(data, RESUMED, **CHANGES).save(tmp_path)
+    seconds = 0.0
+    for step in range(1, RESUMED.steps + 1):
+        recorder, times = Recorder(at={step: press_ctrl_c}), list[float]()
+        complete = resume(tmp_path, data).train(tmp_path, recorder, times.append)
+        assert complete == (step == RESUMED.steps)
+        assert len(recorder.losses) == 1  # the step in progress is finished, and no other
+        assert len(times) == 1  # of steps that are rehearsed, which changes nothing
+        assert times[0] > 0
+        rows, progress = metrics(whole)[:step], load_checkpoint(tmp_path).progress
+        assert metrics(tmp_path) == rows
+        # These go into the manifest of the exported model.
+        held_out = [float(row["held_out_loss"]) for row in rows if row["held_out_loss"]]
+        assert progress["held_out_loss"] == (held_out[-1] if held_out else None)
+        n_tokens = data.n_train, len(data.held_out)
+        assert (progress["train_tokens"], progress["held_out_tokens"]) == n_tokens
+        assert progress["seconds"] >= seconds
+        seconds = progress["seconds"]
     recorder = Recorder()
     assert resume(tmp_path, data).train(tmp_path, recorder)
     assert not recorder.losses
-    assert metrics(tmp_path) == rows
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path).items())
-
-
-def test_progress_is_kept_over_an_interruption(data: TokenData, tmp_path: Path) -> None:
-    """The held-out loss goes into the manifest of the exported model."""
-    make_trainer(data).train(tmp_path, Recorder(at={4: press_ctrl_c}))
-    first = load_checkpoint(tmp_path).progress
-    assert first["held_out_loss"] > 0
-    assert (first["train_tokens"], first["held_out_tokens"]) == (data.n_train, len(data.held_out))
-    resume(tmp_path, data).train(tmp_path, Recorder(at={5: press_ctrl_c}))
-    second = load_checkpoint(tmp_path).progress
-    assert second["held_out_loss"] == first["held_out_loss"]
-    assert second["seconds"] >= first["seconds"]
-    assert second["settings"] == first["settings"]
+    assert metrics(tmp_path) == metrics(whole)
+    expected = weights(whole)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(tmp_path).items())
 
 
 def test_a_second_ctrl_c_stops_at_once_and_the_usual_handler_returns(
@@ -428,16 +358,16 @@ def test_a_second_ctrl_c_stops_at_once_and_the_usual_handler_returns(
 # The picture
 
 
-@pytest.mark.parametrize("n_rows", [0, 1, 8])
-def test_the_loss_picture_is_a_png(data: TokenData, tmp_path: Path, n_rows: int) -> None:
+def test_the_loss_picture_is_a_png(whole: Path, tmp_path: Path) -> None:
     """Also of a run stopped before its first step or first evaluation."""
-    make_trainer(data).train(tmp_path, Recorder())
-    lines = (tmp_path / "metrics.csv").read_text().splitlines(keepends=True)
-    (tmp_path / "metrics.csv").write_text("".join(lines[: 1 + n_rows]))
-    plot_losses(tmp_path)
-    content = (tmp_path / "loss.png").read_bytes()
-    assert content.startswith(b"\x89PNG\r\n\x1a\n")
-    assert content.rstrip().endswith(b"IEND\xaeB`\x82")
+    lines = (whole / "metrics.csv").read_text().splitlines(keepends=True)
+    for n_rows in (0, 1, 8):
+        (tmp_path / "metrics.csv").write_text("".join(lines[: 1 + n_rows]))
+        plot_losses(tmp_path)
+        content = (tmp_path / "loss.png").read_bytes()
+        assert content.startswith(b"\x89PNG\r\n\x1a\n")
+        assert content.rstrip().endswith(b"IEND\xaeB`\x82")
+        (tmp_path / "loss.png").unlink()
 
 
 def test_a_loss_that_is_no_number_ends_training_and_keeps_the_last_checkpoint(

@@ -30,8 +30,8 @@ from kvasir.model.training.data.translations import (
 )
 from kvasir.model.training.settings import TrainSettings
 from kvasir.model.training.trainer import Trainer
-from tests.model.test_encoder_decoders import make_model, save
-from tests.model.test_run import trained
+from tests.kit.huggingface_models import make_encoder_decoder, save
+from tests.kit.training_runs import SETTINGS, trained
 
 LETTERS = "abcdefgh"
 DRAWN = random.Random(0)
@@ -40,7 +40,6 @@ PAIRS = [(source, source[::-1]) for source in sorted(SOURCES)]
 tokenizer = train_tokenizer([], 257, "encoder-decoder")  # a token is a byte; 0 ends texts
 SMALL: dict[str, Any] = {"n_layer": 1, "d_model": 48, "d_ff": 64, "n_head": 2, "n_kv_head": 1}
 CONFIG = preset("tiny-seq2seq", **SMALL, head_dim=32, vocab_size=257, eos_token_ids=(0,))
-SETTINGS = TrainSettings(steps=4, context=16, batch_size=4, warmup=2, mixed_precision=False)
 
 
 @pytest.fixture
@@ -167,7 +166,7 @@ def test_no_source_is_both_learned_and_held_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_the_loss_is_that_of_transformers(name: str, tmp_path: Path) -> None:
     """BART's target begins with a second token that no source decides."""
-    theirs = make_model(name)
+    theirs = make_encoder_decoder(name)
     checkpoint = load_checkpoint(save(tmp_path / "theirs", theirs))
     prefix = checkpoint.config.target_prefix
     data = write_data(tmp_path, prefix=prefix)
