@@ -49,6 +49,9 @@ RULES = {
     "model": ("model.network",),
     # Verifies a graph as it is served.
     "export.verification.paged_session": ("export.verification", "model", "server.engine"),
+    "export.rewrite": ("model.platform",),
+    "export.rounding": ("model", "export.rewrite"),
+    "export.graphs": ("model", "export.rewrite", "export.rounding"),
     "export": ("model",),
     "server.errors": (),
     "server.settings": ("server.errors",),

@@ -16,7 +16,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnx_ir.tape import Tape
 
 from kvasir.export.graphs.decoder import STEP_INPUTS
-from kvasir.export.graphs.rewrite import (
+from kvasir.export.rewrite import (
     MICROSOFT,
     constant,
     copy_node,

@@ -28,12 +28,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvasir.export.graphs.rewrite import contents, save
-from kvasir.export.graphs.trace import SOURCE_INPUTS, TRANSPOSED, TensorSpec, trace
+from kvasir.export.graphs.trace import SOURCE_INPUTS, TensorSpec, trace
+from kvasir.export.rewrite import contents, save
 from kvasir.export.rounding.experts import place_experts
 from kvasir.export.rounding.kv_cache import quantize_kv_cache, scale_kv_channels
 from kvasir.export.rounding.quantize import quantize
-from kvasir.export.rounding.weights import Weights
+from kvasir.export.rounding.weights import TRANSPOSED, Weights
 from kvasir.model.config import TransformerConfig
 from kvasir.model.network.run_inputs import StepInputs
 from kvasir.model.network.skeleton import make_target_skeleton

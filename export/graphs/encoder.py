@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvasir.export.graphs.decoder import record_parameters
-from kvasir.export.graphs.rewrite import lazy_constant, remove_unused_constants, replace_node, save
-from kvasir.export.graphs.trace import TRANSPOSED, TensorSpec, trace_module
+from kvasir.export.graphs.trace import TensorSpec, trace_module
+from kvasir.export.rewrite import lazy_constant, remove_unused_constants, replace_node, save
 from kvasir.export.rounding.formulas import quantize_pairs
 from kvasir.export.rounding.quantize import products, quantize
-from kvasir.export.rounding.weights import Weights
+from kvasir.export.rounding.weights import TRANSPOSED, Weights
 from kvasir.model.config import TransformerConfig
 from kvasir.model.network.attention import LayerCache
 from kvasir.model.network.block import Block

@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvasir.export.graphs.rewrite import save
 from kvasir.export.graphs.tail import add_candidates
 from kvasir.export.graphs.trace import TensorSpec, trace
+from kvasir.export.rewrite import save
 from kvasir.export.rounding.kv_cache import scale_kv_channels
 from kvasir.export.rounding.quantize import quantize_in_blocks
 from kvasir.export.rounding.weights import Weights

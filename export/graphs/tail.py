@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from kvasir.export.graphs.rewrite import constant
+from kvasir.export.rewrite import constant
 from kvasir.model.directory import CANDIDATES_OUTPUT, INVERSE_TEMPERATURES_INPUT
 
 MAX_CANDIDATES = 128

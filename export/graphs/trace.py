@@ -19,8 +19,8 @@ import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from torch import Tensor, nn
 
-from kvasir.export.graphs.rewrite import copy_node, lazy_constant, remove_unused_constants
-from kvasir.export.rounding.weights import Weights
+from kvasir.export.rewrite import copy_node, lazy_constant, remove_unused_constants
+from kvasir.export.rounding.weights import TRANSPOSED, Weights
 from kvasir.model.directory import cache_names
 from kvasir.model.network.attention import LayerCache
 from kvasir.model.network.block import LAYER_MARK
@@ -29,7 +29,6 @@ from kvasir.model.network.run_inputs import CachedInputs
 from kvasir.model.network.transformer import Transformer
 
 OPSET = 23  # the first with RMSNormalization
-TRANSPOSED = ".T"  # ends the name of a weight that the graph has transposed
 # Sizes of free dimensions in the example that is traced; a size of 1 would become a constant.
 _EXAMPLE = {"batch": 2, "sequence": 3, "n_positions": 4, "rows": 2}
 _EXAMPLE |= {

@@ -18,7 +18,7 @@ import torch
 from onnx_ir.tape import Tape
 from torch import Tensor
 
-from kvasir.export.graphs.rewrite import MICROSOFT, remove_unused_constants, replace_node
+from kvasir.export.rewrite import MICROSOFT, remove_unused_constants, replace_node
 from kvasir.export.rounding.formulas import BLOCK, quantize_blocks
 from kvasir.export.rounding.quantize import rounded_weight
 from kvasir.export.rounding.weights import Weights

@@ -22,7 +22,7 @@ import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 
-from kvasir.export.graphs.rewrite import PROMPT, constant, copy_node
+from kvasir.export.rewrite import PROMPT, constant, copy_node
 from kvasir.export.rounding.quantize import products
 from kvasir.export.rounding.weights import Weights
 from kvasir.model.config import TransformerConfig

@@ -34,7 +34,7 @@ import torch
 from onnx_ir.tape import Tape
 from torch import Tensor
 
-from kvasir.export.graphs.rewrite import (
+from kvasir.export.rewrite import (
     MICROSOFT,
     PROMPT,
     branches,
@@ -45,9 +45,8 @@ from kvasir.export.graphs.rewrite import (
     remove_unused_constants,
     replace_node,
 )
-from kvasir.export.graphs.trace import TRANSPOSED
 from kvasir.export.rounding.formulas import BLOCK, quantize_blocks, quantize_pairs, quantize_rows
-from kvasir.export.rounding.weights import Weights
+from kvasir.export.rounding.weights import TRANSPOSED, Weights
 
 _EMBEDDING = "embedding.weight"  # the decoder's name, which the graph keeps
 _KEPT = re.compile(r"\.router\.|^pooler\.")  # weights that are not rounded

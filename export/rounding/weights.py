@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+TRANSPOSED = ".T"  # ends the name of a weight that the graph has transposed
 _SLICE = 2**21  # numbers in memory as float32 at once
 
 

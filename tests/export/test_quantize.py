@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvasir.export.graphs.decoder import export_graph
-from kvasir.export.graphs.rewrite import branches
+from kvasir.export.rewrite import branches
 from kvasir.export.rounding.formulas import BLOCK, quantize_blocks, quantize_pairs, quantize_rows
 from kvasir.export.rounding.quantize import quantize
 from kvasir.export.rounding.weights import Weights
