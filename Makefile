@@ -78,7 +78,7 @@ image-check: $(VENV)/.serve  ## Build the images with buildah, as root, and test
 compose-check: $(VENV)/.serve  ## Run the stack on this machine's Docker Engine and test it
 	$(BIN)/python -m tests.deploy.compose_check $(ARGS)
 
-faults: $(VENV)/.dev  ## Inject faults into servers; ARGS=kills selects one
+faults: $(VENV)/.dev  ## Inject faults into servers; ARGS=ends selects one
 	$(BIN)/python -m tests.faults $(ARGS)
 
 cold-start: $(VENV)/.serve  ## Measure five starts of MODEL=DIR by step; ARGS=--cold
