@@ -25,6 +25,8 @@ from tests.engine.test_session import NO_GPU
 from tests.kit.numpy_session import export_paged, numpy_backend
 from tests.kit.recording_session import recording_backend
 
+LENGTHS = (3, 9, 5, 4, 7, 2, 6, 5)  # of prompts
+
 
 def test_a_failure_costs_only_its_own_figure(tmp_path: Path) -> None:
     def fail(error: Exception) -> float:
@@ -59,8 +61,8 @@ def test_only_near_ties_are_forgiven(agreement: float, near_ties: int, passes: b
         check_figures(figures, "bf16")
 
 
-def test_promises_are_checked_on_the_graph_in_numpy(tmp_path: Path) -> None:
-    """The check that a card gets, with blocks of 8 tokens; a wrong table fails it."""
+def test_a_wrong_block_table_breaks_a_promise(tmp_path: Path) -> None:
+    """With blocks of 8 tokens. The whole checks below show that right ones keep all promises."""
     model = export_paged(tmp_path)
 
     def open_runner(n_blocks: int, max_num_seqs: int) -> PagedRunner:
@@ -68,20 +70,17 @@ def test_promises_are_checked_on_the_graph_in_numpy(tmp_path: Path) -> None:
         assert isinstance(engine.runner, PagedRunner)
         return engine.runner
 
-    promises = partial(
-        check_promises,
-        partial(open_runner, 8, 1),
-        n_new=6,
-        chunk_size=16,
-        lengths=(3, 9, 5, 4, 7, 2, 6, 5, 8),
-    )
-    assert promises(together=partial(open_runner, 9, 4)) == 1.0
     wrong = open_runner(9, 4)
     slots = wrong.kv.slots
+
+    def check_all() -> None:
+        alone = partial(open_runner, 8, 1)
+        assert check_promises(alone, lambda: wrong, LENGTHS, n_new=6, chunk_size=16) == 1.0
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wrong.kv, "slots", lambda rows, positions: slots(rows, positions)[::-1])
         with pytest.raises(AssertionError):
-            assert promises(together=lambda: wrong) == 1.0
+            check_all()
 
 
 def version_on_a_card(package: str) -> str:
@@ -93,7 +92,6 @@ def version_on_a_card(package: str) -> str:
 
 SMALL = {"vocab_size": 300, "n_layer": 1, "d_model": 32, "n_head": 2, "n_kv_head": 1}
 SMALL |= {"head_dim": 16, "d_ff": 32, "max_model_len": 600}
-LENGTHS = (3, 9, 5, 4, 7, 2, 6, 5)  # of prompts
 
 
 @pytest.fixture
