@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from numpy.random import Generator
 from kvasir.loadtest.client import Answer, Client, Target
 from kvasir.loadtest.load import Prompts, Workload, closed_loop, open_loop
 from kvasir.loadtest.serve_figures import Limits, Measured, Round, ServeFigures, good
-from kvasir.model.platform.progress import Progress, no_progress, with_progress
+from kvasir.model.platform.progress import Progress, with_progress
 from kvasir.server.process.local_server import serve_locally
 
 
@@ -31,14 +31,14 @@ class Plan:
     """Workloads, and the way to run each of them."""
 
     workloads: list[Workload]
-    rounds: int = 3
-    requests: int | None = None  # in a round; by default as many as the workload says
-    warm_up: int | None = None  # requests before the rounds; by default the concurrency
-    rate: float | None = None  # requests a second of an open loop; None is a closed loop
-    timeout: float = 300.0  # seconds for a request
-    vocab_size: int = 2048
-    seed: int = 0
-    limits: Limits = field(default_factory=dict)
+    rounds: int
+    requests: int | None  # in a round; by default as many as the workload says
+    warm_up: int | None  # requests before the rounds; by default the concurrency
+    rate: float | None  # requests a second of an open loop; None is a closed loop
+    timeout: float  # seconds for a request
+    vocab_size: int
+    seed: int
+    limits: Limits
 
     def __post_init__(self) -> None:
         if self.rate is not None and any(workload.shared_len for workload in self.workloads):
@@ -47,7 +47,7 @@ class Plan:
 
 
 def bench_serve(
-    servers: dict[str, Server], plan: Plan, api_key: str | None, progress: Progress = no_progress
+    servers: dict[str, Server], plan: Plan, api_key: str | None, progress: Progress
 ) -> ServeFigures:
     """Measure servers, which are named by letters.
 
