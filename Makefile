@@ -108,7 +108,7 @@ gpu-check:  ## Check and measure on an NVIDIA GPU, offline, with PYTHON's torch;
 	PYTHONPATH=$(CURDIR):$(CURDIR)/build/gpu $(PYTHON) -m kvasir.loadtest.gpu.check artifacts/gpu build/gpu-check.json
 
 gpu-wheels: $(VENV)/.serve  ## Pack the wheels of gpu-check in pieces into OUT=DIR; FOR=3.12
-	rm -rf build/gpu-wheels && mkdir -p build/gpu-wheels/wheels $(WHEELS_OUT)
+	rm -rf build/gpu-wheels $(WHEELS_OUT)/gpu-wheels.tar.part-* && mkdir -p build/gpu-wheels/wheels $(WHEELS_OUT)
 	$(BIN)/python -m kvasir.loadtest.gpu.wheels build/gpu-wheels/wheels $(or $(FOR),3.12)
 	tar -cf build/gpu-wheels/gpu-wheels.tar -C build/gpu-wheels/wheels .
 	split -d -b 64M build/gpu-wheels/gpu-wheels.tar $(WHEELS_OUT)/gpu-wheels.tar.part-
