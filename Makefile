@@ -11,6 +11,7 @@ MODEL ?= $(EXAMPLE)
 RUN ?= runs/mine
 OUT ?= artifacts/mine
 PRESET ?= smollm2-135m
+WHEELS_OUT = $(if $(filter command line,$(origin OUT)),$(OUT),build/gpu-wheels/pieces)
 
 STDLIB = $(shell $(PYTHON) -c "import sysconfig; print(sysconfig.get_paths()['stdlib'])")
 NOT_CODE := --exclude 'site-packages/*' --exclude 'test/*' --exclude '*/test/*' --exclude '*/tests/*' \
@@ -77,7 +78,7 @@ image-check: $(VENV)/.serve  ## Build the images with buildah, as root, and test
 compose-check: $(VENV)/.serve  ## Run the stack on this machine's Docker Engine and test it
 	$(BIN)/python -m tests.deploy.compose_check $(ARGS)
 
-faults: $(VENV)/.dev  ## Inject faults into servers; ARGS=kills selects one
+faults: $(VENV)/.dev  ## Inject faults into servers; ARGS=ends selects one
 	$(BIN)/python -m tests.faults $(ARGS)
 
 cold-start: $(VENV)/.serve  ## Measure five starts of MODEL=DIR by step; ARGS=--cold
@@ -107,7 +108,11 @@ gpu-check:  ## Check and measure on an NVIDIA GPU, offline, with PYTHON's torch;
 	PYTHONPATH=$(CURDIR):$(CURDIR)/build/gpu $(PYTHON) -m kvasir.loadtest.gpu.check artifacts/gpu build/gpu-check.json
 
 gpu-wheels: $(VENV)/.serve  ## Pack the wheels of gpu-check in pieces into OUT=DIR; FOR=3.12
-	$(BIN)/python -m kvasir.loadtest.gpu.wheels $(if $(filter command line,$(origin OUT)),$(OUT),build/gpu-wheels) $(or $(FOR),3.12)
+	rm -rf build/gpu-wheels $(WHEELS_OUT)/gpu-wheels.tar.part-* && mkdir -p build/gpu-wheels/wheels $(WHEELS_OUT)
+	$(BIN)/python -m kvasir.loadtest.gpu.wheels build/gpu-wheels/wheels $(or $(FOR),3.12)
+	tar -cf build/gpu-wheels/gpu-wheels.tar -C build/gpu-wheels/wheels .
+	split -d -b 64M build/gpu-wheels/gpu-wheels.tar $(WHEELS_OUT)/gpu-wheels.tar.part-
+	cd $(WHEELS_OUT) && sha256sum gpu-wheels.tar.part-* > SHA256SUMS
 
 webgpu-check: build/webgpu/.ready  ## Check WebGPU as root on a software adapter; ADAPTER=1: on this machine's
 	$(if $(ADAPTER),,sh loadtest/webgpu_root.sh build/webgpu/root) build/webgpu/bin/python \

@@ -135,7 +135,7 @@ def bench_engine(
     precision: str,
     threads: int | None,
     cache: Path,
-    device: Device = "cpu",
+    device: Device,
     progress: Progress = no_progress,
 ) -> EngineFigures:
     """Measure a preset with random weights, kept in `cache`; raises as `make_random_model`."""

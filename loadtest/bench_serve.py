@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from numpy.random import Generator
 from kvasir.loadtest.client import Answer, Client, Target
 from kvasir.loadtest.load import Prompts, Workload, closed_loop, open_loop
 from kvasir.loadtest.serve_figures import Limits, Measured, Round, ServeFigures, good
-from kvasir.model.platform.progress import Progress, no_progress, with_progress
+from kvasir.model.platform.progress import Progress, with_progress
 from kvasir.server.process.local_server import serve_locally
 
 
@@ -30,14 +31,14 @@ class Plan:
     """Workloads, and the way to run each of them."""
 
     workloads: list[Workload]
-    rounds: int = 3
-    requests: int | None = None  # in a round; by default as many as the workload says
-    warm_up: int | None = None  # requests before the rounds; by default the concurrency
-    rate: float | None = None  # requests a second of an open loop; None is a closed loop
-    timeout: float = 300.0  # seconds for a request
-    vocab_size: int = 2048
-    seed: int = 0
-    limits: Limits = field(default_factory=dict)
+    rounds: int
+    requests: int | None  # in a round; by default as many as the workload says
+    warm_up: int | None  # requests before the rounds; by default the concurrency
+    rate: float | None  # requests a second of an open loop; None is a closed loop
+    timeout: float  # seconds for a request
+    vocab_size: int
+    seed: int
+    limits: Limits
 
     def __post_init__(self) -> None:
         if self.rate is not None and any(workload.shared_len for workload in self.workloads):
@@ -46,7 +47,7 @@ class Plan:
 
 
 def bench_serve(
-    servers: dict[str, Server], plan: Plan, api_key: str | None, progress: Progress = no_progress
+    servers: dict[str, Server], plan: Plan, api_key: str | None, progress: Progress
 ) -> ServeFigures:
     """Measure servers, which are named by letters.
 
@@ -60,7 +61,7 @@ def bench_serve(
             if "://" not in url:
                 progress(f"starting {url}", 0, 0)
                 url = stack.enter_context(serve_locally(Path(url)))
-            loads[letter] = _Load(Target(url, api_key), server.extra, plan)
+            loads[letter] = _Load(Client(Target(url, api_key), plan.timeout), server.extra, plan)
         rows = uvloop.run(_measure(loads, plan, progress))
     about = {letter: server.address for letter, server in servers.items()}
     names = ("rounds", "requests", "warm_up", "rate", "limits", "vocab_size", "seed")
@@ -73,17 +74,23 @@ async def _measure(
     """Run each workload on all servers, after a warm-up; return answers by workload and server."""
     rows: dict[str, dict[str, Measured]] = {}
     prompts = Prompts(plan.vocab_size, plan.seed)
-    for workload in plan.workloads:
-        progress(f"{workload}, warm-up", 0, 0)
-        for load in loads.values():
-            n = workload.concurrency if plan.warm_up is None else plan.warm_up
-            await load.send(prompts.bodies(workload, n, load.extra), workload)
-        for _ in with_progress(range(plan.rounds), f"{workload}, rounds", progress):
-            for letter, load in loads.items():
-                for part, waves in (await load.run_round(workload, prompts)).items():
-                    if waves:
-                        row = rows.setdefault(f"{workload}{part}", {})
-                        row.setdefault(letter, Measured(workload, plan.limits)).waves.append(waves)
+    try:
+        for workload in plan.workloads:
+            progress(f"{workload}, warm-up", 0, 0)
+            for load in loads.values():
+                n = workload.concurrency if plan.warm_up is None else plan.warm_up
+                await load.send(prompts.bodies(workload, n, load.extra), workload)
+            for _ in with_progress(range(plan.rounds), f"{workload}, rounds", progress):
+                for letter, load in loads.items():
+                    for part, waves in (await load.run_round(workload, prompts)).items():
+                        if waves:
+                            row = rows.setdefault(f"{workload}{part}", {})
+                            row.setdefault(letter, Measured(workload, plan.limits)).waves.append(
+                                waves
+                            )
+    finally:
+        for load in loads.values():  # within the event loop of their connections
+            load.client.close()
     return rows
 
 
@@ -91,7 +98,7 @@ async def _measure(
 class _Load:
     """The requests to one server."""
 
-    target: Target
+    client: Client
     extra: dict[str, Any]
     plan: Plan
 
@@ -115,12 +122,12 @@ class _Load:
 
         Raises ConnectionError if none succeeds: a hanging server would cost every timeout.
         """
-        with closing(Client(self.target, self.plan.timeout, workload.route)) as client:
-            if self.plan.rate is not None and generator is not None:
-                answers = await open_loop(client.ask, bodies, self.plan.rate, generator)
-            else:
-                answers = await closed_loop(client.ask, bodies, workload.concurrency)
+        ask = partial(self.client.ask, route=workload.route)
+        if self.plan.rate is not None and generator is not None:
+            answers = await open_loop(ask, bodies, self.plan.rate, generator)
+        else:
+            answers = await closed_loop(ask, bodies, workload.concurrency)
         if answers and not good(answers):
-            failed = f"{self.target.url} answered none of {len(answers)} requests"
+            failed = f"{self.client.target.url} answered none of {len(answers)} requests"
             raise ConnectionError(f"{failed}: {answers[0].error}")
         return answers

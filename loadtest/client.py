@@ -80,7 +80,7 @@ class Answer:
         """Generated tokens as the server counted them, or else the number of events with text."""
         if self.usage is None:
             return len(self.event_times)
-        return int(self.usage.get("completion_tokens", 0))
+        return int(self.usage.get("completion_tokens") or 0)
 
     @property
     def ttft(self) -> float:
@@ -140,7 +140,7 @@ class _Connection(asyncio.Protocol):
     """A connection, on which one request follows the other."""
 
     transport: asyncio.WriteTransport
-    is_reusable = has_answered = False
+    is_reusable = has_answered = _ends_by_close = False
     _over: asyncio.Future[str | None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -149,8 +149,8 @@ class _Connection(asyncio.Protocol):
     async def exchange(self, request: bytes, answer: Answer) -> str | None:
         """Send a request and feed its answer; return why the answer is incomplete."""
         self._answer, self._body, self._is_whole = answer, b"", False
-        self._parser = httptools.HttpResponseParser(self)
-        self.is_reusable = self.has_answered = False
+        self._parser, self._has_length = httptools.HttpResponseParser(self), False
+        self.is_reusable = self.has_answered = self._ends_by_close = False
         if self.transport.is_closing():
             return "the connection broke off"
         self._over = asyncio.get_running_loop().create_future()
@@ -168,6 +168,10 @@ class _Connection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() == b"content-type":
             self._is_whole = value.startswith(b"application/json")
+        self._has_length |= name.lower() in (b"content-length", b"transfer-encoding")
+
+    def on_headers_complete(self) -> None:
+        self._ends_by_close = not self._has_length
 
     def on_body(self, body: bytes) -> None:
         if self._is_whole or self._parser.get_status_code() != 200:
@@ -176,7 +180,7 @@ class _Connection(asyncio.Protocol):
             self._answer.feed(body, self._now)
 
     def on_message_complete(self) -> None:
-        self.is_reusable = self._parser.should_keep_alive()
+        self.is_reusable = self._has_length and self._parser.should_keep_alive()
         if (status := self._parser.get_status_code()) != 200:
             self._end(f"HTTP {status}: {error_message(self._body)}")
             return
@@ -187,6 +191,8 @@ class _Connection(asyncio.Protocol):
         self._end(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._ends_by_close and exc is None:  # RFC 9112, section 6.3
+            self.on_message_complete()
         self._end(f"the connection broke off{f': {exc}' if exc else ''}")
 
     def _end(self, error: str | None) -> None:
@@ -195,19 +201,19 @@ class _Connection(asyncio.Protocol):
 
 
 class Client:
-    """Requests to a route of a server, over connections that are kept open until `close`.
+    """Requests to a server, over connections that are kept open until `close`.
 
     limit: seconds for an answer.
     """
 
-    def __init__(self, target: Target, limit: float, route: str = COMPLETIONS) -> None:
-        self._target, self._limit, self._route = target, limit, route
+    def __init__(self, target: Target, limit: float) -> None:
+        self.target, self._limit = target, limit
         self._idle: list[_Connection] = []
 
-    async def ask(self, body: bytes) -> Answer:
+    async def ask(self, body: bytes, route: str = COMPLETIONS) -> Answer:
         """Request one answer. A failure, or more than `limit` seconds, sets its `error`."""
         answer, connection = Answer(), None
-        request = self._target.request(body, self._route, "keep-alive")
+        request = self.target.request(body, route, "keep-alive")
         try:
             async with asyncio.timeout(self._limit):
                 if self._idle:
@@ -219,7 +225,7 @@ class Client:
         except TimeoutError:
             failure = f"no whole answer within {self._limit:g} s"
         except OSError as error:
-            failure = f"no connection to {self._target.host}:{self._target.port}: {error}"
+            failure = f"no connection to {self.target.host}:{self.target.port}: {error}"
         finally:
             if connection is not None and connection.is_reusable:
                 self._idle.append(connection)
@@ -230,7 +236,7 @@ class Client:
         return answer
 
     async def _open(self) -> _Connection:
-        loop, target = asyncio.get_running_loop(), self._target
+        loop, target = asyncio.get_running_loop(), self.target
         _, connection = await loop.create_connection(
             _Connection, target.host, target.port, ssl=target.secure or None
         )

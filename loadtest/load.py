@@ -47,15 +47,25 @@ class Workload:
 
         Raises ValueError for anything else.
         """
-        if match := _FORM.fullmatch(text):
-            concurrency, shared, n_in, longest, beams = (
-                int(match[i] or 0) for i in (1, 2, 3, 4, 6)
-            )
-            n_out = match[5] if match[5] in (SAME, VECTOR) else int(match[5])
-            if n_out != VECTOR or not (shared or beams):
-                return cls(concurrency, n_in, n_out, shared, longest, beams or 1)
-        form = "CONCURRENCYxINPUT/OUTPUT, as in 16x128/64, 8x512+64/32 or 16x8-256/vector"
-        raise ValueError(f"a workload is {form}, not {text!r}")
+        match = _FORM.fullmatch(text)
+        if match is None:
+            form = "CONCURRENCYxINPUT/OUTPUT, as in 16x128/64, 8x512+64/32 or 16x8-256/vector"
+            raise ValueError(f"a workload is {form}, not {text!r}")
+        concurrency, shared, n_in, longest, beams = (int(match[i] or 0) for i in (1, 2, 3, 4, 6))
+        n_out = match[5] if match[5] in (SAME, VECTOR) else int(match[5])
+        most = int(len(english_words()) / _WORDS_PER_TOKEN)
+        refusals = {
+            "beams are for the output 'same', as in 16x8-64/same/4": beams and n_out != SAME,
+            "a vector is of one text; leave out the shared prefix": shared and n_out == VECTOR,
+            f"the range ends below its beginning; write {longest}-{n_in}": 0 < longest < n_in,
+            f"a text to embed has fewer than {most} tokens; shorten it": (
+                n_out == VECTOR and max(n_in, longest) >= most
+            ),
+        }
+        for reason, is_so in refusals.items():
+            if is_so:
+                raise ValueError(f"workload {text!r}: {reason}")
+        return cls(concurrency, n_in, n_out, shared, longest, beams or 1)
 
     def __str__(self) -> str:
         shared = f"{self.shared_len}+" if self.shared_len else ""
@@ -80,6 +90,17 @@ class Workload:
     def n_requests(self) -> int:
         """Requests of a round, unless a plan has another number."""
         return max(30, 12 * self.concurrency) if self.output_len == VECTOR else 3 * self.concurrency
+
+
+@cache
+def english_words() -> list[str]:
+    """Return the words of Python's manual in their order.
+
+    Rare words are left out: a text with many of them would have more tokens than models take.
+    """
+    words = re.findall(r"(?<!\S)[a-z]{1,10}(?!\S)", " ".join(topics.values()))
+    counts = Counter(words)
+    return [word for word in words if counts[word] >= 5]
 
 
 SUITES = {
@@ -135,17 +156,6 @@ class Prompts:
         words, n = english_words(), max(1, round(n_tokens * _WORDS_PER_TOKEN))
         start = int(self.generator.integers(len(words) - n))
         return " ".join(words[start : start + n])
-
-
-@cache
-def english_words() -> list[str]:
-    """Return the words of Python's manual in their order.
-
-    Rare words are left out: a text with many of them would have more tokens than models take.
-    """
-    words = re.findall(r"(?<!\S)[a-z]{1,10}(?!\S)", " ".join(topics.values()))
-    counts = Counter(words)
-    return [word for word in words if counts[word] >= 5]
 
 
 async def closed_loop(ask: Ask, bodies: Iterable[bytes], concurrency: int) -> list[Answer]:

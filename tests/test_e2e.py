@@ -5,6 +5,7 @@ What clients get from a server that works is in tests/conformance.
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -13,7 +14,7 @@ import openai
 import pytest
 
 from tests.kit.fake_runner import FakeRunner
-from tests.kit.live import live, wait
+from tests.kit.live import Live, live, wait
 from tests.kit.serving import MODEL, VOCAB_SIZE
 
 
@@ -53,14 +54,20 @@ def test_a_request_cancelled_in_the_queue_never_runs() -> None:
     assert served.model.admission.n_inside == 0
 
 
+def begin_stream(served: Live) -> socket.socket:
+    """Stream, and hold the model in the third step."""
+    served.runner.hold()
+    connection = served.post_raw(max_tokens=50, stream=True)
+    served.runner.allow(2)
+    wait(served.submitted)
+    served.runner.wait_until_held()
+    assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+    return connection
+
+
 def test_a_cancelled_stream_frees_its_slot_within_one_step() -> None:
     with live(FakeRunner(VOCAB_SIZE, max_num_seqs=1)) as served:
-        served.runner.hold()
-        leaving = served.post_raw(max_tokens=50, stream=True)
-        served.runner.allow(2)
-        wait(served.submitted)
-        served.runner.wait_until_held()
-        assert leaving.recv(4096).startswith(b"HTTP/1.1 200")
+        leaving = begin_stream(served)
         leaving.close()
         wait(served.left)
         served.runner.allow(1)
@@ -83,12 +90,7 @@ def test_a_client_that_has_sent_more_than_its_request_is_cancelled_too(
     """Its next request, or what is none. Nothing more is read, so only writing shows the end."""
     monkeypatch.setattr("kvasir.server.api.http.streams.KEEP_ALIVE_SECONDS", 0.05)
     with live(FakeRunner(VOCAB_SIZE, max_num_seqs=1)) as served:
-        served.runner.hold()
-        leaving = served.post_raw(max_tokens=50, stream=True)
-        served.runner.allow(2)
-        wait(served.submitted)
-        served.runner.wait_until_held()
-        assert leaving.recv(4096).startswith(b"HTTP/1.1 200")
+        leaving = begin_stream(served)
         leaving.sendall(more)
         leaving.close()
         served.runner.allow(10)

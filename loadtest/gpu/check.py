@@ -1,4 +1,4 @@
-"""Checks and measurements on a GPU: parity with PyTorch, promises, speed beside a peer.
+"""Checks and measurements on a GPU: parity with PyTorch, promises, speed.
 
 python -m kvasir.loadtest.gpu.check MODELS FIGURES [--device webgpu] writes random models into the
 one folder, and the figures into the other file as they come, the most important first, so that a
@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -29,7 +30,6 @@ from rich.console import Console
 from kvasir.export.graphs.paged import KV_DTYPES
 from kvasir.loadtest.bench_engine import DECODE_BATCHES, bench_engine
 from kvasir.loadtest.client import Target, complete
-from kvasir.loadtest.gpu.peer import Peer, measure_engine, measure_peer
 from kvasir.loadtest.gpu.promises import (
     SkippedError,
     check_figures,
@@ -39,13 +39,12 @@ from kvasir.loadtest.gpu.promises import (
 from kvasir.loadtest.gpu.steps import (
     check_memory,
     check_replays,
-    measure_copy,
+    measure_answers,
     measure_mixed,
     measure_step,
 )
 from kvasir.loadtest.random_model import folder_name, make_random_model
 from kvasir.model.directory import KV_BLOCK_SIZE, PRECISIONS, Device, load_model_dir
-from kvasir.model.presets import preset
 from kvasir.server.engine.gpu.session import BACKENDS
 from kvasir.server.engine.kv.memory import KVShape
 from kvasir.server.process.local_server import serve_locally
@@ -56,7 +55,7 @@ _LONGEST = 16384  # of rows, for the longer contexts and the steps until all seq
 _KV_BYTES = 2**32  # of many sequences
 _PACKAGES = (
     *("onnxruntime-gpu", "onnxruntime", "onnxruntime-ep-webgpu"),
-    *("torch", "transformers", "nvidia-cublas", "nvidia-cudnn-cu13"),
+    *("torch", "nvidia-cublas", "nvidia-cudnn-cu13"),
 )
 _SOFTWARE = "ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER"
 # A decoder for WebGPU that a software adapter can bear; its rows have up to three blocks.
@@ -125,7 +124,7 @@ class FigureLog:
                 figure = measure(*arguments)
         except SkippedError as reason:
             figure = {"skipped": str(reason)}
-        except Exception as error:  # a card, a driver or a peer may raise anything
+        except Exception as error:  # a card or a driver may raise anything
             self.failures.append(name)
             figure = {"failed": f"{type(error).__name__}: {error}"}
         self.figures[name] = figure
@@ -205,7 +204,7 @@ def check_webgpu(log: FigureLog, cache: Path) -> None:
     log.note("tokens as alone", check_engine, folder)
     log.note("stream over HTTP", check_stream, folder)
     for batch in () if _SOFTWARE in os.environ else (1, 8):
-        log.note(f"batch {batch}, tokens/s", measure_engine, folder, batch)
+        log.note(f"batch {batch}, tokens/s", measure_answers, folder, batch)
 
 
 def check_cuda(log: FigureLog, cache: Path) -> None:
@@ -238,8 +237,8 @@ def measure_alone(log: FigureLog, cache: Path, precision: str) -> None:
             log.note(title, bench_engine, name, precision, None, cache, "cuda", **settings)
 
 
-def measure_steps(log: FigureLog, cache: Path) -> None:
-    """Measure the parts of the largest preset's decode step by context and batch."""
+def measure_speed(log: FigureLog, cache: Path) -> None:
+    """Measure the parts of the largest preset's decode step, and the whole answers of each."""
     name, precision = PRESETS[-1], PRECISIONS["cuda"][0]
     folder, title = cache / f"{name}-long", f"{name} {precision}"
     parity = partial(check_parity, folder, name, precision, "cuda", max_model_len=_LONGEST)
@@ -253,25 +252,13 @@ def measure_steps(log: FigureLog, cache: Path) -> None:
                     measure = partial(measure_step, captures=captures)
                     log.note(f"{part}, {how}: step", measure, folder, batch, context, temperature)
             log.note(f"{part}, beside a prompt: step", measure_mixed, folder, batch, context)
-    for batch in DECODE_BATCHES["cuda"]:
-        log.note(f"copy of logits, batch {batch}", measure_copy, batch, preset(name).vocab_size)
+    answers = partial(measure_answers, kv_cache_bytes=_KV_BYTES)
+    for preset, batch in product(PRESETS, DECODE_BATCHES["cuda"]):
+        folder = cache / folder_name(preset, precision, "cuda")
+        log.note(f"{preset} {precision}, batch {batch}: answers, tokens/s", answers, folder, batch)
 
 
-def compare(log: FigureLog, cache: Path, peer: str) -> None:
-    """Measure whole answers beside transformers. peer: its device."""
-    first = PRECISIONS["cuda"][0]
-    for name in PRESETS:
-        folder = cache / folder_name(name, first, "cuda")
-        for batch in DECODE_BATCHES["cuda"]:
-            title = f"{name} {first}, batch {batch}"
-            measure = partial(measure_engine, kv_cache_bytes=_KV_BYTES)
-            log.note(f"{title}: kvasir", measure, folder, batch)
-            for how, run in (("static", Peer.static), ("continuous", Peer.continuous)):
-                log.note(f"{title}: transformers, {how}", measure_peer, name, run, batch, peer)
-            torch.cuda.empty_cache()
-
-
-def check(cache: Path, output: Path, device: Device = "cuda", peer: str = "cuda") -> list[str]:
+def check(cache: Path, output: Path, device: Device = "cuda") -> list[str]:
     """Check and measure, the most important first. Returns the parts that failed."""
     log = FigureLog(output)
     log.note("machine", describe_machine, device)
@@ -280,12 +267,11 @@ def check(cache: Path, output: Path, device: Device = "cuda", peer: str = "cuda"
     if device == "webgpu":
         check_webgpu(log, cache)
         return log.failures
-    first, *others = PRECISIONS["cuda"]
+    first, *rounded = PRECISIONS["cuda"]
     check_cuda(log, cache)
     measure_alone(log, cache, first)
-    measure_steps(log, cache)
-    compare(log, cache, peer)
-    for precision in others:
+    measure_speed(log, cache)
+    for precision in rounded:
         measure_alone(log, cache, precision)
     log.note("compute-sanitizer", check_memory, cache / folder_name(PRESETS[0], first, "cuda"))
     return log.failures

@@ -1,4 +1,4 @@
-"""The parts of a decode step on a GPU: the model, its kernels, the host, the copy of logits.
+"""Speed on a GPU: whole answers, and a decode step's parts, which are model, kernels and host.
 
 python -m kvasir.loadtest.gpu.steps FOLDER runs one prefill and two decodes, for compute-sanitizer.
 """
@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -20,12 +19,13 @@ import torch
 from numpy.typing import NDArray
 from torch.profiler import ProfilerActivity, profile
 
-from kvasir.export.graphs.tail import MAX_CANDIDATES
 from kvasir.loadtest.bench_engine import seconds_of
 from kvasir.loadtest.gpu.promises import SkippedError, generate, open_runner
+from kvasir.model.directory import load_model_dir
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.gpu.runner import PagedRunner
+from kvasir.server.engine.gpu.session import BACKENDS
 from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.sequence import Sequence, SequenceStatus
 
@@ -35,6 +35,8 @@ _BESIDE = 512  # tokens of a prompt beside decodes
 # differ, so it is that of bfloat16 from PyTorch.
 _TOLERANCE = 0.25
 _STEPS, _PROFILED = 24, 8
+_PROMPT, _NEW = 128, 64  # tokens of an answer's sequence
+_ROUNDS = 3  # of answers
 _KERNELS = 8  # that are named, the longest first
 
 
@@ -92,6 +94,21 @@ def measure_step(
         "kernels and copies, ms": dict(list(kernels.items())[:_KERNELS]),
         "graphs": _uses_graphs(runner),
     }
+
+
+def measure_answers(folder: Path, batch: int, **options: Any) -> float:
+    """Return new tokens per second for `batch` simultaneous prompts, prefill included."""
+    options |= {"max_model_len": _PROMPT + _NEW, "keep_prompts": False}
+    runner, generator = open_runner(folder, batch, **options), np.random.default_rng(0)
+    chunk_size = BACKENDS[load_model_dir(folder).manifest.device].chunk_size
+    engine = Engine(runner, chunk_size=chunk_size)
+
+    def run() -> None:
+        prompts = generator.integers(runner.vocab_size, size=(batch, _PROMPT)).tolist()
+        lengths = [len(tokens) for tokens in generate(engine, prompts, _NEW)]
+        assert lengths == [_NEW] * batch, "an answer ended early"
+
+    return batch * _NEW / median(seconds_of(run, _ROUNDS))
 
 
 def measure_mixed(folder: Path, batch: int, context: int) -> dict[str, float]:
@@ -183,25 +200,6 @@ def kernel_milliseconds(work: Callable[[], object]) -> dict[str, float]:
         for kernel in profiled.key_averages()
     ]
     return {name: milliseconds for milliseconds, name in sorted(times, reverse=True)}
-
-
-def measure_copy(batch: int, vocab_size: int) -> dict[str, float]:
-    """Return the time of a copy of all logits, or of candidates, from the GPU.
-
-    Raises SkippedError without CUDA.
-    """
-    if not torch.cuda.is_available():
-        raise SkippedError("PyTorch has no CUDA here")
-    logits, tail = (torch.zeros(batch, n, device="cuda") for n in (vocab_size, 3 * MAX_CANDIDATES))
-    targets = {
-        "pageable": (logits, torch.empty_like(logits, device="cpu")),
-        "pinned": (logits, torch.empty_like(logits, device="cpu", pin_memory=True)),
-        "candidates, pinned": (tail, torch.empty_like(tail, device="cpu", pin_memory=True)),
-    }
-    return {
-        f"{name}, ms": 1e3 * median(seconds_of(partial(target.copy_, source)))
-        for name, (source, target) in targets.items()
-    }
 
 
 def check_memory(folder: Path) -> str:

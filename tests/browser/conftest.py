@@ -133,6 +133,14 @@ def page(open_page: Callable[..., Page], url: str) -> Page:
 
 
 @pytest.fixture(scope="session")
+def modules(browser: Browser, url: str) -> Page:
+    """A page in which tests import modules alone, and change nothing."""
+    page = browser.new_context().new_page()
+    page.goto(url)
+    return page
+
+
+@pytest.fixture(scope="session")
 def look() -> Callable[[Page, str], None]:
     """Save a screenshot."""
     folder = BUILD / "screenshots"

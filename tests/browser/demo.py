@@ -96,11 +96,11 @@ class Recorder:
         )
 
 
-def record(page: Page) -> Recorder:
+def record(page: Page, n_tokens: int = 24) -> Recorder:
     """Write, take another token, ask why the model took the first, and switch a head off."""
     recorder = Recorder(page)
     setting(page, "temperature").fill("0")
-    setting(page, "max_tokens").fill("24")
+    setting(page, "max_tokens").fill(str(n_tokens))
     prompt = page.locator("#prompt")
     prompt.fill(_PROMPT)
     page.evaluate("document.querySelectorAll('details').forEach(one => (one.open = false))")

@@ -30,9 +30,11 @@ def test_an_edited_conversation_is_sent(page: Page) -> None:
     ]
     first = generate(page)
     assert first["messages"] == before
+    page.get_by_label("Your message").fill("a draft")
     again = generate(page, "Regenerate")
     assert again["messages"] == before
     assert again["seed"] != first["seed"]
+    expect(page.get_by_label("Your message")).to_have_value("a draft")
     part(page, "keep").click()
     page.get_by_label("assistant", exact=True).fill("    pass")
     page.get_by_label("Your message").fill("more")
@@ -46,57 +48,40 @@ def test_an_edited_conversation_is_sent(page: Page) -> None:
     expect(page.get_by_label("assistant", exact=True).first).to_have_value("    pass")
 
 
-def test_regenerating_keeps_the_unsent_message(page: Page) -> None:
-    page.get_by_label("Your message").fill("def main():")
-    first = generate(page)
-    page.get_by_label("Your message").fill("a draft")
-    assert generate(page, "Regenerate")["messages"] == first["messages"]
-    expect(page.get_by_label("Your message")).to_have_value("a draft")
-
-
-def test_an_invalid_setting_keeps_the_message(page: Page) -> None:
-    page.get_by_label("Your message").fill("def main():")
+def test_what_cannot_be_sent_is_kept(page: Page) -> None:
+    message, send = page.get_by_label("Your message"), page.get_by_role("button", name="Generate")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.method))
+    message.fill("")
+    send.first.click()
+    expect(message).to_be_focused()
+    assert message.evaluate("box => box.validationMessage")
+    message.fill("def main():")
     setting(page, "temperature").fill("-1")
-    page.get_by_role("button", name="Generate", exact=True).click()
+    send.first.click()
     expect(setting(page, "temperature")).to_be_focused()
-    expect(page.get_by_label("Your message")).to_have_value("def main():")
+    expect(message).to_have_value("def main():")
     assert page.locator("#turns li").count() == 0
+    assert "POST" not in asked
+    setting(page, "temperature").fill("1")
+    generate(page)
 
 
-def test_an_answer_survives_a_reload_and_can_be_edited(page: Page) -> None:
+def test_an_answer_survives_another_mode_and_a_reload(page: Page) -> None:
     page.get_by_label("Your message").fill("def main():")
     generate(page)
     text = part(page, "text").text_content() or ""
     assert text != ""
+    page.get_by_label("Completion").check()
+    expect(part(page, "text")).to_be_empty()
+    page.get_by_label("Chat", exact=True).check()
+    expect(page.get_by_label("assistant", exact=True)).to_have_value(text)
     page.reload()
     expect(page.get_by_label("assistant", exact=True)).to_have_value(text)
     page.get_by_label("Your message").fill("more")
     assert [turn["content"] for turn in generate(page)["messages"]] == ["def main():", text, "more"]
     part(page, "keep").press("Enter")
     expect(page.get_by_label("assistant", exact=True).last).to_be_focused()
-
-
-def test_changing_the_mode_keeps_the_answer(page: Page) -> None:
-    page.get_by_label("Your message").fill("def main():")
-    generate(page)
-    text = part(page, "text").text_content() or ""
-    page.get_by_label("Completion").check()
-    expect(part(page, "text")).to_be_empty()
-    page.get_by_label("Chat", exact=True).check()
-    expect(page.get_by_label("assistant", exact=True)).to_have_value(text)
-
-
-def test_an_empty_message_is_not_sent(page: Page) -> None:
-    message = page.get_by_label("Your message")
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.method))
-    message.fill("")
-    page.get_by_role("button", name="Generate", exact=True).click()
-    expect(message).to_be_focused()
-    assert message.evaluate("box => box.validationMessage")
-    assert "POST" not in asked
-    message.fill("def main():")
-    generate(page)
 
 
 @pytest.mark.refusals

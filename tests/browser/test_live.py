@@ -116,23 +116,25 @@ def random_samples(rng: random.Random) -> tuple[str, Samples]:
     return "\n".join(lines), samples
 
 
-def test_metrics_are_parsed_exactly(page: Page) -> None:
+def test_metrics_are_parsed_exactly(modules: Page) -> None:
     for seed in range(20):
         text, samples = random_samples(random.Random(seed))
-        read = page.evaluate(PARSE, [text, list(samples)])
+        read = modules.evaluate(PARSE, [text, list(samples)])
         assert [[(labels, float(value)) for labels, value in one] for one in read] == list(
             samples.values()
         )
 
 
-def test_quantiles_are_interpolated(page: Page) -> None:
+def test_quantiles_are_interpolated(modules: Page) -> None:
     """Compare with the definition: observations are spread evenly within a bucket."""
     rng, qs = random.Random(0), (0.01, 0.5, 0.9, 0.99, 1.0)
     for _ in range(20):
         bounds = sorted(rng.uniform(0.001, 10) for _ in range(5))
         sizes = [rng.randrange(4) for _ in bounds] + [rng.randrange(2)]
         cumulative = [sum(sizes[: n + 1]) for n in range(len(sizes))]
-        found = page.evaluate(QUANTILES, [list(zip([*bounds, None], cumulative, strict=True)), qs])
+        found = modules.evaluate(
+            QUANTILES, [list(zip([*bounds, None], cumulative, strict=True)), qs]
+        )
         if not cumulative[-1]:
             assert found == [None] * len(qs)
             continue
@@ -161,12 +163,12 @@ def test_figures_show_the_metrics(page: Page, server: FakeServer) -> None:
     expect(slider).to_have_attribute("aria-valuetext", "1 s ago: 3")
 
 
-def test_rates_and_percentiles_have_windows(page: Page) -> None:
+def test_rates_and_percentiles_have_windows(modules: Page) -> None:
     """Poll at irregular times a server that does the same work between any two polls."""
     rng = random.Random(0)
     at = list(accumulate(rng.uniform(0.2, 8) for _ in range(60)))
     moments = [(metrics(step), when) for step, when in enumerate(at)]
-    points, _ = page.evaluate(FIGURES, [moments, None])
+    points, _ = modules.evaluate(FIGURES, [moments, None])
     assert [point["at"] for point in points] == [when for when in at if at[-1] - when <= 120]
 
     for n, point in enumerate(points, start=len(at) - len(points)):
@@ -179,7 +181,7 @@ def test_rates_and_percentiles_have_windows(page: Page) -> None:
         assert point["ttft-p50"] == pytest.approx(0.015)
 
 
-def test_figures_are_of_one_model(page: Page) -> None:
+def test_figures_are_of_one_model(modules: Page) -> None:
     def moment(step: int) -> str:
         lines = []
         for model, rate, bound in (("first", 50, "0.02"), ("second", 7, "0.01"), ("", 1, None)):
@@ -195,7 +197,7 @@ def test_figures_are_of_one_model(page: Page) -> None:
         return "\n".join(lines)
 
     for model, rate, latency in (("first", 50, 0.015), ("second", 7, 0.005)):
-        points, rejected = page.evaluate(FIGURES, [[(moment(0), 0), (moment(1), 1)], model])
+        points, rejected = modules.evaluate(FIGURES, [[(moment(0), 0), (moment(1), 1)], model])
         assert (points[-1]["output"], points[-1]["ttft-p50"]) == (rate, pytest.approx(latency))
         assert rejected == {"overloaded": rate + 1}
 

@@ -44,7 +44,7 @@ def card(page: Page, url: str) -> dict[str, Any]:
     return model_card
 
 
-def test_it_shows_the_model_card(page: Page, card: dict[str, Any]) -> None:
+def test_it_shows_and_draws_the_model_card(page: Page, card: dict[str, Any]) -> None:
     expect(page.locator("#model-title")).to_have_text(f"Model: {card['model']}")
     size = sum(file["bytes"] for file in card["files"])
     expect(page.locator("[data-fact=size]")).to_contain_text(f"({size:,} bytes)")
@@ -59,18 +59,14 @@ def test_it_shows_the_model_card(page: Page, card: dict[str, Any]) -> None:
     )
     shown = page.locator("#model-versions dd").all_text_contents()
     assert shown == list(card["versions"].values())
-
-
-def test_hashes_can_be_checked(page: Page, card: dict[str, Any]) -> None:
     lines = page.locator("#hashes").text_content() or ""
     assert lines.count("\n") + 1 == len(card["files"])
-    subprocess.run(
-        ["sha256sum", "--check", "--strict"],  # noqa: S607
-        input=lines + "\n",
-        text=True,
-        cwd=EXAMPLE,
-        check=True,
-    )
+    check = ["sha256sum", "--check", "--strict"]
+    subprocess.run(check, input=f"{lines}\n", text=True, cwd=EXAMPLE, check=True)
+    drawing = page.locator("#architecture")
+    expect(drawing).to_contain_text(f"{card['config']['n_layer']} layers")
+    expect(drawing).to_contain_text(f"sharing {card['config']['n_kv_head']} key-value heads")
+    assert "list" in drawing.aria_snapshot()
 
 
 def test_parts_add_up_to_the_parameters(page: Page, card: dict[str, Any]) -> None:
@@ -95,27 +91,18 @@ def test_a_wrong_number_of_parameters_is_reported(open_page: Callable[..., Page]
     expect(page.locator("#parameters-differ")).to_be_visible()
 
 
-@pytest.mark.parametrize(
-    ("changes", "sums", "norms"),
-    [
-        ({"norm_placement": "pre"}, 2, 3),
-        ({"norm_placement": "post"}, 2, 2),
-        ({"norm_placement": "both"}, 2, 5),
-        ({"norm_placement": "output"}, 2, 3),
-        ({"embedding_norm": True}, 2, 4),
-        ({"parallel_residual": True}, 1, 3),
-    ],
-)
-def test_residuals_and_norms_are_drawn(
-    page: Page, card: dict[str, Any], changes: dict[str, Any], sums: int, norms: int
-) -> None:
+DRAWINGS: list[tuple[dict[str, Any], int, int]] = [  # changes, sums and norms
+    ({"norm_placement": "pre"}, 2, 3),
+    ({"norm_placement": "post"}, 2, 2),
+    ({"norm_placement": "both"}, 2, 5),
+    ({"norm_placement": "output"}, 2, 3),
+    ({"embedding_norm": True}, 2, 4),
+    ({"parallel_residual": True}, 1, 3),
+]
+
+
+def test_residuals_and_norms_are_drawn(modules: Page, url: str) -> None:
     """Norms of a layer are drawn once; a final norm follows, except after post-norm layers."""
-    shape = {"n_head": 12, "n_kv_head": 3}
-    assert page.evaluate(DRAW, card["config"] | shape | changes) == [sums, norms, 12, 3]
-
-
-def test_the_drawing_is_text(page: Page, card: dict[str, Any]) -> None:
-    drawing = page.locator("#architecture")
-    expect(drawing).to_contain_text(f"{card['config']['n_layer']} layers")
-    expect(drawing).to_contain_text(f"sharing {card['config']['n_kv_head']} key-value heads")
-    assert "list" in drawing.aria_snapshot()
+    config = modules.request.get(f"{url}/model").json()["config"] | {"n_head": 12, "n_kv_head": 3}
+    for changes, sums, norms in DRAWINGS:
+        assert modules.evaluate(DRAW, config | changes) == [sums, norms, 12, 3], changes

@@ -185,14 +185,14 @@ def test_an_invalid_event_fails_one_answer_only(browser: Browser, url: str) -> N
     page.context.close()
 
 
-def test_text_and_tokens_are_matched(page: Page) -> None:
+def test_text_and_tokens_are_matched(modules: Page) -> None:
     """Tokens split within characters, delayed text: nothing is lost, repeated or reordered."""
     rng = random.Random(0)
     for _ in range(50):
         whole = "".join(rng.choices(CHARACTERS, k=40))
         events = list(cut(whole, rng))
         events.append(("", [{"name": "end", "text": "<end>"}]))
-        pieces = page.evaluate(PLACE, events)
+        pieces = modules.evaluate(PLACE, events)
         assert "".join(piece["text"] for piece in pieces) == whole
         placed = [token["name"] for piece in pieces for token in piece["tokens"]]
         assert placed == [token["name"] for _, tokens in events for token in tokens]

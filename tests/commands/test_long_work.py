@@ -31,39 +31,37 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 @pytest.mark.parametrize(
-    ("command", "source", "stage"),
+    ("number", "exit_code", "source", "stage"),
     [
-        ("export", "run", "tracing PyTorch"),
-        ("export", "llama", "tracing PyTorch"),
-        ("export", "run", "computing in ONNX Runtime"),
+        (signal.SIGTERM, 143, "run", "tracing PyTorch"),
+        (signal.SIGINT, 130, "llama", "tracing PyTorch"),
+        (signal.SIGTERM, 143, "run", "computing in ONNX Runtime"),
     ],
 )
 def test_a_signal_leaves_nothing_behind(
     number: signal.Signals,
     exit_code: int,
-    command: str,
     source: str,
     stage: str,
     sources: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    report, found = progress.ProgressBar.__call__, list[Path]()
+    report, partial = progress.ProgressBar.__call__, list[Path]()
 
     def signalled(bar: progress.ProgressBar, what: str, *more: object) -> None:
-        if what == stage and not found:
-            found.extend(tmp_path.rglob("*.part-*"))
+        if what == stage and not partial:
+            partial.extend(tmp_path.rglob("*.part-*"))
             signal.raise_signal(number)
         report(bar, what, *more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(progress.ProgressBar, "__call__", signalled)
     before = signal.getsignal(number)
     out = str(tmp_path / "new/out")
-    result = CliRunner().invoke(app, [command, str(sources / source), "--out", out])
+    result = CliRunner().invoke(app, ["export", str(sources / source), "--out", out])
     assert result.exit_code == exit_code
-    assert len(found) == 1
+    assert len(partial) == 1
     assert not list(tmp_path.iterdir())
     assert signal.getsignal(number) is before
 

@@ -11,19 +11,17 @@ from time import perf_counter
 
 from typer import echo
 
-from tests.faults.damage import damaged_models, hostile_models
-from tests.faults.ends import kills, terminations
+from tests.faults.damage import refused_models
+from tests.faults.ends import ends
 from tests.faults.full_disk import full_disk
 from tests.faults.step_exceptions import step_exceptions
 
 # The number of times for this command, and for tests/test_faults.py.
 FAULTS = {
-    kills: (10, 1),
-    terminations: (10, 2),
+    ends: (10, 1),
     step_exceptions: (10_000, 20),
     full_disk: (50, 1),
-    damaged_models: (100, 1),
-    hostile_models: (41, 1),
+    refused_models: (100, 1),
 }
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from tests.faults import batch_files, connections, hostile_models, texts, unfinished
 from tests.faults.client import Site
-from tests.faults.foreign_pages import OPTIONS as OF_PAGES
-from tests.faults.foreign_pages import foreign_pages
+from tests.faults.foreign_pages import ALLOWED, foreign_pages
 from tests.faults.malformed import malformed_bodies
 from tests.faults.neighbours import neighbours
 from tests.faults.raw_http import malformed_http
 from tests.faults.report import Report
 
 MOST_GROWTH = 64 * 2**20  # bytes
+_LIMITED = ("--send-timeout", "2", *ALLOWED)  # without keys, unlike the usual server
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,15 @@ class Attack:
     n_disk: int | None = None
 
     @property
+    def kind(self) -> str:
+        """Return what tells its server from that of other attacks; "" for the usual one."""
+        parts = (*self.options, self.models and self.models.__name__, self.n_files, self.n_disk)
+        return " ".join(str(part) for part in parts if part)
+
+    @property
     def is_usual(self) -> bool:
         """True if its server is like that of most others, so that they can be mixed."""
-        return not (self.options or self.models or self.n_files or self.n_disk)
+        return not self.kind
 
 
 async def nothing(site: Site, n: int, report: Report) -> None:
@@ -61,23 +67,23 @@ ATTACKS = {
     "pipelined_50": Attack(connections.pipelined, 50, 20),
     "pipelined_150": Attack(connections.pipelined, 150, 0),
     "pipelined_others": Attack(connections.pipelined_others, 30, 20),
-    "half_closed": Attack(connections.half_closed, 60, 8),
-    "slow_readers": Attack(connections.slow_readers, 5, 2, ("--send-timeout", "2")),
-    "disconnects": Attack(connections.disconnects, 1000, 150),
+    "half_closed": Attack(connections.half_closed, 60, 4),
+    "slow_readers": Attack(connections.slow_readers, 5, 2, _LIMITED, n_files=unfinished.FILES),
+    "disconnects": Attack(connections.disconnects, 1000, 60),
     "large_answers": Attack(texts.large_answers, 10, 2),
-    "large_bodies": Attack(texts.large_bodies, 300, 12),
+    "large_bodies": Attack(texts.large_bodies, 300, 8),
     "abandoned_texts": Attack(texts.abandoned_texts, 200, 10),
-    "hostile_grammars": Attack(texts.hostile_grammars, 60, 2),
-    "overload": Attack(texts.overload, 3000, 200),
+    "hostile_grammars": Attack(texts.hostile_grammars, 60, 1),
+    "overload": Attack(texts.overload, 3000, 150),
     "invalid_requests": Attack(texts.invalid_requests, 2000, 40),
     "unfinished_bodies": Attack(unfinished.unfinished_bodies, 100, 40),
-    "slow_senders": Attack(unfinished.slow_senders, 100, 40, n_files=unfinished.FILES),
-    "waiting_bodies": Attack(unfinished.waiting_bodies, 60, 12),
-    "malformed_bodies": Attack(malformed_bodies, 4000, 200),
+    "slow_senders": Attack(unfinished.slow_senders, 100, 40, _LIMITED, n_files=unfinished.FILES),
+    "waiting_bodies": Attack(unfinished.waiting_bodies, 60, 8),
+    "malformed_bodies": Attack(malformed_bodies, 4000, 40),
     "malformed_http": Attack(malformed_http, 2000, 60),
-    "foreign_pages": Attack(foreign_pages, 2000, 100, OF_PAGES),
+    "foreign_pages": Attack(foreign_pages, 2000, 100, _LIMITED, n_files=unfinished.FILES),
     "neighbours": Attack(neighbours, 600, 40),
-    "newline_files": Attack(batch_files.newline_files, 199, 18),
+    "newline_files": Attack(batch_files.newline_files, 199, 8),
     "full_disk": Attack(batch_files.full_disk, 12, 2, n_disk=8 * 2**20),
     "hostile_templates": Attack(
         hostile_models.hostile_templates, 24, 0, models=hostile_models.write_templates

@@ -106,7 +106,7 @@ async def full_disk(site: Site, n: int, report: Report) -> None:
             name = begun.json["id"]
             if moment == 1:
                 report.answered((await ask(site, _cancel(name))).status, "a cancel", 200, 409, 507)
-            state = await _end(site, name, 5.0)  # it may also wait for room
+            state = await _end(site, name, 1.0)  # it may also wait for room
             filler.unlink(missing_ok=True)
             if state not in _ENDED:
                 state = await _end(site, name, LIMIT)

@@ -9,6 +9,7 @@ import json
 import random
 import shutil
 import subprocess
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,32 +20,31 @@ from tests.faults.report import Report
 from tests.faults.server_process import EXAMPLE
 from tests.kit.fake_runner import TIMEOUT
 
+Damage = Callable[[random.Random, Path], str]  # of a file; says what was done
 
-def damaged_models(n: int, seed: int = 0) -> Report:
-    """Flip a bit of a file, cut off its end, or remove it, n times."""
-    report = Report("damaged model files")
-    chance = random.Random(seed)
+
+def refused_models(n: int, seed: int = 0) -> Report:
+    """Serve n model directories that are an attack though their hashes are right, or damaged.
+
+    Damage is a flipped bit of a file, a missing end, or a missing file.
+    """
+    report, chance = Report("damaged and hostile model files"), random.Random(seed)
     names = sorted(path.name for path in EXAMPLE.iterdir())
-    cases = list(product(names, (_flip, _truncate, _remove)))
-    for name, change in chance.sample(cases, min(n, len(cases))):
+    cases: list[tuple[str, bytes | Damage]] = [
+        *((name, content) for name, contents in sorted(_ATTACKS.items()) for content in contents),
+        *product(names, (_flip, _truncate, _remove)),
+    ]
+    for name, attack in chance.sample(cases, min(n, len(cases))):
         report.tried += 1
         with TemporaryDirectory() as folder:
-            directory = shutil.copytree(EXAMPLE, Path(folder) / "model")
-            what = f"{name}: {change(chance, directory / name)}"
+            directory = Path(folder) / "model"
+            if isinstance(attack, bytes):
+                what = repr(attack[:60])
+                with_file(directory, name, attack)
+            else:
+                what = attack(chance, shutil.copytree(EXAMPLE, directory) / name)
             wrong = _refusal(directory)
-        report.check(wrong == "", f"{what}: {wrong}")
-    return report
-
-
-def hostile_models(n: int, seed: int = 0) -> Report:
-    """Serve n model directories whose hashes are right and whose contents are an attack."""
-    report = Report("hostile model files")
-    cases = [(name, what) for name in sorted(_ATTACKS) for what in _ATTACKS[name]]
-    for name, what in random.Random(seed).sample(cases, min(n, len(cases))):
-        report.tried += 1
-        with TemporaryDirectory() as folder:
-            wrong = _refusal(with_file(Path(folder) / "model", name, what))
-        report.check(wrong == "", f"{name}: {what[:60]!r}: {wrong}")
+        report.check(wrong == "", f"{name}: {what}: {wrong}")
     report.note = f"{_MOST_MEMORY // 1024} MiB of memory were enough"
     return report
 

@@ -21,43 +21,31 @@ from tests.kit.fake_runner import TIMEOUT
 _CLIENTS = 24  # more than run at once
 
 
-def kills(n: int, seed: int = 0) -> Report:
-    """Kill n servers on one port under load: streams are cut, nothing is left."""
-    report = Report("kill -9 under load")
-    chance, ends, port = random.Random(seed), Counter[str](), 0
-    for _ in range(n):
+def ends(n: int, seed: int = 0) -> Report:
+    """Kill a server under load, and terminate another on its port, n times.
+
+    Streams of the first are cut, and nothing of it is left. Those of the second end, be the time
+    to drain too short or long enough.
+    """
+    report, chance, port = Report("kill -9 and SIGTERM under load"), random.Random(seed), 0
+    killed, terminated = Counter[str](), Counter[str]()
+    for i in range(n):
         with closing(ServerProcess(port)) as server:
             port = server.port
             process = psutil.Process(server.popen.pid)
             family = [process, *process.children(recursive=True)]
-            ends += asyncio.run(_end_under_load(server, signal.SIGKILL, chance, 200))
+            killed += asyncio.run(_end_under_load(server, signal.SIGKILL, chance, 200))
             _, alive = psutil.wait_procs(family, TIMEOUT)
             report.check(not alive, f"processes outlive it: {alive}")
-    with closing(ServerProcess(port)) as server:
-        last = asyncio.run(stream(server.port, max_tokens=5))
-        report.check(last == "whole", f"after the last restart a stream is {last}")
-    report.lost += ["a client hangs"] * ends["hangs"]
-    report.check(ends["cut"] > 0, "no stream was running")
-    return _summarise(report, ends)
-
-
-def terminations(n: int, seed: int = 0) -> Report:
-    """Send SIGTERM under load, n times, with enough and with too little time: each stream ends."""
-    report = Report("SIGTERM under load")
-    chance, ends = random.Random(seed), Counter[str]()
-    for i in range(n):
-        with closing(ServerProcess(0, "--drain-timeout", str((0.05, 30.0)[i % 2]))) as server:
-            ends += asyncio.run(_end_under_load(server, signal.SIGTERM, chance, 100))
+        with closing(ServerProcess(port, "--drain-timeout", ("0.05", "30")[i % 2])) as server:
+            terminated += asyncio.run(_end_under_load(server, signal.SIGTERM, chance, 100))
             code = server.wait()
             report.check(code == 0, f"it ended with {code}")
-    report.lost += [f"a stream {how}" for how in ("cut", "hangs") for _ in range(ends[how])]
-    report.check(ends["whole"] > 0, "no stream was running")
-    return _summarise(report, ends)
-
-
-def _summarise(report: Report, ends: Counter[str]) -> Report:
-    report.tried = ends.total()
-    report.note = ", ".join(f"{count} {how}" for how, count in ends.most_common())
+    report.lost += ["a client hangs"] * killed["hangs"]
+    report.lost += [f"a stream {how}" for how in ("cut", "hangs") for _ in range(terminated[how])]
+    report.check(killed["cut"] > 0 and terminated["whole"] > 0, "no stream was running")
+    report.tried = killed.total() + terminated.total()
+    report.note = f"killed: {dict(killed)}; terminated: {dict(terminated)}"
     return report
 
 

@@ -24,7 +24,7 @@ _ORIGINS = (
     *("http://127.0.0.1:1", "http://localhost:1", "https://page.example.evil.example"),
     *("http://page.example", "file://", "chrome-extension://abc", "https://page.example:8443"),
 )
-OPTIONS = (
+ALLOWED = (  # options of the server
     *("--allowed-hosts", "allowed.example, *.below.example"),
     *("--cors-origins", "https://page.example"),
 )

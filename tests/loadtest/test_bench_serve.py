@@ -113,6 +113,7 @@ def test_waves_of_a_shared_prefix_follow_one_another() -> None:
     prefixes = [prompt[:5] for prompt in prompts(fake.bodies)]
     assert len(set(prefixes)) == 2
     assert prefixes == [prefixes[0]] * 6 + [prefixes[6]] * 6
+    assert len(fake.connections) == 2, "later waves take the connections of the first"
 
 
 def test_requests_that_fail_are_counted_and_shown() -> None:

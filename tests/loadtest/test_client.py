@@ -42,15 +42,20 @@ def test_figures_follow_their_definitions() -> None:
 
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
 def test_a_stream_means_the_same_wherever_it_is_cut(line_end: bytes) -> None:
-    others = b": keep-alive\n\n", b"event: message\nid: 7\n"
-    stream = others[0] + event("é\n") + others[1] + event("b") + usage(2, 2) + DONE
-    stream = stream.replace(b"\n\n", 2 * line_end)
+    """An event arrives with its last byte."""
+    first, second = (
+        piece.replace(b"\n\n", 2 * line_end)
+        for piece in (b": keep-alive\n\n" + event("é\n"), b"event: message\nid: 7\n" + event("b"))
+    )
+    stream = first + second + usage(2, 2) + DONE
+    ends = [len(first) - len(line_end), len(first + second) - len(line_end)]
     for cut in range(len(stream) + 1):
         answer = Answer()
         answer.feed(stream[:cut], 1.0)
         answer.feed(stream[cut:], 2.0)
         answer.finish(2.0)
-        assert (answer.error, len(answer.event_times), answer.n_tokens) == (None, 2, 2), cut
+        assert answer.event_times == [1.0 if cut >= end else 2.0 for end in ends]
+        assert (answer.error, answer.n_tokens) == (None, 2), cut
 
 
 def test_a_chat_holds_its_text_in_deltas() -> None:
@@ -60,29 +65,6 @@ def test_a_chat_holds_its_text_in_deltas() -> None:
         answer.feed(b"data: " + json.dumps({"choices": [{"delta": delta}]}).encode() + b"\n\n", now)
     answer.finish(5.0)
     assert (answer.error, answer.event_times) == (None, [3, 4])
-
-
-def test_events_are_counted_without_usage() -> None:
-    with fake_completions(lambda _: (200, [event("a"), event("b c") + event("d"), DONE])) as fake:
-        answer = ask(fake.url)
-    assert (answer.error, len(answer.event_times), answer.n_tokens) == (None, 3, 3)
-
-
-def test_an_event_in_two_packets_arrives_with_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = event("a")
-    with fake_completions(lambda _: (200, [whole[:20], whole[20:], DONE])) as fake:
-        fake.step = step = threading.Semaphore(0)
-        seen: list[int] = []
-        feed = Answer.feed
-
-        def feeding(answer: Answer, data: bytes, now: float) -> None:
-            feed(answer, data, now)
-            seen.append(len(answer.event_times))
-            step.release()
-
-        monkeypatch.setattr(Answer, "feed", feeding)
-        assert ask(fake.url).error is None
-    assert seen == [0, 1, 1]
 
 
 @pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/completions"])
@@ -113,13 +95,6 @@ def test_a_failure_is_the_answers_error(status: int, pieces: list[bytes], error:
         assert ask(fake.url).error == error
 
 
-def test_a_stream_that_breaks_off_is_incomplete() -> None:
-    with fake_completions(lambda _: (200, [event("a"), event("b")])) as fake:
-        fake.breaks_off = True
-        answer = ask(fake.url)
-    assert (answer.error, len(answer.event_times)) == ("the connection broke off", 2)
-
-
 def test_a_silent_server_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         answer = ask(f"http://127.0.0.1:{silent.getsockname()[1]}", limit=0.01)
@@ -136,25 +111,32 @@ def test_no_server_and_no_url() -> None:
         Target("localhost:8000")
 
 
-WHOLE = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
-BROKEN = {
-    b"": "the connection broke off",
-    b"HTTP/1.1 200": "the connection broke off",
-    WHOLE + b"Content-Length: 99\r\n\r\n{}": "the connection broke off",
-    WHOLE + b"Transfer-Encoding: chunked\r\n\r\n1f\r\n{}": "the connection broke off",
-    b"220 mail.example\r\n": "the response is not HTTP: ",
-    WHOLE + b"Content-Length: x\r\n\r\n": "the response is not HTTP: ",
-    b"HTTP/1.1 503 No\r\nContent-Length: 4\r\n\r\n\xffbad": "HTTP 503: \ufffdbad",
-    **{
-        WHOLE
-        + b"Content-Length: %d\r\n\r\n%s" % (len(body), body): "the answer is no JSON with usage"
+JSON = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+NO_TOKENS = b'{"usage": {"completion_tokens": null}}'
+BROKEN = "the connection broke off"
+# Bytes before the connection closes; the start of the answer's error, or None; and its tokens.
+RESPONSES: list[tuple[bytes, str | None, int]] = [
+    (b"", BROKEN, 0),
+    (b"HTTP/1.1 200", BROKEN, 0),
+    (JSON + b"Content-Length: 99\r\n\r\n{}", BROKEN, 0),
+    (JSON + b"Transfer-Encoding: chunked\r\n\r\n1f\r\n{}", BROKEN, 0),
+    (STREAM + b"Transfer-Encoding: chunked\r\n\r\nff\r\n" + event("a"), BROKEN, 1),
+    (b"220 mail.example\r\n", "the response is not HTTP: ", 0),
+    (JSON + b"Content-Length: x\r\n\r\n", "the response is not HTTP: ", 0),
+    (b"HTTP/1.1 503 No\r\nContent-Length: 4\r\n\r\n\xffbad", "HTTP 503: \ufffdbad", 0),
+    (b"HTTP/1.1 503 No\r\n\r\nbusy", "HTTP 503: busy", 0),  # ended by the close, as are these
+    (JSON + b"\r\n" + NO_TOKENS, None, 0),
+    (STREAM + b"\r\n" + event("a") + event("b") + DONE, None, 2),
+    *(
+        (JSON + b"\r\n" + body, "the answer is no JSON with usage", 0)
         for body in (b"", b"[]", b"{}", b'{"usage": null}')
-    },
-}
+    ),
+]
 
 
-@pytest.mark.parametrize("response", BROKEN)
-def test_a_broken_response_is_one_error(response: bytes) -> None:
+@pytest.mark.parametrize(("response", "error", "n_tokens"), RESPONSES)
+def test_a_response_ends_in_one_way(response: bytes, error: str | None, n_tokens: int) -> None:
     def answer(listener: socket.socket) -> None:
         connection, _ = listener.accept()
         with connection:
@@ -166,7 +148,8 @@ def test_a_broken_response_is_one_error(response: bytes) -> None:
         thread.start()
         answered = ask(f"http://127.0.0.1:{listener.getsockname()[1]}")
         thread.join(TIMEOUT)
-    assert (answered.error or "").startswith(BROKEN[response])
+    assert (answered.error or "").startswith(error or "")
+    assert (answered.error is None, answered.n_tokens) == (error is None, n_tokens)
 
 
 @pytest.mark.parametrize("closes", ["never", "after each answer", "without a word"])

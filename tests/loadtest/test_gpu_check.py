@@ -1,4 +1,4 @@
-"""The parts of the GPU check that need no GPU: its report, and its peer on the CPU."""
+"""The GPU check without a GPU: its log, and all of it on the graph in numpy."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import pytest
 
 from kvasir.loadtest import bench_engine
 from kvasir.loadtest.gpu import check as gpu_check
-from kvasir.loadtest.gpu import peer as gpu_peer
 from kvasir.loadtest.gpu import steps as gpu_steps
-from kvasir.loadtest.gpu.check import FigureLog, Sequences, check, check_parity
-from kvasir.loadtest.gpu.peer import Peer
+from kvasir.loadtest.gpu.check import FigureLog, Sequences, check
 from kvasir.loadtest.gpu.promises import SkippedError, check_figures, check_promises
 from kvasir.loadtest.random_model import make_random_model
 from kvasir.model.directory import PRECISIONS
@@ -27,32 +25,25 @@ from tests.engine.test_session import NO_GPU
 from tests.kit.numpy_session import export_paged, numpy_backend
 from tests.kit.recording_session import recording_backend
 
+LENGTHS = (3, 9, 5, 4, 7, 2, 6, 5)  # of prompts
+
 
 def test_a_failure_costs_only_its_own_figure(tmp_path: Path) -> None:
-    def fail() -> float:
-        raise RuntimeError("out of memory")
+    def fail(error: Exception) -> float:
+        raise error
 
-    report = FigureLog(tmp_path / "figures.json")
-    report.note("one", lambda: 1.5)
-    report.note("two", fail)
-    assert json.loads((tmp_path / "figures.json").read_text())["two"] == {
-        "failed": "RuntimeError: out of memory"
+    log = FigureLog(tmp_path / "figures.json")
+    log.note("one", lambda: 1.5)
+    log.note("two", fail, RuntimeError("out of memory"))
+    log.note("none", fail, SkippedError("no such tool"))
+    log.note("three", lambda: {"a": 3})
+    assert json.loads((tmp_path / "figures.json").read_text()) == {
+        "one": 1.5,
+        "two": {"failed": "RuntimeError: out of memory"},
+        "none": {"skipped": "no such tool"},
+        "three": {"a": 3},
     }
-
-    def skip() -> float:
-        raise SkippedError("no such tool")
-
-    report.note("none", skip)
-    report.note("three", lambda: {"a": 3})
-    written = json.loads((tmp_path / "figures.json").read_text())
-    assert (written["one"], written["three"], report.failures) == (1.5, {"a": 3}, ["two"])
-    assert written["none"] == {"skipped": "no such tool"}
-
-
-def test_the_peer_generates_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("NEW", 3), ("PROMPT", 8), ("_ROUNDS", 1)):
-        monkeypatch.setattr(gpu_peer, name, value)
-    assert Peer(preset("tiny", n_layer=1), "cpu").static(2) > 0
+    assert log.failures == ["two"]
 
 
 @pytest.mark.parametrize(
@@ -70,8 +61,8 @@ def test_only_near_ties_are_forgiven(agreement: float, near_ties: int, passes: b
         check_figures(figures, "bf16")
 
 
-def test_promises_are_checked_on_the_graph_in_numpy(tmp_path: Path) -> None:
-    """The check that a card gets, with blocks of 8 tokens; a wrong table fails it."""
+def test_a_wrong_block_table_breaks_a_promise(tmp_path: Path) -> None:
+    """With blocks of 8 tokens. The whole checks below show that right ones keep all promises."""
     model = export_paged(tmp_path)
 
     def open_runner(n_blocks: int, max_num_seqs: int) -> PagedRunner:
@@ -79,28 +70,17 @@ def test_promises_are_checked_on_the_graph_in_numpy(tmp_path: Path) -> None:
         assert isinstance(engine.runner, PagedRunner)
         return engine.runner
 
-    promises = partial(
-        check_promises,
-        partial(open_runner, 8, 1),
-        n_new=6,
-        chunk_size=16,
-        lengths=(3, 9, 5, 4, 7, 2, 6, 5, 8),
-    )
-    assert promises(together=partial(open_runner, 9, 4)) == 1.0
     wrong = open_runner(9, 4)
     slots = wrong.kv.slots
+
+    def check_all() -> None:
+        alone = partial(open_runner, 8, 1)
+        assert check_promises(alone, lambda: wrong, LENGTHS, n_new=6, chunk_size=16) == 1.0
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wrong.kv, "slots", lambda rows, positions: slots(rows, positions)[::-1])
         with pytest.raises(AssertionError):
-            assert promises(together=lambda: wrong) == 1.0
-
-
-@NO_GPU
-def test_parity_fails_without_a_gpu(tmp_path: Path) -> None:
-    report = FigureLog(tmp_path / "figures.json")
-    report.note("parity", check_parity, tmp_path / "tiny", "tiny", "bf16", "cuda")
-    assert report.failures == ["parity"]
-    assert "NoDeviceError" in report.figures["parity"]["failed"]
+            check_all()
 
 
 def version_on_a_card(package: str) -> str:
@@ -112,7 +92,6 @@ def version_on_a_card(package: str) -> str:
 
 SMALL = {"vocab_size": 300, "n_layer": 1, "d_model": 32, "n_head": 2, "n_kv_head": 1}
 SMALL |= {"head_dim": 16, "d_ff": 32, "max_model_len": 600}
-LENGTHS = (3, 9, 5, 4, 7, 2, 6, 5)  # of prompts
 
 
 @pytest.fixture
@@ -125,6 +104,8 @@ def small_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(bench_engine, "measure_gpu", lambda: (1e9, 1e12))
     sequences = Sequences(LENGTHS, (8, 8), 16, 32, 512)
     monkeypatch.setitem(gpu_check._SEQUENCES, "cuda", sequences)
+    monkeypatch.setitem(PRECISIONS, "cuda", ("bf16", "int4"))
+    monkeypatch.setattr(gpu_check, "KV_DTYPES", ("int8",))
     monkeypatch.setitem(bench_engine.DECODE_BATCHES, "cuda", (2,))
     monkeypatch.setitem(bench_engine.PREFILL_TOKENS, "cuda", (4,))
     for module, name, value in (
@@ -133,9 +114,9 @@ def small_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (gpu_check, "_LONGEST", 720),
         (gpu_check, "_REPLAYED", 260),
         (gpu_check, "_KV_BYTES", 2**17),
-        (gpu_peer, "NEW", 3),
-        (gpu_peer, "PROMPT", 4),
-        (gpu_peer, "_ROUNDS", 1),
+        (gpu_steps, "_NEW", 3),
+        (gpu_steps, "_PROMPT", 4),
+        (gpu_steps, "_ROUNDS", 1),
         (bench_engine, "_PROMPT_TOKENS", 4),
         (bench_engine, "_DECODE_STEPS", 3),
         (bench_engine, "_PREFILL_ROUNDS", 1),
@@ -144,8 +125,6 @@ def small_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (gpu_steps, "_PROFILED", 1),
     ):
         monkeypatch.setattr(module, name, value)
-    # The manager of transformers' batches takes most of this machine's memory.
-    monkeypatch.setattr(Peer, "continuous", Peer.static)
     tool = tmp_path / "compute-sanitizer"
     tool.write_text("#!/bin/sh\necho no errors of $*\n")
     tool.chmod(0o755)
@@ -154,19 +133,18 @@ def small_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("small_card")
 def test_the_whole_check_runs_in_numpy(tmp_path: Path) -> None:
-    failed = check(tmp_path / "models", tmp_path / "figures.json", peer="cpu")
+    failed = check(tmp_path / "models", tmp_path / "figures.json")
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert not failed, {name: figures[name] for name in failed}
     skipped = {name for name, one in figures.items() if "skipped" in str(one)}
     assert skipped == {
-        "copy of logits, batch 2",  # without CUDA
         *(  # in rows of 720
             f"small bf16, context 715, batch 2, {how}: step"
             for how in ("greedy", "greedy, no graphs", "beside a prompt")
         ),
     }
     names = list(figures)
-    order = ("parity", "graphs beside", "step", "transformers", "compute-sanitizer")
+    order = ("parity", "graphs beside", "step", "answers", "compute-sanitizer")
     places = [next(i for i, name in enumerate(names) if part in name) for part in order]
     assert places == sorted(places)
     assert figures["small bf16: tokens as alone"] == 1.0
@@ -185,8 +163,8 @@ def test_the_check_of_webgpu_runs_in_numpy(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(gpu_check, "check_stream", lambda folder: folder.name)
     monkeypatch.setattr(gpu_check, "_SMALL", {"scale": 3} | SMALL)
     monkeypatch.setitem(gpu_check._SEQUENCES, "webgpu", Sequences(LENGTHS, (3, 6), 2, 4, 64))
-    monkeypatch.setattr(gpu_peer, "NEW", 3)
-    monkeypatch.setattr(gpu_peer, "PROMPT", 4)
+    monkeypatch.setattr(gpu_steps, "_NEW", 3)
+    monkeypatch.setattr(gpu_steps, "_PROMPT", 4)
     failed = check(tmp_path / "models", tmp_path / "figures.json", "webgpu")
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert not failed, {name: figures[name] for name in failed}
@@ -215,4 +193,5 @@ def test_compute_sanitizer_gets_a_prefill_and_two_decodes(
 @NO_GPU
 def test_the_check_ends_at_once_without_a_card(tmp_path: Path) -> None:
     assert check(tmp_path / "models", tmp_path / "figures.json") == ["machine"]
-    assert list(json.loads((tmp_path / "figures.json").read_text())) == ["machine"]
+    (figure,) = json.loads((tmp_path / "figures.json").read_text()).values()
+    assert figure["failed"].startswith("NoDeviceError: ")

@@ -26,7 +26,7 @@ def test_workloads_are_written_as_they_are_parsed() -> None:
     "text",
     [
         *("", "16x128", "0x128/64", "1x0/4", "1x4/0", "x4/4", "1x-4/4", "1x4/4 ", "1x4/words"),
-        *("1x8-/4", "2x9+4/vector", "2x4/vector/4"),
+        *("1x8-/4", "1x8-4/4", "16x128/64/4", "2x9+4/vector", "2x4/vector/4", "1x999999/vector"),
     ],
 )
 def test_an_invalid_workload_is_named(text: str) -> None:
@@ -34,28 +34,22 @@ def test_an_invalid_workload_is_named(text: str) -> None:
         Workload.parse(text)
 
 
-def draw_rounds(workload: Workload, n_rounds: int) -> list[list[tuple[int, ...]]]:
-    """Draw rounds of 8 prompts."""
-    prompts = Prompts(vocab_size=1000, seed=1)
-    rounds = [prompts.bodies(workload, 8, {}) for _ in range(n_rounds)]
-    return [[tuple(json.loads(body)["prompt"]) for body in bodies] for bodies in rounds]
-
-
 def test_prompts_have_exact_lengths_and_differ_even_across_rounds() -> None:
-    drawn = draw_rounds(Workload(4, 20, 6), 3)
-    everything = [prompt for one_round in drawn for prompt in one_round]
-    assert len(set(everything)) == 24
-    assert {len(prompt) for prompt in everything} == {20}
-    assert all(500 <= token_id < 1000 for prompt in everything for token_id in prompt)
-    assert draw_rounds(Workload(4, 20, 6), 3) == drawn
+    """But for the prefix of a round; the seed decides all of them."""
 
+    def draw() -> list[list[tuple[int, ...]]]:
+        prompts, workload = Prompts(vocab_size=1000, seed=1), Workload(4, 5, 6, shared_len=30)
+        rounds = [prompts.bodies(workload, 8, {}) for _ in range(3)]
+        return [[tuple(json.loads(body)["prompt"]) for body in bodies] for bodies in rounds]
 
-def test_a_round_shares_a_prefix_of_its_own() -> None:
-    first, second = draw_rounds(Workload(4, 5, 6, shared_len=30), 2)
-    assert len({prompt[:30] for prompt in first}) == 1
-    assert len({prompt[30:] for prompt in first}) == 8
-    assert {len(prompt) for prompt in first} == {35}
-    assert first[0][:30] != second[0][:30]
+    drawn = draw()
+    prompts = [*chain(*drawn)]
+    assert len({prompt[:30] for prompt in prompts}) == 3
+    assert all(len({prompt[:30] for prompt in one_round}) == 1 for one_round in drawn)
+    assert len({prompt[30:] for prompt in prompts}) == 24
+    assert {len(prompt) for prompt in prompts} == {35}
+    assert all(500 <= token_id < 1000 for prompt in prompts for token_id in prompt)
+    assert draw() == drawn
 
 
 def test_a_request_asks_for_an_exact_length_and_takes_more_fields() -> None:

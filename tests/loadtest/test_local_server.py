@@ -30,7 +30,7 @@ with run_server([sys.executable, "-c", sys.argv[1]]):
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
 def test_a_signal_to_the_measurement_leaves_no_server(number: signal.Signals) -> None:
     """The server has a process group of its own, so a closed terminal left it behind."""
     command = [sys.executable, "-c", MEASUREMENT, SERVER]
