@@ -79,12 +79,14 @@ class RowStore(KVStore):
 
     def _keep_to_budget(self) -> None:
         """Release pages beyond the reservations until all fit, those of free rows first."""
-        for memory in self._memories:
-            rows = reversed(range(len(memory.reserved)))
-            for row in sorted(rows, key=lambda row: memory.reserved[row] > 0):
-                if self.committed_tokens <= self.budget_tokens:
-                    return
-                memory.trim(row)
+        excess = self.committed_tokens - self.budget_tokens
+        for is_held in (False, True):
+            for memory in self._memories:
+                for row in reversed(range(len(memory.reserved))):
+                    if excess <= 0:
+                        return
+                    if (memory.reserved[row] > 0) is is_held:
+                        excess -= memory.weight * memory.trim(row)
 
 
 class KVRows(RowStore):
