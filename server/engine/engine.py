@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from time import perf_counter
@@ -137,6 +138,8 @@ class Engine:
             self.scheduler.add(sequence)
         except BaseException:
             self._sequences.pop(sequence.id, None)
+            with suppress(ValueError):
+                self.scheduler.waiting.remove(sequence)
             raise
 
     def abort(
