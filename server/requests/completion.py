@@ -125,7 +125,7 @@ class Completion:
 
     @property
     def _first_samples(self) -> list[Sequence]:
-        return [one for one in self.stream.sequences if one.params.sample_index == 0]
+        return [s for s in self.stream.sequences if s.params.sample_index == 0]
 
     @property
     def n_completion_tokens(self) -> int:
@@ -135,7 +135,7 @@ class Completion:
     @property
     def seconds_to_first_token(self) -> float | None:
         """The seconds from arrival to the first token; None before it."""
-        firsts = ((one.first_token_at, one.arrived_at) for one in self.stream.sequences)
+        firsts = ((s.first_token_at, s.arrived_at) for s in self.stream.sequences)
         return min((at - arrived for at, arrived in firsts if at is not None), default=None)
 
     async def deltas(self, max_silence: float | None = None) -> AsyncIterator[list[Delta]]:

@@ -34,7 +34,7 @@ class Exported:
 
     def runner(self, **options: Any) -> Seq2SeqRunner:
         graphs = self.folder / "encoder.onnx", self.folder / "model.onnx"
-        options = {"kv_cache_bytes": 10**6, "threads": 1, "spin_microseconds": 0} | options
+        options = {"kv_cache_bytes": 10**6, "threads": 1} | options
         return Seq2SeqRunner(*graphs, self.model.config, **options)
 
 
