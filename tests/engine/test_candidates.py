@@ -115,12 +115,12 @@ def test_tokens_and_random_numbers_are_those_of_whole_rows(vocab: int) -> None:
 def test_a_peaked_row_is_decided(filters: dict[str, Any]) -> None:
     """As those of trained models are: would catch a bound that lets all rows be read whole."""
     generator = np.random.default_rng(5)
-    logits = (generator.standard_normal((200, 5000)) * 3).astype(np.float32)
+    logits = (generator.standard_normal((100, 5000)) * 3).astype(np.float32)
     logits[:, :30] += 12
-    params = [SamplingParams(max_tokens=1, seed=i, **filters) for i in range(200)]
+    params = [SamplingParams(max_tokens=1, seed=i, **filters) for i in range(100)]
     sequences = [sampled_sequence(of) for of in params]
     candidates = candidates_of(logits, params, generator)
-    assert len(choose_rows(candidates, list(enumerate(sequences)), 5000)) > 190
+    assert len(choose_rows(candidates, list(enumerate(sequences)), 5000)) >= 95
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
