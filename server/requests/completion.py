@@ -101,11 +101,6 @@ def make_choices(
     return choices
 
 
-def sequences_of(choices: list[Choice]) -> list[Sequence]:
-    """Return the sequences of choices, each once."""
-    return list(dict.fromkeys(choice.sequence for choice in choices))
-
-
 @dataclass(slots=True, eq=False)
 class Completion:
     """An accepted request, whose sequences have consecutive ids; iterate over `deltas`."""

@@ -19,7 +19,7 @@ from kvasir.model.directory import CANDIDATES_OUTPUT
 from kvasir.model.reference import generate
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.gpu.cuda import bind_cuda_blocks
-from kvasir.server.engine.gpu.errors import NoDeviceError
+from kvasir.server.engine.gpu.cuda_runtime import NoDeviceError
 from kvasir.server.engine.gpu.graphs import row_bucket, width_bucket
 from kvasir.server.engine.gpu.model import DeviceModel
 from kvasir.server.engine.gpu.outputs import DeviceOutputs

@@ -19,7 +19,7 @@ from kvasir.model.platform.machine import available_memory, usable_cpus
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.encoder.engine import MAX_PADDING
 from kvasir.server.engine.kv.memory import KVShape
-from kvasir.server.engine.kv.source_rows import SourceRows
+from kvasir.server.engine.kv.rows import SourceRows
 from kvasir.server.engine.model_runner import check_max_model_len, group_neighbours
 from kvasir.server.engine.runner import TOKEN_BLOCK, RowBinding, lone_token_differs
 from kvasir.server.engine.sampling.logits import Logits
