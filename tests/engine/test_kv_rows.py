@@ -104,23 +104,6 @@ def test_few_prompts_are_computed_at_once() -> None:
     assert admit(rows, 20) == 3
 
 
-@pytest.mark.parametrize(("int8", "weight"), [(False, 1), (True, 4)])
-def test_the_floats_of_a_prompt_are_reserved_until_it_ends(int8: bool, weight: int) -> None:
-    """In tokens of running rows, which the budget counts."""
-    rows = make_rows(int8=int8, budget_tokens=12 + 10 * weight)
-    assert rows.reservation(10, 2) == rows.budget_tokens
-    assert admit(rows, 10, 3) is None
-    assert admit(rows, 10, 2) == 0
-    assert rows.reserved_tokens == rows.budget_tokens
-    end_prompt(rows, 0)
-    assert rows.reserved_tokens == 12
-    assert admit(rows, 5) == 1
-    rows.free(1)
-    rows.free(0)
-    assert rows.reserved_tokens == 0
-    assert admit(rows, 10, 2) == 0
-
-
 def test_padding_is_reserved_or_refused_and_kept_no_longer_than_a_prompt() -> None:
     rows = make_rows(int8=True, budget_tokens=100)
     assert [admit(rows, 7), admit(rows, 9)] == [0, 1]
@@ -137,28 +120,6 @@ def test_padding_is_reserved_or_refused_and_kept_no_longer_than_a_prompt() -> No
     assert rows.pad([0], 1500)
     end_prompt(rows, 0)
     assert rows.committed_tokens == 1000 + 1024
-
-
-@pytest.mark.parametrize("int8", [False, True])
-def test_a_move_takes_the_tokens_and_the_reservation_along(int8: bool) -> None:
-    """Where the budget has no room for both copies, it waits."""
-    rows = make_rows(max_model_len=200, budget_tokens=200 if int8 else 280, int8=int8)
-    for n in (10, 20, 130):
-        admit(rows, 0, n)
-    rows.running.array[:] = np.random.default_rng(0).integers(-127, 127, rows.running.array.shape)
-    moved = rows.running.array[:, 2, :, :50].copy()
-    prompt_row = rows.prompt_row(2)
-    rows.free(0)
-    if int8:
-        assert rows.move(2, 51) is None
-        assert (len(rows.free_rows), rows.reserved_tokens) == (2, 150)
-    assert rows.move(2, 50) == 0
-    assert (rows.running.array[:, 0, :, :50] == moved).all()
-    assert rows.prompt_row(0) == prompt_row
-    assert rows.reserved_tokens == 150
-    rows.free(0)
-    assert rows.reserved_tokens == 20
-    assert len(rows.free_rows) == 3
 
 
 # Memory that the operating system has committed
