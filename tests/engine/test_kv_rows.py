@@ -171,9 +171,9 @@ def test_any_work_keeps_to_the_budget(int8: bool, committed: Callable[[], int]) 
     more reservations than fit; nor does a row keep them while another takes its reservation.
     """
     chance = random.Random(3)
-    shape = KVShape(n_layer=4, n_kv_head=1, head_dim=64)  # pages are of few tokens
+    shape = KVShape(n_layer=8, n_kv_head=1, head_dim=64)  # pages are of few tokens
     rows = make_rows(shape, max_num_seqs=8, int8=int8, **LARGE)
-    most = 1.1 * rows.token_bytes * rows.budget_tokens + 2**20  # of the interpreter
+    whole, of_interpreter = rows.token_bytes * rows.budget_tokens, 2**21
     lengths: dict[int, int] = {}
     peak = 0
 
@@ -207,6 +207,6 @@ def test_any_work_keeps_to_the_budget(int8: bool, committed: Callable[[], int]) 
             rows.free(row)
             del lengths[row]
         assert rows.reserved_tokens <= rows.committed_tokens <= rows.budget_tokens
-        assert committed() < most
+        assert committed() < 1.1 * whole + of_interpreter
         peak = max(peak, committed())
-    assert peak > 0.8 * most, "the budget is not used"
+    assert peak > 0.8 * whole, "the budget is not used"
