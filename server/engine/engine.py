@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from time import perf_counter
@@ -137,6 +138,8 @@ class Engine:
             self.scheduler.add(sequence)
         except BaseException:
             self._sequences.pop(sequence.id, None)
+            with suppress(ValueError):
+                self.scheduler.waiting.remove(sequence)
             raise
 
     def abort(
@@ -174,7 +177,14 @@ class Engine:
     def _sample(self, batch: StepBatch, logits: Logits) -> list[TokenOutput]:
         """Record all chunks as computed, and continue their sequences."""
         ends = list(accumulate(chunk.n_logits for chunk in batch.chunks))
-        tokens = choose(logits.candidates, batch.chunks, ends, self.runner.vocab_size)
+        tokens: dict[int, int] = {}  # by row, where candidates tell
+        if logits.candidates is not None:
+            wanted = [
+                (end - 1, chunk.sequence)
+                for chunk, end in zip(batch.chunks, ends, strict=True)
+                if chunk.yields_token and not chunk.draft and chunk.sequence.beams is None
+            ]
+            tokens = choose(logits.candidates, wanted, self.runner.vocab_size)
         outputs = []
         for chunk, end in zip(batch.chunks, ends, strict=True):
             outputs += self._update(chunk, logits, end, tokens.get(end - 1))

@@ -6,8 +6,6 @@ import ctypes
 import os
 import sys
 
-SPIN_MICROSECONDS = 100  # default time that an idle thread keeps its processor
-
 _NICENESS = 5  # of an encoder beside streams: Linux gives it a third of a stream's time
 
 _C = ctypes.CDLL(None) if sys.platform == "linux" else None

@@ -28,7 +28,6 @@ from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.kv.memory import KVShape, RowMemory
 from kvasir.server.engine.kv.prefix_cache import BLOCK_SIZE, PrefixCache
 from kvasir.server.engine.kv.rows import KVRows
-from kvasir.server.engine.machine import SPIN_MICROSECONDS
 from kvasir.server.engine.model_runner import check_max_model_len, group_neighbours
 from kvasir.server.engine.sampling.logits import Logits, most_logits
 from kvasir.server.engine.sampling.params import Floats
@@ -63,12 +62,11 @@ class OnnxRunner:
         n_models: int = 1,
         prefix_cache_bytes: int | None = 0,
         threads: int | None = None,
-        spin_microseconds: int = SPIN_MICROSECONDS,
     ) -> None:
         self.max_model_len = check_max_model_len(max_model_len, config)
         self.vocab_size = config.vocab_size
         self.model_seconds = self.decode_seconds = 0.0  # spent in ONNX Runtime so far
-        self._session = open_session(graph, threads or usable_cpus(), spin_microseconds)
+        self._session = open_session(graph, threads or usable_cpus())
         check_shape(self._session, config)
         n_bytes = kv_cache_bytes
         if n_bytes is None:
@@ -114,7 +112,7 @@ class OnnxRunner:
                 for s in [*batch.window, None][:n_rows]
             ]
             n_done = self._run(self.kv.running, 0, window, 0)
-        prompts = group_neighbours(batch.prefills, self._may_share_run)
+        prompts = group_neighbours(batch.prefills, self._pad_into_one_run)
         for chunks in (*prompts, *([chunk] for chunk in batch.drafts)):
             # Prompts are padded on the right; a row's next tokens overwrite what padding writes.
             work = [(chunk.token_ids, chunk.start, chunk.n_logits) for chunk in chunks]
@@ -157,11 +155,12 @@ class OnnxRunner:
         self.decode_seconds += seconds if memory is self.kv.running else 0.0
         return len(indices)
 
-    def _may_share_run(self, group: list[Chunk]) -> bool:
-        """Return whether chunks are whole prompts of similar length on neighbouring rows.
+    def _pad_into_one_run(self, group: list[Chunk]) -> bool:
+        """Reserve the padding of chunks in one run; return False if they may not share it.
 
-        A run reads every weight once, however many prompts it holds. A prompt of one token runs
-        alone, because a product of a single row has a kernel of its own.
+        They may if they are whole prompts of similar length on neighbouring rows. A run reads every
+        weight once, however many prompts it holds. A prompt of one token runs alone, because a
+        product of a single row has a kernel of its own.
         """
         longest = max(chunk.count for chunk in group)
         rows = [self._place(chunk)[1] for chunk in group]

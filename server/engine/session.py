@@ -22,7 +22,7 @@ _ELEMENT_TYPES = {  # numbers in onnx.TensorProto, and bytes
 def open_session(
     graph: Path,
     threads: int,
-    spin_microseconds: int,
+    spin_microseconds: int = 100,
     *,
     plans_memory: bool = True,
     fits_16_bits: bool = False,

@@ -14,7 +14,7 @@ from kvasir.model.directory import (
 from kvasir.model.platform.suggestions import install_command
 from kvasir.server.engine.encoder.engine import TOKEN_BUDGET, EncoderEngine
 from kvasir.server.engine.engine import Engine
-from kvasir.server.engine.gpu.errors import NoDeviceError
+from kvasir.server.engine.gpu.cuda_runtime import NoDeviceError
 from kvasir.server.engine.model_runner import Runner, warm_up
 from kvasir.server.errors import StartupError
 from kvasir.server.requests.served_model import onnxruntime_version

@@ -177,8 +177,8 @@ class AsyncEngine:
         streams = dict.fromkeys(live.stream for live in self._live.values())
 
         def abort(engine: AnyEngine) -> Iterable[TokenOutput | None]:
-            ids = [one.id for stream in streams if stream.is_waiting for one in stream.sequences]
-            return [engine.abort(i, FinishReason.ABORT) for i in ids]
+            waiting = [s for stream in streams if stream.is_waiting for s in stream.sequences]
+            return [engine.abort(s.id, FinishReason.ABORT) for s in waiting]
 
         self._inbox.put(abort)
 

@@ -101,11 +101,6 @@ def make_choices(
     return choices
 
 
-def sequences_of(choices: list[Choice]) -> list[Sequence]:
-    """Return the sequences of choices, each once."""
-    return list(dict.fromkeys(choice.sequence for choice in choices))
-
-
 @dataclass(slots=True, eq=False)
 class Completion:
     """An accepted request, whose sequences have consecutive ids; iterate over `deltas`."""
@@ -125,7 +120,7 @@ class Completion:
 
     @property
     def _first_samples(self) -> list[Sequence]:
-        return [one for one in self.stream.sequences if one.params.sample_index == 0]
+        return [s for s in self.stream.sequences if s.params.sample_index == 0]
 
     @property
     def n_completion_tokens(self) -> int:
@@ -135,7 +130,7 @@ class Completion:
     @property
     def seconds_to_first_token(self) -> float | None:
         """The seconds from arrival to the first token; None before it."""
-        firsts = ((one.first_token_at, one.arrived_at) for one in self.stream.sequences)
+        firsts = ((s.first_token_at, s.arrived_at) for s in self.stream.sequences)
         return min((at - arrived for at, arrived in firsts if at is not None), default=None)
 
     async def deltas(self, max_silence: float | None = None) -> AsyncIterator[list[Delta]]:

@@ -30,7 +30,6 @@ from kvasir.server.requests.completion import (
     Completion,
     make_choices,
     raise_failure,
-    sequences_of,
 )
 from kvasir.server.requests.grammars import Grammars
 from kvasir.server.requests.request import CompletionRequest, EmbeddingRequest, Request
@@ -158,7 +157,8 @@ class ServedModel:
             constraint = await self.grammars.constraint(request)
         with self._admitted(request) as max_wait:
             choices = make_choices(request, self.model_dir.tokenizer, self.engine.ids, constraint)
-            with self._running(request, sequences_of(choices), max_wait) as stream:
+            sequences = list(dict.fromkeys(choice.sequence for choice in choices))
+            with self._running(request, sequences, max_wait) as stream:
                 yield Completion(choices, stream)
 
     async def embed(self, request: EmbeddingRequest) -> list[Floats]:

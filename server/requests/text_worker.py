@@ -56,7 +56,7 @@ class TextWorker(BoundedThreads):
             f"would exceed {MOST_WAITING}"
         )
         super().__init__(THREADS, "texts", MOST_WAITING, full, "texts")
-        self._short = ThreadPoolExecutor(THREADS, "short-texts")
+        self._short = BoundedThreads(THREADS, "short-texts", MOST_WAITING, full, "texts")
 
     async def call(self, size: int, work: Callable[[], T], *, waits: bool = False) -> T:
         """Return the result of work on a text of a size, in a thread if it is long; see `run`.
@@ -78,6 +78,6 @@ class TextWorker(BoundedThreads):
         if size > SHORT:
             return await self.run(run, size)
         if waits:
-            return await asyncio.get_running_loop().run_in_executor(self._short, run)
+            return await self._short.run(run, size)
         with panics_as_errors():
             return work()

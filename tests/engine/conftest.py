@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-import pytest
+import os
+from typing import Any
 
+import pytest
+from filelock import FileLock
+
+from kvasir.model.directory import GRAPH_FILE
 from tests.kit.numpy_session import export_paged
-from tests.kit.random_models import RandomModel
+from tests.kit.random_models import RandomModel, make_config, make_decoder
+
+PAGED: dict[str, Any] = {"sliding_window": 30, "sliding_window_layers": (1,), "qk_norm": True}
 
 
 @pytest.fixture(scope="session")
 def paged_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
-    """A graph over blocks, which numpy runs."""
-    folder = tmp_path_factory.mktemp("paged")
-    return export_paged(folder, sliding_window=30, sliding_window_layers=(1,), qk_norm=True)
+    """A graph over blocks, which numpy runs; the first of pytest-xdist's workers exports it."""
+    root = tmp_path_factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "paged_model"
+    with FileLock(f"{folder}.lock"):
+        if (folder / GRAPH_FILE).exists():
+            return RandomModel(make_decoder(make_config(**PAGED)), folder / GRAPH_FILE)
+        folder.mkdir()
+        return export_paged(folder, **PAGED)

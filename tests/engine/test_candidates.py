@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvasir.server.engine.sampling.candidates import candidate_logprobs, choose_rows
+from kvasir.server.engine.sampling.candidates import candidate_logprobs, choose
 from kvasir.server.engine.sampling.logits import Candidates
 from kvasir.server.engine.sampling.params import Floats, SamplingParams, token_logprobs
 from kvasir.server.engine.sampling.sampler import sample
@@ -79,7 +79,7 @@ def test_tokens_and_random_numbers_are_those_of_whole_rows(vocab: int) -> None:
             for _ in range(2)
         )
         for _ in range(3):
-            found = choose_rows(candidates, list(enumerate(here)), vocab)
+            found = choose(candidates, list(enumerate(here)), vocab)
             for i, (a, b) in enumerate(zip(here, there, strict=True)):
                 expected = sample(logits[i], b)
                 token = found[i] if i in found else sample(logits[i], a)
@@ -115,12 +115,12 @@ def test_tokens_and_random_numbers_are_those_of_whole_rows(vocab: int) -> None:
 def test_a_peaked_row_is_decided(filters: dict[str, Any]) -> None:
     """As those of trained models are: would catch a bound that lets all rows be read whole."""
     generator = np.random.default_rng(5)
-    logits = (generator.standard_normal((200, 5000)) * 3).astype(np.float32)
+    logits = (generator.standard_normal((100, 5000)) * 3).astype(np.float32)
     logits[:, :30] += 12
-    params = [SamplingParams(max_tokens=1, seed=i, **filters) for i in range(200)]
+    params = [SamplingParams(max_tokens=1, seed=i, **filters) for i in range(100)]
     sequences = [sampled_sequence(of) for of in params]
     candidates = candidates_of(logits, params, generator)
-    assert len(choose_rows(candidates, list(enumerate(sequences)), 5000)) > 190
+    assert len(choose(candidates, list(enumerate(sequences)), 5000)) >= 95
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
@@ -132,6 +132,6 @@ def test_rows_without_finite_logits_are_read_whole(broken: float, temperature: f
     params = SamplingParams(max_tokens=1, temperature=temperature, top_k=3)
     sequences = [sampled_sequence(params) for _ in range(3)]
     candidates = candidates_of(logits, [params] * 3, generator)
-    found = choose_rows(candidates, list(enumerate(sequences)), 300)
+    found = choose(candidates, list(enumerate(sequences)), 300)
     assert 1 not in found
     assert sample(logits[1], sequences[1]) is None

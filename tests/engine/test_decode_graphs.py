@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import pytest
 
-from kvasir.export.graphs.paged import export_paged_graph
 from kvasir.model.directory import CANDIDATES_OUTPUT
 from kvasir.model.reference import generate
 from kvasir.server.engine.engine import Engine
+from kvasir.server.engine.gpu import session
 from kvasir.server.engine.gpu.cuda import bind_cuda_blocks
-from kvasir.server.engine.gpu.errors import NoDeviceError
+from kvasir.server.engine.gpu.cuda_runtime import NoDeviceError
 from kvasir.server.engine.gpu.graphs import row_bucket, width_bucket
 from kvasir.server.engine.gpu.model import DeviceModel
 from kvasir.server.engine.gpu.outputs import DeviceOutputs
@@ -30,19 +30,16 @@ from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.sequence import FinishReason
 from tests.kit.engine_driver import Result, make_sequence, run_at_random, run_to_end
 from tests.kit.numpy_session import BLOCK, HostBuffer
-from tests.kit.random_models import RandomModel, make_config, make_decoder
+from tests.kit.random_models import RandomModel
 from tests.kit.recording_session import RecordingSession, RecordingStream, recording_backend
 
 N_BLOCKS = 50
 GREEDY = SamplingParams(max_tokens=30, temperature=0.0)
 
 
-@pytest.fixture(scope="module")
-def rounded(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
-    """A graph of 16 bits over blocks of the usual size."""
-    folder, decoder = tmp_path_factory.mktemp("rounded"), make_decoder(make_config(n_layer=1))
-    export_paged_graph(decoder.config, decoder.state_dict(), folder / "model.onnx", "bf16")
-    return RandomModel(decoder, folder / "model.onnx")
+@pytest.fixture
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "KV_BLOCK_SIZE", BLOCK)
 
 
 class Recorded(NamedTuple):
@@ -240,14 +237,16 @@ def test_a_row_of_padding_writes_nothing(paged_model: RandomModel) -> None:
         assert set(np.nonzero(changed)[0].tolist()) == written
 
 
+@pytest.mark.usefixtures("short_blocks")
 def test_memory_of_graphs_is_left_when_blocks_take_the_rest(
-    rounded: RandomModel, monkeypatch: pytest.MonkeyPatch
+    paged_model: RandomModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first runner's blocks are free by then, as they would not be in a cycle of references."""
     held: list[weakref.ref[HostBuffer]] = []
 
     def buffer(n_bytes: int) -> HostBuffer:
-        assert not any(one() for one in held[:-2]), "memory of another runner"  # keys, values
+        # Keys and values of two layers.
+        assert not any(one() for one in held[:-4]), "memory of another runner"
         made = HostBuffer(n_bytes)
         held.append(weakref.ref(made))
         return made
@@ -262,28 +261,28 @@ def test_memory_of_graphs_is_left_when_blocks_take_the_rest(
                 bind_blocks=partial(bind_cuda_blocks, buffer=buffer)
             )
             monkeypatch.setitem(BACKENDS, "cuda", backend)
-            runner = open_gpu_runner("cuda", rounded.graph, rounded.config, max_num_seqs=3)
+            runner = open_gpu_runner("cuda", paged_model.graph, paged_model.config, max_num_seqs=3)
             n_tokens.append(runner.kv.budget_tokens)
             assert opened[0].captures
             del runner
     finally:
         gc.enable()
-    # Of 1, 2 and 3 rows, one width, and what the captures had taken by then.
-    block = 256 * 2 * 2 * 16 * 2
-    assert n_tokens[0] == int(0.9 * 2**20) // block * 256
-    assert n_tokens[1] == int(0.9 * (2**20 - (3 + 1) * 2**13)) // block * 256 < n_tokens[0]
+    # Of 1, 2 and 3 rows, four widths, and what the captures had taken by then.
+    block = BLOCK * 2 * 2 * 2 * 16 * 4
+    assert n_tokens[0] == int(0.9 * 2**20) // block * BLOCK
+    assert n_tokens[1] == int(0.9 * (2**20 - (12 + 1) * 2**13)) // block * BLOCK < n_tokens[0]
 
 
+@pytest.mark.usefixtures("short_blocks")
 def test_a_session_that_cannot_capture_is_opened_without(
-    rounded: RandomModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    paged_model: RandomModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-
     def refuse(_graph: Path, _stream: Any) -> Any:
         raise NoDeviceError("this session cannot use the graph capture feature")
 
     backend = recording_backend(2**20)
     monkeypatch.setitem(BACKENDS, "cuda", backend._replace(open_capturing=refuse))
-    runner = open_gpu_runner("cuda", rounded.graph, rounded.config, max_num_seqs=2)
+    runner = open_gpu_runner("cuda", paged_model.graph, paged_model.config, max_num_seqs=2)
     result = run_to_end(Engine(runner, chunk_size=16), [make_sequence(0, [1, 2, 3], GREEDY)])[0]
     assert len(result.token_ids) == GREEDY.max_tokens
     assert "the graph capture feature" in caplog.text

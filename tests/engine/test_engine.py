@@ -356,14 +356,6 @@ def test_a_text_that_repeats_itself_takes_fewer_steps() -> None:
     assert sum(s.n_drafted for s in stats) == sum(s.n_accepted for s in stats)
 
 
-def test_an_end_inside_a_draft_is_the_end() -> None:
-    """Would catch tokens after the last output, and a lost one."""
-    engine, _ = make_engine(16, speculate=True, next_token=lambda prefix: prefix[-5])
-    sequence = greedy(0, [1, 2, 3, EOS, 9, 1, 2, 3, EOS, 9, 1], 30, eos={EOS})
-    assert [(s.n_drafted, s.n_accepted) for s in step_stats(engine, [sequence])] == [(0, 0), (8, 1)]
-    assert sequence.output_ids == [2, 3, EOS]
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_sampled_tokens_and_logprobs_are_those_of_one_step_a_token(seed: int) -> None:
     """With penalties and several sequences: would catch a random draw lost or made twice."""

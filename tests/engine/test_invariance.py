@@ -6,7 +6,7 @@ must not change them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def make_request(model: RandomModel, i: int) -> Sequence:
         np.random.default_rng(99).integers(model.config.vocab_size, size=n_shared).tolist()
     )
     params = SamplingParams(
-        max_tokens=int(generator.integers(1, 40)),
+        max_tokens=int(generator.integers(1, 24)),
         temperature=[0.0, 0.9][i % 2],
         top_k=[0, 20][i % 7 == 1],
         top_p=[0.95, 1.0][i % 7 == 3],
@@ -67,19 +67,26 @@ def make_request(model: RandomModel, i: int) -> Sequence:
     return sequence
 
 
-MODELS = ["model", "int8_model", "int4_model", "windowed_model", "biased_model"]
-MODELS += ["mixture_model", "int8_mixture_model", "int4_mixture_model"]
+MODELS = [
+    *("random_model", "random_int8_model", "random_int4_model", "random_windowed_model"),
+    *("random_biased_model", "random_mixture_model", "random_int8_mixture_model"),
+    "random_int4_mixture_model",
+]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(params=MODELS)
 def model(request: pytest.FixtureRequest) -> RandomModel:
     """Rounded models keep the promise, because each token has scales of its own."""
-    exported: RandomModel = request.getfixturevalue(f"random_{request.param}")
+    exported: RandomModel = request.getfixturevalue(request.param)
     return exported
 
 
-@pytest.fixture(scope="module")
-def alone(model: RandomModel) -> list[Result]:
+def number_of(model: RandomModel) -> int:
+    return MODELS.index(model.graph.parent.name)
+
+
+@cache
+def run_alone(model: RandomModel) -> list[Result]:
     """The results of each request alone, its prompt in one piece."""
     engine = Engine(model.runner(max_num_seqs=1), chunk_size=200)
     return [run_to_end(engine, [make_request(model, i)])[i] for i in range(N_REQUESTS)]
@@ -102,53 +109,29 @@ class RandomCapacity(StepCapacity):
         return int(self._generator.integers(2, [8, 100][past % 2]))
 
 
-# Seven seeds a model: every other model runs a seed, with both numbers of threads.
-SEEDS = [
-    (name, seed)
-    for i, name in enumerate(MODELS)
-    for seed in range(14)
-    if (i + seed + seed // 4) % 2 == 0
-]
-
-
-@pytest.mark.parametrize(("model", "seed"), SEEDS, indirect=["model"])
-def test_same_request_same_bits(model: RandomModel, alone: list[Result], seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    runner = model.runner(max_num_seqs=[2, 5, 8][seed % 3], threads=[1, 2][seed % 2])
-    runner._never_alone |= seed % 4 == 1  # as on a CPU whose kernel for a lone row differs
-    chunk_size = [2, 3, 16, 32, 64, 200][seed % 6] if seed < 12 else 200
-    cache_blocks = [100, 3, 0, 100, 1][seed % 5]
-    engine = make_engine(runner, chunk_size=chunk_size, cache_blocks=cache_blocks)
-    if seed >= 12:
+@pytest.mark.parametrize("kind", range(4))
+def test_same_request_same_bits(model: RandomModel, kind: int) -> None:
+    """In four runs a model, all of which differ in rows, chunks and the prefix cache."""
+    n = 4 * number_of(model) + kind
+    generator = np.random.default_rng(n)
+    runner = model.runner(max_num_seqs=[2, 5, 8][n % 3], threads=[1, 2][n % 2])
+    runner._never_alone |= kind == 1  # as on a CPU whose kernel for a lone row differs
+    chunk_size = [2, 3, 16, 32, 64, 200][n % 6] if kind < 3 else 200
+    engine = make_engine(runner, chunk_size=chunk_size, cache_blocks=[100, 3, 0, 100, 1][n % 5])
+    if kind == 3:
         engine.scheduler.capacity = RandomCapacity(generator)
     requests = [make_request(model, i) for i in range(N_REQUESTS)]
-    assert_same(run_at_random(engine, requests, generator, n_aborted=seed % 6), alone)
+    assert_same(run_at_random(engine, requests, generator, n_aborted=n % 6), run_alone(model))
 
 
-# Blocks of the cache, and tokens of a step: two a model.
-CACHES = [(1000, 3), (4, 48), (1, 16)]
-CACHES_OF_MODELS = [
-    (name, *cache)
-    for i, name in enumerate(MODELS)
-    for j, cache in enumerate(CACHES)
-    if (i + j) % len(CACHES)
-]
-
-
-@pytest.mark.parametrize(
-    ("model", "cache_blocks", "chunk_size"), CACHES_OF_MODELS, indirect=["model"]
-)
-def test_cold_and_warm_answers_are_the_same(
-    model: RandomModel, alone: list[Result], cache_blocks: int, chunk_size: int
-) -> None:
-    """All at once, some one by one, and all at once again, with a large and with a tiny cache."""
-    engine = make_engine(
-        model.runner(max_num_seqs=6), chunk_size=chunk_size, cache_blocks=cache_blocks
-    )
-    wanted = range(N_REQUESTS)
-    rounds = [wanted, *([i] for i in reversed(wanted[7:])), wanted]
+def test_cold_and_warm_answers_are_the_same(model: RandomModel) -> None:
+    """All at once, some one by one, and all at once again, with a large or with a tiny cache."""
+    cache_blocks, chunk_size = [(1000, 3), (4, 48), (1, 16)][number_of(model) % 3]
+    runner = model.runner(max_num_seqs=6)
+    engine = make_engine(runner, chunk_size=chunk_size, cache_blocks=cache_blocks)
+    wanted, alone = range(N_REQUESTS), run_alone(model)
     n_cached = 0
-    for ids in rounds:
+    for ids in (wanted, *([i] for i in reversed(wanted[7:])), wanted):
         requests = [make_request(model, i) for i in ids]
         results = run_to_end(engine, requests)
         assert [results[i] for i in ids] == [alone[i] for i in ids]
@@ -156,27 +139,17 @@ def test_cold_and_warm_answers_are_the_same(
     assert n_cached > 0
 
 
-@pytest.mark.parametrize("length", [2, 17, 65, 66, 129])
-def test_prompt_logprobs_for_every_way_of_cutting(
-    model: RandomModel, length: int, run_prompt: Callable[[list[int], int], Result]
-) -> None:
+def test_prompt_logprobs_for_every_way_of_cutting(model: RandomModel) -> None:
     """A one-token tail starts a token earlier and must write and score the same bits."""
-    prompt_ids = (
-        np.random.default_rng(length).integers(model.config.vocab_size, size=length).tolist()
-    )
-    whole = run_prompt(prompt_ids, 200)
-    for chunk_size in (2, 3, 32, 64, max(2, length - 1)):
-        assert run_prompt(prompt_ids, chunk_size) == whole
-
-
-@pytest.fixture(scope="module")
-def run_prompt(model: RandomModel) -> Callable[[list[int], int], Result]:
     runner = model.runner(max_num_seqs=1)
-
-    def run(prompt_ids: list[int], chunk_size: int) -> Result:
-        params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=5, prompt_logprobs=5)
-        return run_to_end(
-            Engine(runner, chunk_size=chunk_size), [make_sequence(0, prompt_ids, params)]
-        )[0]
-
-    return run
+    params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=5, prompt_logprobs=5)
+    for length in (2, 67, 129):
+        generator = np.random.default_rng(length)
+        prompt_ids = generator.integers(model.config.vocab_size, size=length).tolist()
+        whole, *cut = (
+            run_to_end(
+                Engine(runner, chunk_size=chunk_size), [make_sequence(0, prompt_ids, params)]
+            )[0]
+            for chunk_size in (200, 2, 3, 32, 64, max(2, length - 1))
+        )
+        assert cut == [whole] * len(cut), length

@@ -100,16 +100,6 @@ def admit(blocks: KVBlocks, prompt: list[int], max_tokens: int = 0) -> tuple[int
     return admitted
 
 
-def test_prompts_that_begin_alike_share_blocks_and_count_them_once() -> None:
-    blocks = make_blocks()
-    assert admit(blocks, [1] * 8 + [2] * 4) == (0, 0)
-    assert admit(blocks, [1] * 8 + [3] * 4) == (1, 8)
-    assert blocks.table[0, :2].tolist() == blocks.table[1, :2].tolist()
-    assert blocks.reserved_tokens == 4 * BLOCK
-    blocks.free(0)
-    assert blocks.reserved_tokens == 3 * BLOCK
-
-
 def test_the_end_of_a_chain_that_nobody_uses_goes_first() -> None:
     """Of two chains, the one that was freed first."""
     blocks = make_blocks(n_blocks=6)

@@ -9,8 +9,7 @@ import pytest
 
 from kvasir.server.engine.kv.blocks import KVBlocks
 from kvasir.server.engine.kv.memory import KVShape
-from kvasir.server.engine.kv.rows import KVRows
-from kvasir.server.engine.kv.source_rows import SourceRows
+from kvasir.server.engine.kv.rows import KVRows, SourceRows
 from kvasir.server.engine.kv.store import KVStore
 
 SHAPE = KVShape(n_layer=2, n_kv_head=3, head_dim=8)
@@ -61,6 +60,20 @@ def test_rows_and_budget_bound_what_is_admitted(name: str, n_fit: int) -> None:
         store.free(row)
     store.release_idle_memory()
     assert (store.reserved_tokens, len(store.free_rows)) == (0, N_ROWS)
+
+
+def test_pages_of_free_rows_go_before_those_of_held_ones() -> None:
+    """A free row's target goes before what a held row's longer source has left."""
+    store = SourceRows(
+        SHAPE, max_num_seqs=4, max_source_len=60, max_model_len=60, budget_tokens=160
+    )
+    rows = [(row, 0) for row in range(4)]
+    assert [store.admit(20, 20, []) for _ in rows] == rows
+    for row in range(4):
+        store.free(row)
+    assert [store.admit(10, 20, []), store.admit(10, 20, []), store.admit(20, 60, [])] == rows[:3]
+    assert store.sources.committed[:4] == [20, 20, 20, 0]
+    assert store.targets.committed[:4] == [20, 20, 60, 0]
 
 
 @pytest.mark.parametrize("name", ["rows", "int8 rows", "sources"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import combinations, count
 
 import numpy as np
@@ -16,7 +17,8 @@ BLOCK = 2
 LENGTH = 24
 
 
-def content(prompt_ids: list[int]) -> NDArray[np.float32]:
+@cache
+def content(*prompt_ids: int) -> NDArray[np.float32]:
     """Keys and values [4, 3, len, 8] of a prompt; a token's depend on all before it."""
     seeds = [prompt_ids[: n + 1] for n in range(len(prompt_ids))]
     tokens = [
@@ -75,46 +77,46 @@ def test_any_work_against_a_dictionary_of_prefixes(
     capacity: int, work: list[tuple[bool, list[int]]]
 ) -> None:
     """Would catch blocks of another prefix, a wrong order, a chain that evicts its beginning."""
-    cache, oracle = PrefixCache(capacity, BLOCK), Oracle(capacity)
+    blocks, oracle = PrefixCache(capacity, BLOCK), Oracle(capacity)
     for keeps, prompt_ids in work:
-        chain, expected = cache.names(prompt_ids), content(prompt_ids)
+        chain, expected = blocks.names(prompt_ids), content(*prompt_ids)
         row = np.full((4, 3, LENGTH, 8), np.nan, dtype=np.float32)
         if keeps:
             row[:, :, : len(prompt_ids)] = expected
-            cache.keep(row, chain)
+            blocks.keep(row, chain)
             oracle.keep(prompt_ids)
             row[:] = np.nan  # a block is a copy, not a view
         else:
-            n_tokens = cache.restore(row, chain)
+            n_tokens = blocks.restore(row, chain)
             assert n_tokens == oracle.restore(prompt_ids)
             assert (row[:, :, :n_tokens] == expected[:, :, :n_tokens]).all()
             assert np.isnan(row[:, :, n_tokens:]).all()
-        assert [cache.count(cache.names(ids)) for ids in PROMPTS] == [
+        assert [blocks.count(blocks.names(ids)) for ids in PROMPTS] == [
             len(oracle.found(ids)) for ids in PROMPTS
         ]
 
 
 def test_prompts_of_different_salts_share_no_name() -> None:
     """Not even where one prompt continues with what another begins with."""
-    cache = PrefixCache(50, BLOCK)
+    blocks = PrefixCache(50, BLOCK)
     prompts = [[1] * 12, [1, 1, 2, 2, 1, 1, 1, 1]]
-    named = [set(cache.names(ids, salt)) for salt in (b"", b"a", b"b") for ids in prompts]
+    named = [set(blocks.names(ids, salt)) for salt in (b"", b"a", b"b") for ids in prompts]
     assert [len(one & other) for one, other in combinations(named, 2) if one & other] == [1] * 3
-    assert cache.names([1] * 12) == cache.names([1] * 12, b"")
+    assert blocks.names([1] * 12) == blocks.names([1] * 12, b"")
 
 
 def test_a_block_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if several prompts that begin with it are kept."""
-    cache = PrefixCache(50, BLOCK)
+    blocks = PrefixCache(50, BLOCK)
     row = np.zeros((4, 3, LENGTH, 8), dtype=np.float32)
     copied: list[tuple[int, ...]] = []
-    allocate = cache._allocate
+    allocate = blocks._allocate
 
     def counting(shape: tuple[int, ...]) -> NDArray[np.float32]:
         copied.append(shape)
         return allocate(shape)
 
-    monkeypatch.setattr(cache, "_allocate", counting)
+    monkeypatch.setattr(blocks, "_allocate", counting)
     for end in (3, 8, 8, 12):
-        cache.keep(row, cache.names(list(range(end))))
+        blocks.keep(row, blocks.names(list(range(end))))
     assert copied == [(4, 3, BLOCK, 8)] * 6

@@ -104,11 +104,11 @@ def test_prompts_of_nearly_one_length_in_neighbouring_rows_share_a_run(
     runner = random_model.runner(max_num_seqs=8)
     rows = [prompt_in_row(runner, [1] * n) for n in (9, 10, 10, 2, 2, 1, 8, 8)]
     scored = Chunk(rows[7], 0, 8, 8)
-    groups = group_neighbours([*map(whole, rows[:7]), scored], runner._may_share_run)
+    groups = group_neighbours([*map(whole, rows[:7]), scored], runner._pad_into_one_run)
     # A prompt of one token is alone, and so is one that wants logits of all of it.
     assert [len(group) for group in groups] == [3, 2, 1, 1, 1]
     far = [whole(rows[0]), whole(rows[2])]
-    assert [len(group) for group in group_neighbours(far, runner._may_share_run)] == [1, 1]
+    assert [len(group) for group in group_neighbours(far, runner._pad_into_one_run)] == [1, 1]
 
 
 @pytest.mark.parametrize(("n_spare", "runs"), [(0, [1, 1]), (3, [2])])
@@ -121,7 +121,9 @@ def test_prompts_are_padded_where_the_budget_has_room(
         kv_cache_bytes=2 * 3 * 2 * 32 * (sum(lengths) * 5 + 2 + n_spare * 4)
     )
     chunks = [whole(prompt_in_row(runner, [1] * n)) for n in lengths]
-    assert [len(together) for together in group_neighbours(chunks, runner._may_share_run)] == runs
+    assert [
+        len(together) for together in group_neighbours(chunks, runner._pad_into_one_run)
+    ] == runs
 
 
 @pytest.mark.parametrize(("model", "weight"), [("random_model", 1), ("random_int8_model", 4)])

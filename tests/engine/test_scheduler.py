@@ -76,18 +76,6 @@ def test_a_step_is_filled_with_prompts_in_their_order(
     assert [step(scheduler) for _ in range(len(steps) + 1)] == [*steps, []]
 
 
-def test_prompts_fill_steps_beside_what_runs() -> None:
-    """Sixteen short prompts that come together do not take sixteen steps."""
-    scheduler = make_scheduler(chunk_size=256, max_num_seqs=16)
-    sequences = add(scheduler, *distinct(*[128] * 16))
-    for n in range(0, 16, 2):
-        batch = scheduler.schedule()
-        assert len(batch.decodes) == n
-        assert [chunk.sequence for chunk in batch.prefills] == sequences[n : n + 2]
-        for chunk in (*batch.decodes, *batch.prefills):
-            scheduler.record(chunk, chunk.count)
-
-
 def test_a_scored_prompt_ends_the_step_and_keeps_to_its_own_bound() -> None:
     """Two of them could write more logits than the buffer holds."""
     scheduler = make_scheduler(chunk_size=12, scoring_chunk_size=4)

@@ -1,4 +1,4 @@
-"""Encoder-decoders in the engine, against uncached generation and beam search in PyTorch."""
+"""Encoder-decoders in the engine, over a runner that generates without a cache."""
 
 from __future__ import annotations
 
@@ -10,28 +10,26 @@ import pytest
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.reference import generate
 from kvasir.server.engine.engine import Engine
-from kvasir.server.engine.kv.source_rows import SourceRows
+from kvasir.server.engine.kv.rows import SourceRows
 from kvasir.server.engine.sampling.beams import BeamSearch
 from kvasir.server.engine.sampling.params import BeamParams, SamplingParams
-from kvasir.server.engine.sequence import FinishReason, Sequence
-from tests.kit.beam_search import beam_search
+from kvasir.server.engine.sequence import Sequence
 from tests.kit.engine_driver import Collector, run_to_end
 from tests.kit.fake_seq2seq import EOS, FakeSeq2SeqRunner, read, small_config, small_model
 
 MODEL = small_model(small_config())
-MODELS = [MODEL, small_model(small_config((3, 7, 9)))]
 
 
-def make_engine(model: Transformer = MODEL, chunk_size: int = 32, **limits: int) -> Engine:
-    return Engine(FakeSeq2SeqRunner(model, **limits), chunk_size=chunk_size, itl_target=0.0)
+def make_engine(chunk_size: int = 32, **limits: int) -> Engine:
+    return Engine(FakeSeq2SeqRunner(MODEL, **limits), chunk_size=chunk_size, itl_target=0.0)
 
 
-def make_sequence(i: int, model: Transformer = MODEL, **params: Any) -> Sequence:
+def make_sequence(i: int, **params: Any) -> Sequence:
     """Source i; greedy unless told otherwise."""
     generator = np.random.default_rng(i)
-    source = generator.integers(4, model.config.vocab_size, size=generator.integers(1, 24)).tolist()
+    source = generator.integers(4, MODEL.config.vocab_size, size=generator.integers(1, 24)).tolist()
     chosen = SamplingParams(**{"max_tokens": 12, "temperature": 0.0, "seed": i, **params})
-    prefix = list(model.config.target_prefix)
+    prefix = list(MODEL.config.target_prefix)
     return Sequence(i, source, chosen, frozenset({EOS}), 0.0, target_prefix=prefix)
 
 
@@ -47,20 +45,6 @@ def expected(sequence: Sequence, model: Transformer = MODEL) -> list[int]:
         ending_ids=sequence.ending_ids,
         source=read(model, sequence.prompt_ids),
     )
-
-
-@pytest.mark.parametrize("model", MODELS, ids=["start", "given"])
-def test_greedy_and_sampled_texts(model: Transformer) -> None:
-    sequences = [make_sequence(i, model) for i in range(5)]
-    sequences += [make_sequence(i, model, temperature=0.9, top_k=9) for i in range(5, 9)]
-    results = run_to_end(make_engine(model), sequences)
-    texts = [results[sequence.id].token_ids for sequence in sequences]
-    assert texts == [expected(sequence, model) for sequence in sequences]
-    assert {text[-1] == EOS for text in texts} == {True, False}
-    for sequence in sequences:
-        ends = expected(sequence, model)[-1] == EOS
-        reason = FinishReason.STOP if ends else FinishReason.LENGTH
-        assert results[sequence.id].finish_reasons == [reason]
 
 
 @pytest.mark.parametrize("n_ending", [1, 40, 1024])
@@ -117,12 +101,10 @@ def test_penalties_count_the_target_alone() -> None:
 
 
 def test_the_budget_counts_sources_and_targets() -> None:
-    model, longest = MODEL, make_sequence(1)
-    longest.prompt_ids = [5] * 10  # 10 + 1 + 12 tokens
-    engine = make_engine(model, budget_tokens=46)
+    engine = make_engine(budget_tokens=46)
     sequences = [make_sequence(i) for i in range(3)]
     for sequence in sequences:
-        sequence.prompt_ids = [5] * 10
+        sequence.prompt_ids = [5] * 10  # 10 + 1 + 12 tokens
         engine.add(sequence)
     engine.step()
     assert len(engine.scheduler.held) == 2
@@ -151,40 +133,6 @@ def test_source_and_target_have_limits_of_their_own(
             engine.add(sequence)
 
 
-BEAMS = [
-    *(BeamParams(2), BeamParams(4, 0.0), BeamParams(3, 2.5, early_stopping=True)),
-    *(BeamParams(3, 1.5, early_stopping="never"), BeamParams(5, -1.0, early_stopping="never")),
-]
-
-
-@pytest.mark.parametrize("model", MODELS, ids=["start", "given"])
-def test_beams_equal_the_reference(model: Transformer) -> None:
-    """Beside each other and in a crowd of others, whose rows come and go."""
-    engine = make_engine(model, max_num_seqs=9)
-    sequences = [make_sequence(i, model, beams=beams) for i, beams in enumerate(BEAMS)]
-    sequences[1].ending_ids = frozenset({EOS, 11, 12})
-    others = [make_sequence(10 + i, model, max_tokens=3 + i) for i in range(6)]
-    found = run_to_end(engine, [*others[:3], *sequences[:2], *others[3:], *sequences[2:]])
-    for sequence in sequences:
-        params = sequence.params
-        assert params.beams is not None
-        best = beam_search(
-            model,
-            read(model, sequence.prompt_ids),
-            n_beams=params.beams.width,
-            max_tokens=params.max_tokens,
-            length_penalty=params.beams.length_penalty,
-            early_stopping=params.beams.early_stopping,
-            ending_ids=sequence.ending_ids,
-        )
-        ours = found[sequence.id].hypotheses
-        assert [text.token_ids for text in ours] == [text.token_ids for text in best]
-        scores = [text.score for text in ours]
-        np.testing.assert_allclose(scores, [text.score for text in best], rtol=1e-4)
-    assert not engine.scheduler.held
-    assert engine.kv.reserved_tokens == 0
-
-
 def test_a_row_takes_over_no_token_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, sequence = make_engine(), make_sequence(3, beams=BeamParams(4))
     engine.add(sequence)
@@ -203,22 +151,6 @@ def test_a_row_takes_over_no_token_that_it_has(monkeypatch: pytest.MonkeyPatch) 
     assert starts[:3] == [0, 0, 0]
     assert all(0 < start < end for start, end in copied[3:])
     assert max(starts) > 1
-
-
-@pytest.mark.parametrize("n_steps", [0, 1, 4])
-def test_an_aborted_search_frees_its_rows(n_steps: int) -> None:
-    engine, collector = make_engine(), Collector()
-    engine.add(make_sequence(0, beams=BeamParams(3)))
-    engine.add(make_sequence(1))
-    for _ in range(n_steps):
-        collector.take(engine.step()[0])
-    ended = engine.abort(0)
-    assert ended is not None
-    assert ended.finish_reason is FinishReason.ABORT
-    while engine.has_work:
-        collector.take(engine.step()[0])
-    assert collector.results[1].token_ids == expected(make_sequence(1))
-    assert engine.kv.reserved_tokens == 0
 
 
 def test_rows_are_moved_with_their_sources() -> None:

@@ -16,18 +16,20 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from kvasir.export.graphs.paged import export_paged_graph
 from kvasir.model.config import TransformerConfig
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.server.engine.gpu import cuda, webgpu
 from kvasir.server.engine.gpu.cuda import bind_cuda_blocks, open_cuda_session
-from kvasir.server.engine.gpu.cuda_runtime import DeviceBuffer, check_capability, free_memory
-from kvasir.server.engine.gpu.errors import NoDeviceError
+from kvasir.server.engine.gpu.cuda_runtime import (
+    DeviceBuffer,
+    NoDeviceError,
+    check_capability,
+    free_memory,
+)
 from kvasir.server.engine.gpu.model import DeviceModel
 from kvasir.server.engine.gpu.session import block_bytes
 from kvasir.server.engine.session import check_shape, open_session
 from tests.kit.numpy_session import HostBuffer
-from tests.kit.random_models import make_config, make_decoder
 
 NO_GPU = pytest.mark.skipif(
     "CUDAExecutionProvider" in onnxruntime.get_available_providers(),
@@ -92,11 +94,10 @@ def test_no_gpu_is_said_and_not_replaced_by_the_cpu(
 ) -> None:
     """With ONNX Runtime for the CPU; for GPUs without a driver; for GPUs with a useless driver.
 
-    The graph is a real one, for which the CPU has no kernels.
+    The CPU has no kernels for the graph.
     """
     graph = tmp_path / "model.onnx"
-    decoder = make_decoder(make_config(n_layer=1))
-    export_paged_graph(decoder.config, decoder.state_dict(), graph, "bf16")
+    write_graph(graph, TensorProto.BFLOAT16)
     with pytest.raises(
         NoDeviceError, match="is the one for the CPU; install the extra cuda in its place"
     ):

@@ -235,12 +235,3 @@ def test_drafts_that_fail_pause_and_come_back_when_they_succeed(n_running: int, 
     right = replay(sequence, [5, 6, 7] * 400, n_running)
     assert right[-10:-1] == [(8, 8)] * 9
     assert len(right) < 160  # 134 drafts of eight would do
-
-
-def test_nothing_is_drafted_without_a_match_or_beside_too_many() -> None:
-    params = SamplingParams(max_tokens=50)
-    repeating, other = (make_sequence(0, ids, params) for ids in ([1, 2, 1, 2], [1, 2, 3, 4]))
-    repeating.speculation, other.speculation = Speculation(), Speculation()
-    assert repeating.draft(n_running=5) == []
-    assert repeating.draft(n_running=2) == [1, 2] * 4
-    assert other.draft(n_running=1) == []

@@ -121,7 +121,7 @@ def test_the_graph_for_webgpu_has_no_slots_and_no_bfloat16(precision: str, tmp_p
     ("changes", "kv_cache"), [({}, "fp8"), ({"qk_norm": True, "qkv_bias": True}, "int8")]
 )
 def test_keys_and_values_of_8_bits_stay_near(
-    changes: dict[str, Any], kv_cache: str, tmp_path: Path
+    kv_cache: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     """Scales are in the weights: nothing overflows, and what is rounded is far from lost."""
     decoder = make_decoder(make_config(**changes, max_model_len=64))

@@ -16,7 +16,7 @@ from kvasir.export.verification.paged_session import Floats, PagedSession
 from kvasir.export.verification.verify import VerificationError, Verifier
 from kvasir.model.checkpoint import save_checkpoint
 from kvasir.model.tokenizer import train_tokenizer
-from kvasir.server.engine.gpu.errors import NoDeviceError
+from kvasir.server.engine.gpu.cuda_runtime import NoDeviceError
 from kvasir.server.engine.gpu.graphs import Inputs
 from kvasir.server.engine.gpu.model import DeviceModel
 from kvasir.server.engine.sampling.logits import Candidates, Logits

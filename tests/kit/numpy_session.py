@@ -51,13 +51,10 @@ class GarbageBuffer(HostBuffer):
 
 
 class HostStream:
-    """A stream of the processor, whose copies happen at once. copied: bytes so far."""
+    """A stream of the processor, whose copies happen at once."""
 
     device = "cpu"
     handle = 0
-
-    def __init__(self) -> None:
-        self.copied = 0
 
     def device_buffer(self, n_bytes: int) -> HostBuffer:
         return HostBuffer(n_bytes)
@@ -70,7 +67,6 @@ class HostStream:
 
     def copy(self, to: int, source: int, n_bytes: int) -> None:
         ctypes.memmove(to, source, n_bytes)
-        self.copied += n_bytes
 
     def synchronize(self) -> None:
         pass

@@ -92,24 +92,28 @@ class PagedAttention(OpRun):
         output = np.zeros((n_tokens, num_heads, head_dim))
         shared = num_heads // kv_num_heads
         for row, (first, end) in enumerate(pairwise(starts)):
-            for token in range(first, end):
-                position = positions[token]
-                begin = 0 if local_window_size < 0 else max(0, position - local_window_size + 1)
-                places = np.arange(begin, position + 1)
-                slots = block_table[row][places // block_size] * block_size + places % block_size
-                seen_keys, seen_values = (  # [places, num_heads, head_dim]
-                    np.repeat(
-                        cache.reshape(-1, kv_num_heads, head_dim)[slots], shared, axis=1
-                    ).astype(np.float64)
-                    for cache in (key_cache, value_cache)
-                )
-                scores = np.einsum("phd,hd->ph", seen_keys, queries[token])
-                scores *= scale or 1 / math.sqrt(head_dim)
-                if softcap:
-                    scores = softcap * np.tanh(scores / softcap)
-                weights = np.exp(scores - scores.max(axis=0))
-                weights /= weights.sum(axis=0)
-                output[token] = np.einsum("ph,phd->hd", weights, seen_values)
+            at = positions[first:end, None]  # [tokens, 1]
+            places = np.arange(positions[end - 1] + 1)
+            slots = block_table[row][places // block_size] * block_size + places % block_size
+            seen_keys, seen_values = (  # [num_heads, places, head_dim]
+                np.repeat(
+                    cache.reshape(-1, kv_num_heads, head_dim)[slots].astype(np.float64),
+                    shared,
+                    axis=1,
+                ).swapaxes(0, 1)
+                for cache in (key_cache, value_cache)
+            )
+            scores = queries[first:end].swapaxes(0, 1) @ seen_keys.swapaxes(1, 2)
+            scores *= scale or 1 / math.sqrt(head_dim)  # [num_heads, tokens, places]
+            if softcap:
+                scores = softcap * np.tanh(scores / softcap)
+            is_seen = places <= at
+            if local_window_size >= 0:
+                is_seen &= places > at - local_window_size
+            scores[:, ~is_seen] = -np.inf
+            weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+            weights /= weights.sum(axis=2, keepdims=True)
+            output[first:end] = (weights @ seen_values).swapaxes(0, 1)
         return output.reshape(n_tokens, -1).astype(query.dtype), key_cache, value_cache
 
     @staticmethod

@@ -31,7 +31,6 @@ class RecordingStream(HostStream):
     device = "cuda"
 
     def __init__(self, free_bytes: int = 2**30, graph_bytes: int = 0) -> None:
-        super().__init__()
         self.n_allocations = self.taken = 0
         self.free_bytes, self.graph_bytes = free_bytes, graph_bytes
         self._copies: list[tuple[int, int, int]] = []
@@ -76,7 +75,6 @@ class RecordingSession(NumpySession):
         super().__init__(graph)
         self.captures: dict[int, Capture] = {}
         self.replays: list[tuple[int, ...]] = []  # the block table's shape
-        self.n_eager = 0
         self.refuses = self.forgets = False
         self.strays = ""
         self._stream = stream
@@ -96,7 +94,6 @@ class RecordingSession(NumpySession):
             self._replay(self.captures[graph_id], binding)
         else:
             super().run_with_iobinding(binding)
-            self.n_eager += graph_id == -1
             if graph_id != -1:
                 self._capture(graph_id, binding)
         self._n_known_binds = self._n_binds

@@ -130,9 +130,7 @@ async def test_a_closed_stream_is_aborted_in_any_state_and_counted_as_wasted() -
 
 
 @pytest.mark.parametrize("of_texts", [False, True])
-async def test_a_sequence_that_cannot_be_added_ends_alone(
-    of_texts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_sequence_that_is_refused_ends_alone(of_texts: bool) -> None:
     engine = AsyncEngine()
     build = (
         partial(EncoderEngine, FakeTextRunner(Pooling(kind="mean")), token_budget=9, max_num_seqs=4)
@@ -140,22 +138,12 @@ async def test_a_sequence_that_cannot_be_added_ends_alone(
         else partial(Engine, FakeRunner(VOCAB_SIZE), chunk_size=4)
     )
     await engine.start(build)
-    kind = EncoderSequence if of_texts else Sequence
-    bad, good = (
-        kind(next(engine.ids), [1, 2], SamplingParams(max_tokens=4), frozenset(), perf_counter())
-        for _ in range(2)
+    kind, params = EncoderSequence if of_texts else Sequence, SamplingParams(max_tokens=4)
+    too_long, good = (
+        kind(next(engine.ids), [1] * n, params, frozenset(), perf_counter()) for n in (65, 2)
     )
-    assert engine.engine is not None
-    real: Any = engine.engine.add
-
-    def raising(sequence: Any) -> None:
-        if sequence is bad:
-            raise RuntimeError("a bug")
-        real(sequence)
-
-    monkeypatch.setattr(engine.engine, "add", raising)
-    outputs = await collect(engine.submit([bad, good]), 2)
-    assert outputs[bad.id][-1].finish_reason is FinishReason.ERROR
+    outputs = await collect(engine.submit([too_long, good]), 2)
+    assert outputs[too_long.id][-1].finish_reason is FinishReason.ERROR
     whole = FinishReason.STOP if of_texts else FinishReason.LENGTH
     assert outputs[good.id][-1].finish_reason is whole
     assert engine.is_healthy
@@ -163,25 +151,22 @@ async def test_a_sequence_that_cannot_be_added_ends_alone(
     await engine.stop()
 
 
-class NothingGoesIn(dict[int, Sequence]):
-    """A function and a dictionary, both broken."""
-
-    def __call__(self, _: Sequence) -> None:
-        raise RuntimeError("a bug")
-
-    __setitem__ = None  # type: ignore[assignment]
-
-
-async def test_a_sequence_that_the_engine_refuses_leaves_it_idle() -> None:
-    async with running(FakeRunner(VOCAB_SIZE, max_model_len=8)) as engine:
+async def test_an_addition_that_fails_leaves_the_engine_idle() -> None:
+    """Even one that fails when the sequence is in the queue already."""
+    async with running(FakeRunner(VOCAB_SIZE)) as engine:
         assert isinstance(engine.engine, Engine)
-        assert await ends(submit(engine, [1] * 9), 1) == [FinishReason.ERROR]
-        for owner, name in ((engine.engine.scheduler, "add"), (engine.engine, "_sequences")):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(owner, name, NothingGoesIn())
-                assert await ends(submit(engine, [1]), 1) == [FinishReason.ERROR]
-            assert not engine.engine.has_work
-            assert not engine.engine.scheduler.waiting
+        scheduler = engine.engine.scheduler
+        add = scheduler.add
+
+        def failing(sequence: Sequence) -> None:
+            add(sequence)
+            raise RuntimeError("a bug")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(scheduler, "add", failing)
+            assert await ends(submit(engine, [1]), 1) == [FinishReason.ERROR]
+        assert not engine.engine.has_work
+        assert not scheduler.waiting
         assert await ends(submit(engine, [1]), 1) == [FinishReason.LENGTH]
 
 

@@ -63,48 +63,36 @@ async def complete(served: Served, **body: Any) -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.parametrize(
-    ("fields", "pattern"),
-    [
-        ({"response_format": {"type": "json_object"}}, r"\{.*\}"),
-        (schema_format({"enum": [{"a": 1}, ["b"]]}), r'\{"a": ?1\}|\["b"\]'),
-        ({"regex": "[ab]{3,9}"}, "[ab]{3,9}"),
-        ({"grammar": 'start: "yes" | "no" ", never"'}, "yes|no, never"),
-    ],
-)
-async def test_a_stream_equals_the_whole_answer(fields: dict[str, Any], pattern: str) -> None:
+async def test_a_stream_equals_the_whole_answer_which_follows_its_grammar() -> None:
     async with serving(long_runner()) as served:
-        whole = (await complete(served, **fields))["choices"][0]["text"]
-        response = await post(served, stream=True, **fields)
-    events = parsed(COMPLETIONS, response.text)
-    choices = [choice for event in events for choice in event["choices"]]
-    assert "".join(choice["text"] for choice in choices) == whole
-    assert choices[-1]["finish_reason"] == "stop"
-    assert re.fullmatch(pattern, whole, re.DOTALL)
-
-
-async def test_a_finished_text_counts_its_tokens() -> None:
-    async with serving() as served:
+        for fields, pattern in (
+            ({"response_format": {"type": "json_object"}}, r"\{.*\}"),
+            (schema_format({"enum": [{"a": 1}, ["b"]]}), r'\{"a": ?1\}|\["b"\]'),
+            ({"regex": "[ab]{3,9}"}, "[ab]{3,9}"),
+            ({"grammar": 'start: "yes" | "no" ", never"'}, "yes|no, never"),
+        ):
+            whole = (await complete(served, **fields))["choices"][0]["text"]
+            events = parsed(COMPLETIONS, (await post(served, stream=True, **fields)).text)
+            choices = [choice for event in events for choice in event["choices"]]
+            assert "".join(choice["text"] for choice in choices) == whole
+            assert choices[-1]["finish_reason"] == "stop"
+            assert re.fullmatch(pattern, whole, re.DOTALL)
         answer = await complete(served, regex="read_json", max_tokens=20, logprobs=0, echo=True)
-    choice = answer["choices"][0]
-    assert choice["text"].endswith("read_json")
-    assert answer["usage"]["completion_tokens"] == len(choice["logprobs"]["tokens"]) - 2
-    assert choice["finish_reason"] == "stop"
-
-
-async def test_the_format_text_is_not_constrained() -> None:
-    async with serving() as served:
         plain = await complete(served, max_tokens=9)
         free = await complete(served, max_tokens=9, response_format={"type": "text"})
     assert free["choices"] == plain["choices"]
+    (choice,) = answer["choices"]
+    assert choice["text"].endswith("read_json")
+    assert answer["usage"]["completion_tokens"] == len(choice["logprobs"]["tokens"]) - 2
 
 
 COSTLY = {"allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(2, 30)]}
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
+async def test_a_grammar_that_cannot_be_held_is_a_bad_request() -> None:
+    for_const = b'{"prompt": "a", "response_format": {"type": "json_schema", "json_schema": %b}}'
+    schema = b'{"name": "a", "schema": {"const": %b}}'
+    cases: list[tuple[dict[str, Any], str | None, str]] = [
         ({"regex": "(a"}, "regex", "unclosed group"),
         ({"grammar": "start: other"}, "grammar", "unknown name"),
         (schema_format({"type": "strange"}), "response_format", "strange"),
@@ -118,26 +106,17 @@ COSTLY = {"allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(2, 30)]}
         ({"regex": "a", "response_format": {"type": "json_object"}}, None, "give one of them"),
         ({"regex": "a", "min_tokens": 2}, "min_tokens", "regex"),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos", "regex"),
-    ],
-)  # fmt: skip
-async def test_a_grammar_that_cannot_be_held_is_a_bad_request(
-    fields: dict[str, Any], param: str | None, message: str
-) -> None:
+    ]  # fmt: skip
     async with serving() as served:
-        response = await post(served, max_tokens=9, **fields)
+        for fields, param, message in cases:
+            response = await post(served, max_tokens=9, **fields)
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, param)
+            assert message in error["message"]
+        for value in (b'"\\ud800"', b"1e999", b"9" * 5000):  # which JSON cannot carry
+            body = for_const % (schema % value)
+            assert (await served.client.post("/v1/completions", content=body)).status_code == 400
         assert (await post(served, max_tokens=2)).status_code == 200
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, param)
-    assert message in error["message"]
-
-
-@pytest.mark.parametrize("value", [b'"\\ud800"', b"1e999", b"9" * 5000])
-async def test_values_that_json_cannot_carry_are_bad_requests(value: bytes) -> None:
-    schema = b'{"name": "a", "schema": {"const": %b}}' % value
-    form = b'{"type": "json_schema", "json_schema": %b}' % schema
-    body = b'{"prompt": "a", "response_format": %b}' % form
-    async with serving() as served:
-        assert (await served.client.post("/v1/completions", content=body)).status_code == 400
 
 
 async def test_a_text_that_cannot_go_on_ends_only_its_own_request() -> None:

@@ -74,7 +74,9 @@ def watched_model(max_model_len: int) -> tuple[ServedModel, Watched]:
 
 
 async def test_other_threads_run_while_a_long_prompt_is_tokenised() -> None:
-    text = "def read_json(path):\n    return json.load(path)\n" * 5000
+    """It means the same as a short one, with its special tokens."""
+    special = tokenizer.get_added_tokens_decoder()[0].content
+    text = f"{special}def read_json(path):\n    return json.load(path) \u00e9\n" * 5000
     served, watched = watched_model(max_model_len=10**6)
     (prompt,) = await served.builder.tokenize([text])
     assert [released for _, released in watched.calls] == [True]
@@ -94,14 +96,6 @@ async def test_other_threads_run_while_many_short_prompts_are_tokenised() -> Non
         [5, 66],
     ]
     assert [prompt.text for prompt in prompts] == [*texts, tokenizer.decode([5, 66])]
-
-
-async def test_a_long_text_means_the_same_as_in_short_with_its_special_tokens() -> None:
-    special = tokenizer.get_added_tokens_decoder()[0].content
-    text = f"{special}json.load(path) \u00e9\n" * 400
-    served, _ = watched_model(max_model_len=10**6)
-    (prompt,) = await served.builder.tokenize([text])
-    assert prompt.ids == tokenizer.encode(text).ids
 
 
 @pytest.mark.parametrize(

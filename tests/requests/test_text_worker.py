@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from kvasir.server.errors import OverloadedError
-from kvasir.server.requests.text_worker import MOST_WAITING, THREADS, TextWorker
+from kvasir.server.requests.text_worker import MOST_WAITING, SHORT, THREADS, TextWorker
 from tests.kit.fake_runner import TIMEOUT
 
 LONG = 2**20
@@ -63,13 +63,17 @@ async def test_work_of_a_cancelled_caller_is_skipped_and_its_place_is_free() -> 
         assert done == [2]
 
 
-async def test_work_that_waits_for_a_process_holds_up_neither_the_event_loop_nor_long_texts() -> (
-    None
-):
+async def test_work_that_waits_for_a_process_is_bounded_and_holds_up_no_other() -> None:
+    """Neither the event loop nor long texts."""
     worker, go = TextWorker(), threading.Event()
-    waiting = asyncio.ensure_future(worker.call(1, partial(go.wait, TIMEOUT), waits=True))
+    waiting = [
+        asyncio.ensure_future(worker.call(SHORT, partial(go.wait, TIMEOUT), waits=True))
+        for _ in range(MOST_WAITING // SHORT)
+    ]
     await asyncio.sleep(0)
     assert [await worker.call(n, lambda: "read") for n in (1, LONG)] == ["read", "read"]
+    with pytest.raises(OverloadedError, match=f"{MOST_WAITING} characters are waiting"):
+        await worker.call(1, lambda: "read", waits=True)
     go.set()
-    assert await waiting
+    assert all(await asyncio.gather(*waiting))
     worker.shutdown()

@@ -88,34 +88,15 @@ TAGS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[", "]
 CALLS = tuple(
     f'{{"name": "{name}", "{key}": {arguments}}}'
     for name, arguments in [
-        ("f", '{"a": 1}'),
-        ("f", '{"a": 2}'),
-        ("g", '{"a": "<tool_call>"}'),
-        ("g", "{}"),
-        ("h", "{}"),
+        *(("f", '{"a": 1}'), ("f", '{"a": 2}')),
+        *(("g", '{"a": "<tool_call>"}'), ("g", "{}"), ("h", "{}")),
     ]
     for key in ("arguments", "parameters")
 )
 FRAGMENTS = (
-    *TAGS,
-    *CALLS,
-    "f",
-    "[ARGS]",
-    "g",
-    '{"a": 2}',
-    "function",
-    "\n```json\n",
-    '{"name":"f",',
-    "{",
-    "}",
-    "; ",
-    "\n",
-    " ",
-    "\x1c",
-    "So",
-    "<",
-    "é",
-)
+    *TAGS, *CALLS, "f", "[ARGS]", "g", '{"a": 2}', "function", "\n```json\n", '{"name":"f",', "{",
+    "}", "; ", "\n", " ", "\x1c", "So", "<", "é",
+)  # fmt: skip
 
 
 @given(

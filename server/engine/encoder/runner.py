@@ -15,7 +15,7 @@ from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.model.packing import HIDDEN_OUTPUT, VECTORS_OUTPUT, pack
 from kvasir.model.platform.machine import usable_cpus
 from kvasir.server.engine.encoder.sequence import EncoderSequence
-from kvasir.server.engine.machine import SPIN_MICROSECONDS, return_freed_memory
+from kvasir.server.engine.machine import return_freed_memory
 from kvasir.server.engine.model_runner import check_max_model_len
 from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.engine.session import open_session, shrinking
@@ -37,7 +37,6 @@ class EncoderRunner:
         *,
         max_model_len: int | None = None,
         threads: int | None = None,
-        spin_microseconds: int = SPIN_MICROSECONDS,
         fits_16_bits: bool = False,
     ) -> None:
         self.max_model_len = check_max_model_len(max_model_len, config)
@@ -46,7 +45,7 @@ class EncoderRunner:
         self._open = partial(open_session, graph, plans_memory=False, fits_16_bits=fits_16_bits)
         self._files = [graph, graph.with_name(f"{graph.name}.data")]
         self._file_ids = self._read_file_ids()
-        self._all = self._open(self.max_runs, spin_microseconds)
+        self._all = self._open(self.max_runs)
         self._single: onnxruntime.InferenceSession | None = None
         self._opening = Lock()
         self._n_types = config.n_token_types or 0

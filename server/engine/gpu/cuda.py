@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.model.onnx.runtime import onnxruntime
-from kvasir.server.engine.gpu.cuda_runtime import CudaStream, DeviceBuffer, check_capability
-from kvasir.server.engine.gpu.errors import NoDeviceError
+from kvasir.server.engine.gpu.cuda_runtime import (
+    CudaStream,
+    DeviceBuffer,
+    NoDeviceError,
+    check_capability,
+)
 from kvasir.server.engine.session import KVInput
 
 _CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"

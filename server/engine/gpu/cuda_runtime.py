@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from kvasir.server.engine.gpu.errors import NoDeviceError
-
 # Major compute capabilities with machine code in ONNX Runtime's wheel, and the least minor ones. It
 # has no code that the driver could translate for others.
 _GENERATIONS = {7: 5, 8: 0, 9: 0, 12: 0}
@@ -18,6 +16,10 @@ _CAPABILITY = (75, 76)  # cudaDevAttrComputeCapabilityMajor and …Minor
 _LIBRARY = "libcudart.so.13"  # of the CUDA version that ONNX Runtime's wheel is built for
 _ANY_DIRECTION = 4  # cudaMemcpyDefault
 _NON_BLOCKING = 1  # cudaStreamNonBlocking
+
+
+class NoDeviceError(ValueError):
+    """The GPU that a model was exported for is missing on this machine or in this installation."""
 
 
 def free_memory() -> int:

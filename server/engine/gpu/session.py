@@ -15,8 +15,7 @@ from kvasir.server.engine.gpu.cuda import (
     open_cuda_session,
     require_cuda,
 )
-from kvasir.server.engine.gpu.cuda_runtime import CudaStream, free_memory
-from kvasir.server.engine.gpu.errors import NoDeviceError
+from kvasir.server.engine.gpu.cuda_runtime import CudaStream, NoDeviceError, free_memory
 from kvasir.server.engine.gpu.graphs import warn_without_graphs
 from kvasir.server.engine.gpu.model import DeviceModel
 from kvasir.server.engine.gpu.outputs import DeviceOutputs

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.server.engine.gpu.cuda import open_on_gpu
-from kvasir.server.engine.gpu.errors import NoDeviceError
+from kvasir.server.engine.gpu.cuda_runtime import NoDeviceError
 from kvasir.server.engine.session import KVInput
 
 _MEMORY = "webgpu"  # ONNX Runtime's name of the adapter's memory

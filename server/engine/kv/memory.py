@@ -70,11 +70,16 @@ class RowMemory:
         tokens = self.array[:, :, :, start:end]
         tokens[:, target] = tokens[:, source]
 
-    def trim(self, row: int, n_kept: int = 0) -> None:
-        """Release a row's pages beyond its reservation and its first `n_kept` tokens."""
+    def trim(self, row: int, n_kept: int = 0) -> int:
+        """Release a row's pages beyond its reservation and its first `n_kept` tokens.
+
+        Returns the number of tokens whose pages are released.
+        """
         n_kept = max(n_kept, self.reserved[row])
-        if n_kept < self.committed[row]:
+        n_released = max(0, self.committed[row] - n_kept)
+        if n_released:
             self.release_pages(row, n_kept)
+        return n_released
 
     def release_pages(self, row: int, n_kept: int = 0) -> None:
         """Return a row's pages to the operating system, except those of its first tokens."""

@@ -79,12 +79,14 @@ class RowStore(KVStore):
 
     def _keep_to_budget(self) -> None:
         """Release pages beyond the reservations until all fit, those of free rows first."""
-        for memory in self._memories:
-            rows = reversed(range(len(memory.reserved)))
-            for row in sorted(rows, key=lambda row: memory.reserved[row] > 0):
-                if self.committed_tokens <= self.budget_tokens:
-                    return
-                memory.trim(row)
+        excess = self.committed_tokens - self.budget_tokens
+        for is_held in (False, True):
+            for memory in self._memories:
+                for row in reversed(range(len(memory.reserved))):
+                    if excess <= 0:
+                        return
+                    if (memory.reserved[row] > 0) is is_held:
+                        excess -= memory.weight * memory.trim(row)
 
 
 class KVRows(RowStore):
@@ -206,3 +208,54 @@ class KVRows(RowStore):
         self._free_prompts.add(prompt_row)
         self.prompts.reserve(prompt_row, 0)
         self.prompts.trim(prompt_row, _RETAINED_PROMPT)
+
+
+class SourceRows(RowStore):
+    """Rows of a source and, in the same row of another memory, its target, for encoder-decoders.
+
+    shape: of the decoder, which makes keys and values of both. A token of either takes as much of
+    the budget. No prompt is looked up: a source's tokens attend to those after them, so a common
+    beginning has no common keys.
+    """
+
+    def __init__(
+        self,
+        shape: KVShape,
+        *,
+        max_num_seqs: int,
+        max_source_len: int,
+        max_model_len: int,
+        budget_tokens: int,
+    ) -> None:
+        # One row more, which no sequence gets: a decode run may need a row beside the last.
+        self.sources = RowMemory(shape, max_num_seqs + 1, max_source_len)
+        self.targets = RowMemory(shape, max_num_seqs + 1, max_model_len)
+        self._sequence_memories = self._memories = (self.sources, self.targets)
+        self.min_chunk = max_source_len  # a source is never cut
+        super().__init__(
+            max_num_seqs=max_num_seqs,
+            budget_tokens=budget_tokens,
+            token_bytes=shape.token_bytes(),
+            cache=PrefixCache(),
+        )
+
+    def admit(self, n_prompt: int, max_tokens: int, _names: list[bytes]) -> tuple[int, int] | None:
+        """See KVStore; max_tokens: of the whole target."""
+        if not self.free_rows or (
+            self.reserved_tokens + n_prompt + max_tokens > self.budget_tokens
+        ):
+            return None
+        row = self._take_row()
+        self.sources.reserve(row, n_prompt)
+        self.targets.reserve(row, max_tokens)
+        self._keep_to_budget()
+        return row, 0
+
+    def record_prefill(self, row: int, start: int, end: int, names: list[bytes]) -> None:
+        """Do nothing: the run has written a source to where it stays."""
+
+    def copy(self, source: int, target: int, start: int, end: int) -> None:
+        """Copy a target's tokens [start, end) to another row, and with the first the source."""
+        self.targets.copy(source, target, start, end)
+        if not start:
+            self.sources.copy(source, target, 0, self.sources.reserved[source])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvasir.server.engine.batch import Chunk
 from kvasir.server.engine.sampling.logits import Candidates
 from kvasir.server.engine.sampling.params import Floats, TokenLogprobs
 from kvasir.server.engine.sampling.sampler import is_adjusted
@@ -22,26 +21,9 @@ Doubles = NDArray[np.float64]
 
 
 def choose(
-    candidates: Candidates | None, chunks: list[Chunk], ends: list[int], vocab_size: int
-) -> dict[int, int]:
-    """Return the tokens that follow chunks, by row, without the rows that have to be read whole.
-
-    ends: of the rows of each chunk.
-    """
-    if candidates is None:
-        return {}
-    wanted = [
-        (end - 1, chunk.sequence)
-        for chunk, end in zip(chunks, ends, strict=True)
-        if chunk.yields_token and not chunk.draft and chunk.sequence.beams is None
-    ]
-    return choose_rows(candidates, wanted, vocab_size)
-
-
-def choose_rows(
     candidates: Candidates, wanted: list[tuple[int, Sequence]], vocab_size: int
 ) -> dict[int, int]:
-    """Return tokens by row for the sequences that want one after it."""
+    """Return tokens by row, for sequences that want one after it, without undecided rows."""
     n = candidates.ids.shape[1]
     is_finite = np.isfinite(candidates.log_totals) & np.isfinite(candidates.logits[:, 0])
     possible = [

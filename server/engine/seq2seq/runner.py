@@ -19,8 +19,7 @@ from kvasir.model.platform.machine import available_memory, usable_cpus
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.encoder.engine import MAX_PADDING
 from kvasir.server.engine.kv.memory import KVShape
-from kvasir.server.engine.kv.source_rows import SourceRows
-from kvasir.server.engine.machine import SPIN_MICROSECONDS
+from kvasir.server.engine.kv.rows import SourceRows
 from kvasir.server.engine.model_runner import check_max_model_len, group_neighbours
 from kvasir.server.engine.runner import TOKEN_BLOCK, RowBinding, lone_token_differs
 from kvasir.server.engine.sampling.logits import Logits
@@ -46,7 +45,6 @@ class Seq2SeqRunner:
         kv_cache_bytes: int | None = None,
         n_models: int = 1,
         threads: int | None = None,
-        spin_microseconds: int = SPIN_MICROSECONDS,
         fits_16_bits: bool = False,
     ) -> None:
         assert config.encoder is not None
@@ -57,9 +55,9 @@ class Seq2SeqRunner:
         self.decode_seconds = 0.0
         threads = threads or usable_cpus()
         self._encoder = open_session(
-            encoder, threads, spin_microseconds, plans_memory=False, fits_16_bits=fits_16_bits
+            encoder, threads, plans_memory=False, fits_16_bits=fits_16_bits
         )
-        self._decoder = open_session(decoder, threads, spin_microseconds)
+        self._decoder = open_session(decoder, threads)
         check_shape(self._decoder, config)
         shape = KVShape(config.n_layer, config.n_kv_head, config.head_dim)
         n_bytes = kv_cache_bytes
