@@ -128,7 +128,9 @@ class MessageFormatter(Formatter):
             message = self._message(None, None)
             message["usage"]["output_tokens"] = 0  # how many have come depends on the load
             yield {"type": "message_start", "message": message}
-        pieces, reason = read(self._parser, delta, self.completion)
+        if (answer := read(self._parser, delta, self.completion)) is None:
+            return
+        pieces, reason = answer
         for piece in pieces:
             kind = piece.index if isinstance(piece, ToolCallPiece) else type(piece)
             if kind != self._open:
