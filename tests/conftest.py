@@ -45,7 +45,7 @@ for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
 
 
 # Files of a minute or more. A worker takes whole files: one that began last would end alone.
-LONGEST = {"test_faults", "test_invariance", "test_explain_lab", "test_parity", "test_published"}
+LONGEST = {"test_faults", "test_invariance", "test_explain", "test_parity", "test_published"}
 LONGEST |= {"test_encoder_decoders", "test_quantize", "test_distributed", "test_paged_graph"}
 
 
