@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import math
 import random
-import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -28,6 +26,7 @@ from kvasir.server.api.embeddings.requests import PromptFields
 from kvasir.server.api.routes import ROUTES
 from kvasir.server.engine.encoder.sequence import Encoding
 from tests.faults.bodies import VALID, random_body, wrong_types
+from tests.kit.dialects import assert_close
 from tests.kit.fake_encoder import (
     D_MODEL,
     FakeTextRunner,
@@ -243,23 +242,6 @@ async def test_a_route_shows_what_the_engine_makes_of_the_texts(
         assert answer.get("texts") == body.get("texts")
         (answer,) = (answer[name] for name in ("data", "results", "embeddings") if name in answer)
     assert_close(answer, show(outputs))
-
-
-def assert_close(actual: Any, expected: Any) -> None:
-    """Compare values, of which numbers may be in base64."""
-    if isinstance(expected, dict):
-        assert actual.keys() == expected.keys()
-        actual, expected = [actual[name] for name in expected], [*expected.values()]
-    if isinstance(expected, list):
-        if isinstance(actual, str):
-            raw = base64.b64decode(actual)
-            actual = struct.unpack(f"<{len(raw) // 4}f", raw)
-        for one, other in zip(actual, expected, strict=True):
-            assert_close(one, other)
-    elif isinstance(expected, float):
-        assert actual == pytest.approx(expected, abs=1e-6)
-    else:
-        assert actual == expected
 
 
 async def test_a_models_unit_vectors_stay_as_they_are() -> None:
