@@ -72,7 +72,9 @@ class ReasoningConfig(RequestBody):
 class ResponseStreamOptions(RequestBody):
     """Options of a stream."""
 
-    include_obfuscation: Literal[False] = Field(False, description="Events are not padded.")
+    include_obfuscation: Annotated[Literal[False], _only(False, instead="leave it out")] = Field(
+        False, description="Events are not padded."
+    )
 
 
 def _check_tool(value: object) -> object:
