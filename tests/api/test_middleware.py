@@ -49,33 +49,31 @@ async def test_the_callers_request_id_comes_back_or_a_new_one() -> None:
     assert all(one.isalnum() for one in ids[4:])
 
 
-@pytest.mark.parametrize(
-    ("status", "headers"),
-    [
-        *[(200, [("authorization", one)]) for one in ("Bearer one", "bearer one", "Bearer  one ")],
-        (200, [("x-api-key", "one")]),
-        (200, [("authorization", "Basic proxy"), ("x-api-key", "one")]),
-        (401, []),
-        *[(401, [("authorization", one)]) for one in ("", "one", "Bearer", "Bearer wrong")],
-        *[(401, [("authorization", one)]) for one in ("Bearer one2", "Basic one")],
-        (401, [(b"authorization", b"Bearer \xfcber")]),
-        *[(401, [("x-api-key", one)]) for one in ("two", "")],
-        (401, [("authorization", "Bearer two"), ("x-api-key", "one")]),
-    ],
-)
-async def test_without_a_valid_key_only_health_and_metrics_answer(
-    status: int, headers: Any
-) -> None:
+KEYS: list[tuple[int, Any]] = [
+    *[(200, [("authorization", one)]) for one in ("Bearer one", "bearer one", "Bearer  one ")],
+    (200, [("x-api-key", "one")]),
+    (200, [("authorization", "Basic proxy"), ("x-api-key", "one")]),
+    (401, []),
+    *[(401, [("authorization", one)]) for one in ("", "one", "Bearer", "Bearer wrong")],
+    *[(401, [("authorization", one)]) for one in ("Bearer one2", "Basic one")],
+    (401, [(b"authorization", b"Bearer \xfcber")]),
+    *[(401, [("x-api-key", one)]) for one in ("two", "")],
+    (401, [("authorization", "Bearer two"), ("x-api-key", "one")]),
+]
+
+
+async def test_without_a_valid_key_only_health_and_metrics_answer() -> None:
     async with serving(api_key="one") as served:
-        assert (await served.client.get("/v1/models", headers=headers)).status_code == status
-        for path in ("/nothing", "/healthy", "/metrics/", "/health/live/x"):
-            response = await served.client.get(path, headers=headers)
-            assert response.status_code == (404 if status == 200 else 401)
-            assert response.headers.get("www-authenticate") == (
-                (status == 401 and "Bearer") or None
-            )
+        get = served.client.get
+        for status, headers in KEYS:
+            assert (await get("/v1/models", headers=headers)).status_code == status, headers
+            for path in ("/nothing", "/healthy", "/metrics/", "/health/live/x"):
+                response = await get(path, headers=headers)
+                assert response.status_code == (404 if status == 200 else 401), headers
+                challenge = response.headers.get("www-authenticate")
+                assert challenge == (None if status == 200 else "Bearer")
         for path in PROBED:
-            assert (await served.client.get(path, headers=headers)).status_code == 200
+            assert (await get(path)).status_code == 200
 
 
 EVIL = {"host": "evil.example", "origin": "https://evil.example"}
