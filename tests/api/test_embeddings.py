@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -17,7 +16,6 @@ import openai
 import pytest
 from fastapi import FastAPI
 from pydantic import TypeAdapter
-from starlette.types import Message
 from tokenizers import Tokenizer
 
 from kvasir.model.config import Pooling
@@ -36,7 +34,7 @@ from tests.kit.fake_encoder import (
     pair_tokenizer,
 )
 from tests.kit.fake_runner import TIMEOUT
-from tests.kit.serving import VOCAB_SIZE, running, serving
+from tests.kit.serving import VOCAB_SIZE, Asked, running, serving
 
 LIMIT = 64
 MODEL = "fake-encoder"
@@ -422,27 +420,13 @@ async def test_tokens_count_for_the_key(tmp_path: Path) -> None:
 
 
 async def test_a_client_that_disconnects_cancels_its_request() -> None:
-    gone = asyncio.Event()
-    body = json.dumps({"input": ["a"] * 9}).encode()
-    received: list[Message] = [{"type": "http.request", "body": body}]
-
-    async def receive() -> Message:
-        if received:
-            return received.pop()
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Message) -> None:
-        raise AssertionError(message)
-
-    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v1/embeddings"}
-    scope |= {"headers": [], "query_string": b"", "root_path": "", "http_version": "1.1"}
     async with encoding(EMBEDDER) as client:
         client.runner.gate.clear()
-        asked = asyncio.create_task(client.app(scope, receive, send))
+        asked = Asked(client.app, "/v1/embeddings", {"input": ["a"] * 9})
         await asyncio.to_thread(client.runner.begun.wait, TIMEOUT)
-        gone.set()
-        await asked
+        asked.leaves.set()
+        await asked.task
+        assert asked.sent == []
         client.runner.gate.set()
         await client.post("/embed", json={"inputs": "b"})
     assert len(client.runner.texts) == 5, "the first step, of four texts, and the last request"

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvasir.server.api.anthropic.answers import AnthropicError
+from kvasir.server.api.anthropic.schemas import AnthropicError
 from kvasir.server.engine.engine import StepStats
 from kvasir.server.engine.sequence import FinishReason
 from kvasir.server.requests.admission.queue import Phase

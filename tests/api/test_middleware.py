@@ -27,7 +27,7 @@ from kvasir.server.requests.builder import RequestOptions
 from kvasir.server.requests.completion import RequestState
 from kvasir.server.requests.text_worker import THREADS
 from tests.kit.fake_runner import TIMEOUT
-from tests.kit.serving import Served, sample, serving
+from tests.kit.serving import Asked, Served, sample, serving
 
 HEALTH = ("/health", "/health/live", "/health/ready", "/health/startup")
 PROBED = (*HEALTH, "/metrics", "/metrics/router")
@@ -381,24 +381,12 @@ async def test_a_request_that_the_shutdown_cancels_is_logged_as_cut_off(
 ) -> None:
     async with serving() as served:
         served.runner.hold()
-        body = b'{"prompt": "a"}'
-        given = iter([{"type": "http.request", "body": body, "more_body": False}])
-        scope: dict[str, Any] = {
-            "type": "http", "method": "POST", "path": "/v1/completions", "headers": [],
-            "query_string": b"", "scheme": "http", "client": None, "server": None,
-        }  # fmt: skip
-
-        async def receive() -> Any:
-            return next(given, None) or await asyncio.Event().wait()
-
-        async def send(message: Any) -> None:
-            raise AssertionError(message)
-
         caplog.set_level(logging.INFO, "kvasir")
-        request = asyncio.create_task(served.app(scope, receive, send))
+        asked = Asked(served.app, "/v1/completions", {"prompt": "a"})
         await served.submitted.acquire()
-        request.cancel()
+        asked.task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await request
+            await asked.task
+        assert asked.sent == []
         served.runner.release()
     assert [vars(one)["fields"]["status"] for one in caplog.records] == [499]

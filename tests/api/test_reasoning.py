@@ -136,7 +136,11 @@ async def test_keys_that_clients_add_are_ignored() -> None:
     """As litellm sends back a call's answer, and Anthropic's clients mark texts for a cache."""
     function = {"name": "time", "arguments": {"utc": True}, "parsed_arguments": 1}
     call = {"id": "c", "type": "function", "function": function, "index": 0, "caller": None}
-    extra = {"provider_specific_fields": {"refusal": None}, "reasoning_details": [], "id": "x"}
+    extra: JSON = {
+        "provider_specific_fields": {"refusal": None},
+        "reasoning_details": [],
+        "id": "x",
+    }
     extra |= {"refusal": None, "annotations": [], "audio": None}
     cached = {"cache_control": {"type": "ephemeral"}}
     told = [

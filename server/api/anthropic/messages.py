@@ -11,9 +11,13 @@ from fastapi import APIRouter, Request
 from pydantic_core import from_json
 from starlette.responses import JSONResponse, Response
 
-from kvasir.server.api.anthropic.answers import AnthropicMessage, TokenCount
 from kvasir.server.api.anthropic.conversion import chat_body
-from kvasir.server.api.anthropic.schemas import CountTokensBody, MessagesBody
+from kvasir.server.api.anthropic.schemas import (
+    AnthropicMessage,
+    CountTokensBody,
+    MessagesBody,
+    TokenCount,
+)
 from kvasir.server.api.http.body import TextRoute
 from kvasir.server.api.http.pieces import compact
 from kvasir.server.api.http.responses import BODY_ERRORS, STREAMED, served_model, state_of

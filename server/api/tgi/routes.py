@@ -19,8 +19,7 @@ from kvasir.server.api.http.body import TextRoute
 from kvasir.server.api.http.pieces import LazyList, compact
 from kvasir.server.api.http.responses import GENERATE_ERRORS, STREAMED, finite
 from kvasir.server.api.structured import tgi_grammar
-from kvasir.server.api.tgi.answers import Generated, Info
-from kvasir.server.api.tgi.schemas import CompatibleBody, GenerateBody
+from kvasir.server.api.tgi.schemas import CompatibleBody, GenerateBody, Generated, Info
 from kvasir.server.engine.sampling.params import TokenLogprobs
 from kvasir.server.engine.sequence import FinishReason
 from kvasir.server.errors import InvalidRequestError
