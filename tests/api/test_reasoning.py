@@ -141,7 +141,6 @@ async def test_keys_that_clients_add_are_ignored() -> None:
         "reasoning_details": [],
         "id": "x",
     }
-    extra |= {"refusal": None, "annotations": [], "audio": None}
     cached = {"cache_control": {"type": "ephemeral"}}
     told = [
         {"role": "user", "content": [{"type": "text", "text": "Weather?"} | cached]},
