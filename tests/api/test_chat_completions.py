@@ -13,7 +13,6 @@ import jsonschema
 import openai
 import pytest
 from pydantic import BaseModel
-from tokenizers import AddedToken, Tokenizer
 
 from kvasir.server.errors import StartupError
 from kvasir.server.process.app import create_app
@@ -367,29 +366,6 @@ async def test_strict_functions_need_a_known_format() -> None:
     async with chatting(model_dir=with_template(TEXT_ONLY)) as (served, _, _):
         response = await served.client.post("/v1/chat/completions", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
-
-
-async def test_tags_that_are_special_tokens_are_seen() -> None:
-    tagged = Tokenizer.from_str(tokenizer.to_str())
-    tagged.add_special_tokens(
-        [AddedToken(tag, special=True) for tag in ("<tool_call>", "</tool_call>", "<|x|>")]
-    )
-    ids = tagged.encode("<|x|>" + HERMES_TEXT).ids
-    assert len(ids) < len(tokenizer.encode(HERMES_TEXT).ids)
-    async with chatting(ids, with_template(CHAT_TEMPLATE, tokenizer=tagged)) as (served, _, _):
-        choice = await choice_of(served, tools=TOOLS, logprobs=True)
-        plain = await choice_of(served)
-        forced = await choice_of(served, tools=TOOLS, tool_choice="required")
-    assert calls_of(choice) == BOTH
-    assert choice["message"]["content"] == "Let me see."
-    shown = bytes(
-        byte for entry in choice["logprobs"]["content"] for byte in entry["bytes"] or []
-    ).decode()
-    assert shown == HERMES_TEXT
-    assert plain["message"]["content"] == HERMES_TEXT.replace("<tool_call>", "").replace(
-        "</tool_call>", ""
-    )
-    assert calls_of(forced)
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,8 @@ async def test_without_a_valid_key_only_health_and_metrics_answer() -> None:
                 assert challenge == (None if status == 200 else "Bearer")
         for path in PROBED:
             assert (await get(path)).status_code == 200
+        refused = await served.client.post("/", json={"inputs": "a"})  # GET shows the page to all
+        assert (refused.status_code, refused.json().keys()) == (401, {"error", "error_type"})
 
 
 EVIL = {"host": "evil.example", "origin": "https://evil.example"}

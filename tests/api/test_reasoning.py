@@ -37,6 +37,8 @@ async def test_reasoning_is_apart_from_content_and_calls(deep: bool) -> None:
     body["tools"] = TOOLS
     async with chatting(text, with_template(THINKING)) as (served, _, _):
         answer = await post(served, CHAT, **body)
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        events = await stream(served, CHAT, **body, stream_options=options)
         for n_tokens in range(1, 30, 4):
             cut = await post(served, CHAT, **body, max_tokens=n_tokens)
             message = cut["choices"][0]["message"]
@@ -50,6 +52,10 @@ async def test_reasoning_is_apart_from_content_and_calls(deep: bool) -> None:
     n_reasoning = len(small_tokenizer().encode(before).ids)
     details = answer["usage"]["completion_tokens_details"]
     assert abs(details["reasoning_tokens"] - n_reasoning) <= 1
+    assert events[-1]["usage"] == answer["usage"]
+    for usage in (event["usage"] for event in events if deep):  # from the first token on
+        so_far = usage["completion_tokens_details"]["reasoning_tokens"]
+        assert so_far == min(usage["completion_tokens"], details["reasoning_tokens"])
 
 
 @pytest.mark.parametrize("kind", ["text", "added", "special"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jsonschema
@@ -47,13 +48,14 @@ async def test_a_required_call_is_one_if_the_tags_are_tokens(special: bool) -> N
     tagged.add_tokens(
         [
             AddedToken(tag, special=special, normalized=False)
-            for tag in ("<tool_call>", "</tool_call>")
+            for tag in ("<tool_call>", "</tool_call>", "<|x|>")
         ]
     )
-    ids = tagged.encode(HERMES_TEXT).ids
+    ids = tagged.encode("<|x|>" * special + HERMES_TEXT).ids
     strict = [tool("weather", WEATHER, strict=True), tool("time", TIME)]
     async with chatting(ids, with_template(CHAT_TEMPLATE, tokenizer=tagged)) as (served, _, _):
-        free = await choice_of(served, tools=TOOLS)
+        free = await choice_of(served, tools=TOOLS, logprobs=True)
+        plain = await choice_of(served)
         held = await choice_of(served, tools=strict)
     async with chatting(model_dir=with_template(CHAT_TEMPLATE, tokenizer=tagged)) as (served, _, _):
         for seed in range(4):
@@ -63,7 +65,12 @@ async def test_a_required_call_is_one_if_the_tags_are_tokens(special: bool) -> N
             for name, arguments in calls_of(forced):
                 jsonschema.validate(arguments, SCHEMAS[name])
     assert calls_of(free) == calls_of(held) == BOTH
-    assert free["message"]["content"] == held["message"]["content"] == "Let me see."
+    assert free["message"]["content"] == "Let me see."
+    assert held["message"]["content"].endswith("Let me see.")  # another for a token without text
+    scored = [token["bytes"] or [] for token in free["logprobs"]["content"]]
+    assert bytes(byte for part in scored for byte in part).decode() == HERMES_TEXT
+    shown = re.sub("</?tool_call>", "", HERMES_TEXT) if special else HERMES_TEXT
+    assert plain["message"]["content"] == shown
 
 
 async def test_calls_may_be_limited_to_some_tools() -> None:
