@@ -372,12 +372,12 @@ async def test_responses_of_a_batch_are_kept_only_if_it_says_so(tmp_path: Path) 
         assert len(served.app.state.response_store) == 1
 
 
-@pytest.mark.parametrize("method", ["get", "post", "delete"])
-async def test_without_a_folder_the_paths_name_the_setting(method: str) -> None:
+async def test_without_a_folder_the_paths_name_the_setting() -> None:
     async with serving() as served:
-        response = await served.client.request(method, "/v1/files/x")
-    assert response.status_code == 404
-    assert "batch_dir" in response.json()["error"]["message"]
+        for method in ("get", "post", "delete"):
+            response = await served.client.request(method, "/v1/files/x")
+            assert response.status_code == 404
+            assert "batch_dir" in response.json()["error"]["message"]
 
 
 async def test_what_a_batch_cannot_be_is_refused(tmp_path: Path) -> None:

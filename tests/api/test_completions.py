@@ -20,7 +20,16 @@ from kvasir.server.api.other_servers import IGNORED, NO_OPS
 from kvasir.server.text.detokenizer import token_name, token_text
 from kvasir.server.text.fill_in_middle import FORMS, FillInMiddle
 from tests.kit.chats import LONG, chatting
-from tests.kit.dialects import CHAT, COMPLETIONS, JSON, assert_close, joined, post, stream
+from tests.kit.dialects import (
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    JSON,
+    assert_close,
+    joined,
+    post,
+    stream,
+)
 from tests.kit.fake_runner import FakeRunner
 from tests.kit.serving import (
     EOS,
@@ -310,28 +319,24 @@ async def test_the_default_length_is_sixteen_or_what_there_is_room_for() -> None
         assert long["usage"]["completion_tokens"] == 3
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
-        ({"n_predict": 3}, {"max_tokens": 3}),
-        ({"n_predict": -1}, {"max_tokens": 62}),
-        ({"max_tokens": -1}, {"max_tokens": 62}),
-        ({"max_completion_tokens": -1}, {"max_tokens": 62}),
-        ({"repeat_penalty": 100.0}, {"repetition_penalty": 100.0}),
-        ({"ignore_eos_token": True}, {"ignore_eos": True}),
-    ],
-)
-async def test_other_servers_names_and_values_mean_the_same(
-    theirs: dict[str, Any], ours: dict[str, Any]
-) -> None:
-    body = {"prompt": [5, 6], "temperature": 0, "logit_bias": {"66": 10}}
-    if "ignore_eos" in ours:
-        body["logit_bias"] = {str(EOS): 100}
+SYNONYMS: list[tuple[JSON, JSON]] = [
+    ({"n_predict": 3}, {"max_tokens": 3}),
+    ({"n_predict": -1}, {"max_tokens": 62}),
+    ({"max_tokens": -1}, {"max_tokens": 62}),
+    ({"max_completion_tokens": -1}, {"max_tokens": 62}),
+    ({"repeat_penalty": 100.0}, {"repetition_penalty": 100.0}),
+    ({"ignore_eos_token": True}, {"ignore_eos": True}),
+]
+
+
+async def test_other_servers_names_and_values_mean_the_same() -> None:
     async with serving(FakeRunner(VOCAB_SIZE, max_model_len=64)) as served:
-        answer = await complete(served, **body, **theirs)
-        same = await complete(served, **body, **ours)
-        without = await complete(served, **body)
-    assert answer["choices"] == same["choices"] != without["choices"]
+        for theirs, ours in SYNONYMS:
+            bias = {str(EOS): 100} if "ignore_eos" in ours else {"66": 10}
+            body = {"prompt": [5, 6], "temperature": 0, "logit_bias": bias}
+            answers = [await complete(served, **body | more) for more in (theirs, ours, {})]
+            answer, same, without = (one["choices"] for one in answers)
+            assert answer == same != without, theirs
 
 
 async def test_a_seed_of_minus_one_draws_one() -> None:
@@ -397,25 +402,20 @@ async def test_the_models_defaults_hold_unless_the_request_sets_others() -> None
         assert (await served.client.post("/generate", json=tgi)).json() == generated
 
 
-@pytest.mark.parametrize(
-    ("path", "body"), [("/v1/completions", {"prompt": "a"}), ("/generate", {"inputs": "a"})]
-)
-async def test_fields_that_slow_every_step_are_bounded(path: str, body: dict[str, Any]) -> None:
+async def test_fields_that_slow_every_step_are_bounded() -> None:
+    """Of token ids, and of those that are biased."""
     ids = [i % VOCAB_SIZE for i in range(1025)]
     bias = {str(i).zfill(4): 0.0 for i in range(1025)}
     async with serving() as served:
-        for name, value, n in [
-            ("stop_token_ids", ids[:1024], 1024),
-            ("stop_token_ids", ids, 1025),
-            ("logit_bias", bias, 1025),
-        ]:
-            fields = {name: value}
-            request = body | (fields if "prompt" in body else {"parameters": fields})
-            response = await served.client.post(path, json=request)
-            assert response.status_code == (200 if n == 1024 else 400)
-            if n > 1024:
-                assert name in response.text
-                assert "at most 1024" in response.text
+        await complete(served, prompt="a", stop_token_ids=ids[:1024])
+        for name, value in (("stop_token_ids", ids), ("logit_bias", bias)):
+            for path, field in (
+                (COMPLETIONS, {name: value}),
+                (GENERATE, {"parameters": {name: value}}),
+            ):
+                answer = str(await post(served, path, status=400, **field))
+                assert name in answer
+                assert "at most 1024" in answer
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
@@ -551,9 +551,7 @@ GBNF = 'root ::= day ("," day)*\nday ::= "mon" | "t\\u0075e"\n'
         ),
     ],
 )
-async def test_fields_of_other_servers_constrain_the_text(
-    constrained: dict[str, Any], pattern: str
-) -> None:
+async def test_fields_of_other_servers_constrain_the_text(constrained: JSON, pattern: str) -> None:
     async with serving(FakeRunner(VOCAB_SIZE, max_model_len=400)) as served:
         answer = await complete(served, prompt="a", max_tokens=300, n=3, seed=2, **constrained)
     for choice in answer["choices"]:

@@ -36,7 +36,7 @@ from tests.kit.dialects import (
 )
 from tests.kit.fake_runner import FakeRunner
 from tests.kit.live import live, wait
-from tests.kit.serving import VOCAB_SIZE, Asked, serving, small_tokenizer
+from tests.kit.serving import VOCAB_SIZE, RawRequest, serving, small_tokenizer
 
 LIMITS = {CHAT: "max_tokens", MESSAGES: "max_tokens", RESPONSES: "max_output_tokens"}
 STOPS = {CHAT: "stop", MESSAGES: "stop_sequences", RESPONSES: "stop"}
@@ -312,13 +312,13 @@ async def test_a_stream_that_ends_before_its_first_event(path: str) -> None:
     body = LEAST[path] | ({} if path == GENERATE_STREAM else {"stream": True})
     async with serving() as served:
         served.runner.hold()
-        left = Asked(served.app, path, body)
+        left = RawRequest(served.app, path, body)
         await served.submitted.acquire()
         await asyncio.to_thread(served.runner.wait_until_held)
         left.leaves.set()
         await left.task
         assert left.sent == []
-        ended = Asked(served.app, path, body)
+        ended = RawRequest(served.app, path, body)
         ended.reads.set()
         await served.submitted.acquire()
         served.model.engine.abort_all()

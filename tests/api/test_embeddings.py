@@ -34,7 +34,7 @@ from tests.kit.fake_encoder import (
     pair_tokenizer,
 )
 from tests.kit.fake_runner import TIMEOUT
-from tests.kit.serving import VOCAB_SIZE, Asked, running, serving
+from tests.kit.serving import VOCAB_SIZE, RawRequest, running, serving
 
 LIMIT = 64
 MODEL = "fake-encoder"
@@ -422,7 +422,7 @@ async def test_tokens_count_for_the_key(tmp_path: Path) -> None:
 async def test_a_client_that_disconnects_cancels_its_request() -> None:
     async with encoding(EMBEDDER) as client:
         client.runner.gate.clear()
-        asked = Asked(client.app, "/v1/embeddings", {"input": ["a"] * 9})
+        asked = RawRequest(client.app, "/v1/embeddings", {"input": ["a"] * 9})
         await asyncio.to_thread(client.runner.begun.wait, TIMEOUT)
         asked.leaves.set()
         await asked.task

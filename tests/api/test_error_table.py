@@ -276,15 +276,6 @@ async def test_a_deadline_that_has_passed_is_no_matter_of_the_load(fields: dict[
     assert late.json()["error"]["type"] == "deadline_exceeded"
 
 
-async def test_a_failed_engine_is_not_alive() -> None:
-    async with serving() as served:
-        assert (await served.client.get("/health/live")).status_code == 200
-        served.runner.error = RuntimeError("gone")
-        await poster(served, "openai")()
-        for path in ("/health/live", "/health/ready", "/health"):
-            assert (await served.client.get(path)).status_code == 503
-
-
 @pytest.mark.parametrize(("path", "method", "status", "code"), [
     ("/v1/nothing", "GET", 404, "not_found"),
     ("/v1/completions/", "POST", 404, "not_found"),

@@ -10,7 +10,7 @@ from kvasir.server.requests.admission.answers import AnswerMemory
 from kvasir.server.requests.text_worker import TextWorker
 from tests.kit.dialects import COMPLETIONS
 from tests.kit.fake_runner import FakeRunner
-from tests.kit.serving import VOCAB_SIZE, Asked, serving
+from tests.kit.serving import VOCAB_SIZE, RawRequest, serving
 
 MESSAGES = [{"role": "user", "content": "é"}]
 
@@ -57,7 +57,7 @@ async def test_answers_have_room_until_they_are_sent(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("kvasir.server.requests.admission.answers.MAX_BYTES", 9 * 500)
     body = {"prompt": [5] * 9, "prompt_logprobs": 3, "max_tokens": 1}
     async with serving() as served:
-        memory, slow = served.model.answers[False], Asked(served.app, COMPLETIONS, body)
+        memory, slow = served.model.answers[False], RawRequest(served.app, COMPLETIONS, body)
         await slow.begun.wait()
         assert memory.n_held == 9 * 500
         with memory.hold(3 * 9 * 500):

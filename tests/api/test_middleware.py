@@ -27,7 +27,7 @@ from kvasir.server.requests.builder import RequestOptions
 from kvasir.server.requests.completion import RequestState
 from kvasir.server.requests.text_worker import THREADS
 from tests.kit.fake_runner import TIMEOUT
-from tests.kit.serving import Asked, Served, sample, serving
+from tests.kit.serving import RawRequest, Served, sample, serving
 
 HEALTH = ("/health", "/health/live", "/health/ready", "/health/startup")
 PROBED = (*HEALTH, "/metrics", "/metrics/router")
@@ -384,7 +384,7 @@ async def test_a_request_that_the_shutdown_cancels_is_logged_as_cut_off(
     async with serving() as served:
         served.runner.hold()
         caplog.set_level(logging.INFO, "kvasir")
-        asked = Asked(served.app, "/v1/completions", {"prompt": "a"})
+        asked = RawRequest(served.app, "/v1/completions", {"prompt": "a"})
         await served.submitted.acquire()
         asked.task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -177,7 +177,7 @@ async def serving(
             runner.release()
 
 
-class Asked:
+class RawRequest:
     """A POST straight to an application, whose client reads, and leaves, when the test says so."""
 
     def __init__(self, app: FastAPI, path: str, body: dict[str, Any]) -> None:
