@@ -128,7 +128,7 @@ def document(app: FastAPI) -> dict[str, Any]:
         servers=[{"url": settings.root_path or "/"}],
     )
     components = made["components"]
-    _, more = models_json_schema([(one, "validation") for one in _UNDECLARED], ref_template=_REF)
+    _, more = models_json_schema([(kind, "validation") for kind in _UNDECLARED], ref_template=_REF)
     components["schemas"] |= more["$defs"]
     del components["schemas"]["HTTPValidationError"], components["schemas"]["ValidationError"]
     security: list[dict[str, list[str]]] = []
