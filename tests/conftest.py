@@ -48,8 +48,8 @@ for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
 
 
 # Files of a minute or more. A worker takes whole files: one that began last would end alone.
-LONGEST = {"test_faults", "test_invariance", "test_explain_lab", "test_parity", "test_published"}
-LONGEST |= {"test_encoder_decoders", "test_quantize", "test_distributed", "test_paged_graph"}
+LONGEST = {"test_faults", "test_invariance", "test_explain", "test_parity", "test_published"}
+LONGEST |= {"test_encoder_decoders", "test_quantize", "test_openapi", "test_paged_graph"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from kvasir.server.api import health, models, playground, tokenize
 from kvasir.server.api.anthropic import messages
-from kvasir.server.api.anthropic.answers import AnthropicError
+from kvasir.server.api.anthropic.schemas import AnthropicError
 from kvasir.server.api.embeddings import cohere, tei, vllm
 from kvasir.server.api.embeddings import openai as embeddings
 from kvasir.server.api.explain import routes as explain
@@ -35,7 +35,7 @@ from kvasir.server.api.openai import batches, chat, completions, files
 from kvasir.server.api.openai.responses import routes as responses
 from kvasir.server.api.schemas import Error
 from kvasir.server.api.tgi import routes as tgi
-from kvasir.server.api.tgi.answers import GenerateError
+from kvasir.server.api.tgi.schemas import GenerateError
 from kvasir.server.errors import (
     InvalidRequestError,
     KvasirError,
@@ -128,7 +128,7 @@ def document(app: FastAPI) -> dict[str, Any]:
         servers=[{"url": settings.root_path or "/"}],
     )
     components = made["components"]
-    _, more = models_json_schema([(one, "validation") for one in _UNDECLARED], ref_template=_REF)
+    _, more = models_json_schema([(kind, "validation") for kind in _UNDECLARED], ref_template=_REF)
     components["schemas"] |= more["$defs"]
     del components["schemas"]["HTTPValidationError"], components["schemas"]["ValidationError"]
     security: list[dict[str, list[str]]] = []

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
+from time import time
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -230,6 +231,45 @@ class BatchStore:
                     if not reserved or not left or error.errno not in _DISK_IS_FULL:
                         raise
                     os.ftruncate(self._lock.fileno(), max(0, left - _GIVEN_BYTES))
+
+
+class Content:
+    """A content that is uploaded before it is a file: `keep` it, and in any case `close` it."""
+
+    def __init__(self, store: BatchStore, owner: str) -> None:
+        self._store, self._owner = store, owner
+        self._id = f"file-{secrets.token_hex(12)}"
+        self._file = store.path(self._id).open("xb")
+        self.n_bytes = 0
+
+    def write(self, data: bytes) -> None:
+        """Append to the content. Raises OSError and RequestTooLargeError."""
+        self._store.take(len(data), self._owner)
+        self.n_bytes += len(data)
+        self._file.write(data)
+
+    def keep(self, filename: str) -> StoredFile:
+        """Return the file, once it is on the disk. Raises OSError and RequestTooLargeError."""
+        self._file.close()
+        sync(self._store.path(self._id))
+        file = StoredFile(
+            id=self._id,
+            bytes=self.n_bytes,
+            created_at=int(time()),
+            filename=filename,
+            purpose="batch",
+            owner=self._owner,
+        )
+        self._store.describe(file)
+        return file
+
+    def close(self) -> None:
+        """Remove the content, unless it was kept."""
+        with suppress(OSError):  # bytes that no longer fit on the disk
+            self._file.close()
+        if self._id not in self._store.files:
+            self._store.path(self._id).unlink(missing_ok=True)
+            self._store.take(-self.n_bytes, self._owner)
 
 
 def _replace(path: Path, content: bytes) -> None:

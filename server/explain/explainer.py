@@ -110,7 +110,8 @@ class Explainer:
             check_index("layer", layer, config.n_layer)
         check_length(n, config, "text" if config.encoder is None else "target")
         asked.check(n, config)
-        if asked.needs_new_graph and not self._has_mask:
+        is_new = asked.without or asked.lens or asked.entropies or asked.values_of
+        if is_new and not self._has_mask:
             raise InvalidRequestError(
                 f"the model's {ATTENTION_GRAPH_FILE} is of an older Kvasir, which shows attention "
                 "and next tokens only; export the model again"

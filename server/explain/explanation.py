@@ -40,11 +40,6 @@ class Questions:
     entropies: bool = False
     values_of: Head | None = None
 
-    @property
-    def needs_new_graph(self) -> bool:
-        """Tell whether attention.onnx must be of a version that answers all this."""
-        return bool(self.without or self.lens or self.entropies or self.values_of)
-
     def check(self, n_tokens: int, config: TransformerConfig) -> None:
         """Raise InvalidRequestError for what a text of so many tokens, or the model, has not."""
         named = [(head, "without") for head in self.without]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from kvasir.model.directory import (
     ENCODER_GRAPH_FILE,
@@ -99,50 +98,69 @@ def build_engine(
         raise ValueError("speculate is not for encoder-decoders; leave it out")
     if settings.speculate:
         logger.info("speculation is on: the load may change answers, by rounding")
-    clock, device = clock or StartClock(), model_dir.manifest.device
-    chunk_size = settings.chunk_size or _CPU_CHUNK
-    limits: dict[str, Any] = {
-        "max_num_seqs": settings.max_num_seqs,
-        "max_model_len": settings.max_model_len,
-        "kv_cache_bytes": settings.kv_cache_memory,
-    }
-    of_cpu = limits | {"n_models": len(settings.models), "threads": settings.threads}
+    device, chunk_size = model_dir.manifest.device, settings.chunk_size or _CPU_CHUNK
     if device != "cpu":
-        from kvasir.server.engine.gpu.session import BACKENDS, open_gpu_runner  # noqa: PLC0415
+        from kvasir.server.engine.gpu.session import BACKENDS  # noqa: PLC0415  imports ONNX Runtime
 
         chunk_size = settings.chunk_size or BACKENDS[device].chunk_size
+    target = settings.itl_target_ms
+    return Engine(
+        _open_runner(settings, model_dir, chunk_size, clock or StartClock()),
+        chunk_size=chunk_size,
+        itl_target=None if target is None else target / 1e3,
+        speculate=settings.speculate,
+    )
+
+
+def _open_runner(
+    settings: Settings, model_dir: ModelDirectory, chunk_size: int, clock: StartClock
+) -> Runner:
+    """Load the graphs of a model of text and warm them up."""
+    n_models = len(settings.models)
+    if model_dir.manifest.device != "cpu":
+        from kvasir.server.engine.gpu.session import open_gpu_runner  # noqa: PLC0415
+
         runner: Runner = open_gpu_runner(
-            device,
+            model_dir.manifest.device,
             model_dir.graph_path,
             model_dir.config,
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=settings.max_model_len,
+            kv_cache_bytes=settings.kv_cache_memory,
             chunk_size=chunk_size,
             keep_prompts=settings.prefix_cache_memory != 0,
-            captures=settings.cuda_graphs and len(settings.models) == 1,
-            **limits,
+            captures=settings.cuda_graphs and n_models == 1,
         )
         clock.lap("session_and_warm_up")
     elif model_dir.config.encoder is not None:
         from kvasir.server.engine.seq2seq.runner import Seq2SeqRunner  # noqa: PLC0415
 
-        encoder, fits = model_dir.path / ENCODER_GRAPH_FILE, model_dir.manifest.fits_16_bits
         runner = Seq2SeqRunner(
-            encoder, model_dir.graph_path, model_dir.config, fits_16_bits=fits, **of_cpu
+            model_dir.path / ENCODER_GRAPH_FILE,
+            model_dir.graph_path,
+            model_dir.config,
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=settings.max_model_len,
+            kv_cache_bytes=settings.kv_cache_memory,
+            n_models=n_models,
+            threads=settings.threads,
+            fits_16_bits=model_dir.manifest.fits_16_bits,
         )
         clock.lap("session_and_warm_up")
     else:
         from kvasir.server.engine.runner import OnnxRunner  # noqa: PLC0415  imports ONNX Runtime
 
-        n_bytes = settings.prefix_cache_memory
         runner = OnnxRunner(
-            model_dir.graph_path, model_dir.config, prefix_cache_bytes=n_bytes, **of_cpu
+            model_dir.graph_path,
+            model_dir.config,
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=settings.max_model_len,
+            kv_cache_bytes=settings.kv_cache_memory,
+            n_models=n_models,
+            prefix_cache_bytes=settings.prefix_cache_memory,
+            threads=settings.threads,
         )
         clock.lap("session")
         warm_up(runner)
         clock.lap("warm_up")
-    target = settings.itl_target_ms
-    return Engine(
-        runner,
-        chunk_size=chunk_size,
-        itl_target=None if target is None else target / 1e3,
-        speculate=settings.speculate,
-    )
+    return runner

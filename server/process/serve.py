@@ -113,7 +113,8 @@ class DrainingServer(uvicorn.Server):
                 connection.cut_off("cut off a client whose connection outlasts the shutdown")
 
     def _connections(self) -> list[BoundedConnection]:
-        return [one for one in self.server_state.connections if isinstance(one, BoundedConnection)]
+        connections = self.server_state.connections
+        return [each for each in connections if isinstance(each, BoundedConnection)]
 
     def _fail(self, error: StartupError) -> None:
         """End the process because no model could be loaded."""

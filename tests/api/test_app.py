@@ -73,51 +73,35 @@ async def test_a_model_that_cannot_be_loaded_is_reported(monkeypatch: pytest.Mon
         )
 
 
-def engine_of(model: RandomModel, **options: Any) -> Engine:
-    model_dir = replace(fake_model_dir(model.graph.parent), config=model.config)
-    return build_engine(load_settings(model=model_dir.path, threads=1, **options), model_dir)
-
-
-@pytest.mark.parametrize("speculate", [False, True])
-def test_speculation_reaches_the_engine_and_the_log(
-    random_model: RandomModel,
-    speculate: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setenv("KVASIR_SPECULATE", str(speculate))
-    with caplog.at_level("INFO", logger="kvasir"):
-        assert engine_of(random_model, kv_cache_memory=2**24).speculate is speculate
-    assert ("speculation is on" in caplog.text) is speculate
-
-
-@pytest.mark.parametrize(("milliseconds", "target"), [(None, None), (0, 0.0), (40, 0.04)])
-def test_the_latency_target_reaches_the_scheduler(
-    random_model: RandomModel, milliseconds: int | None, target: float | None
-) -> None:
-    engine = engine_of(random_model, itl_target_ms=milliseconds)
-    assert engine.scheduler.capacity.target == target
+BLOCK_BYTES = 64 * 2 * 3 * 2 * 32 * 4  # keys and values of 3 layers, 2 heads, 32 floats
 
 
 @pytest.mark.parametrize(
-    ("size", "n_bytes"),
-    [(None, 2**24 // 10), ("0", 0), ("3MiB", 3 * 2**20)],
-    ids=["default", "off", "size"],
+    ("options", "target", "cache_bytes"),
+    [
+        ({}, None, 2**24 // 10),  # by default a tenth of the KV cache's memory
+        ({"speculate": True}, None, 2**24 // 10),
+        ({"itl_target_ms": 0, "prefix_cache_memory": "0"}, 0.0, 0),
+        ({"itl_target_ms": 40, "prefix_cache_memory": "3MiB"}, 0.04, 3 * 2**20),
+    ],
 )
-def test_the_prefix_cache_gets_the_memory_that_was_set(
-    random_model: RandomModel, size: str | None, n_bytes: int
+def test_settings_reach_the_engine(
+    random_model: RandomModel,
+    options: dict[str, Any],
+    target: float | None,
+    cache_bytes: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The default is a tenth of the KV cache's memory."""
-    engine = engine_of(random_model, kv_cache_memory=2**24, prefix_cache_memory=size)
-    block_bytes = 64 * 2 * 3 * 2 * 32 * 4  # keys and values of 3 layers, 2 heads, 32 floats
-    assert engine.kv.cache.capacity == n_bytes // block_bytes
-
-
-def test_idle_threads_keep_their_processors_for_a_moment(random_model: RandomModel) -> None:
-    """The options are read from the session that runs the model."""
+    """Idle threads keep their processors for a moment, as the model's session itself tells."""
     model_dir = replace(fake_model_dir(random_model.graph.parent), config=random_model.config)
-    settings = load_settings(model=model_dir.path, kv_cache_memory=2**24, threads=1)
-    runner = build_engine(settings, model_dir).runner
+    settings = load_settings(model=model_dir.path, threads=1, kv_cache_memory=2**24, **options)
+    with caplog.at_level("INFO", logger="kvasir"):
+        engine = build_engine(settings, model_dir)
+    assert engine.speculate is ("speculate" in options)
+    assert ("speculation is on" in caplog.text) is engine.speculate
+    assert engine.scheduler.capacity.target == target
+    assert engine.kv.cache.capacity == cache_bytes // BLOCK_BYTES
+    runner = engine.runner
     assert isinstance(runner, OnnxRunner)
     entry = runner._session.get_session_options().get_session_config_entry
     assert entry("session.intra_op.allow_spinning") == "1"
@@ -138,6 +122,7 @@ def test_token_types_that_the_model_lacks_are_refused_at_load() -> None:
         )
 
 
-def test_importing_the_server_does_not_load_onnx_runtime() -> None:
-    code = "import sys, kvasir.server.process.serve; assert 'onnxruntime' not in sys.modules"
+def test_importing_the_server_loads_neither_onnx_runtime_nor_opentelemetry() -> None:
+    code = "import sys, kvasir.server.process.serve\n"
+    code += "assert not {'onnxruntime', 'opentelemetry.sdk'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)

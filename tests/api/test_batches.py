@@ -130,36 +130,33 @@ async def test_a_batch_answers_each_line_as_the_route_does(
         assert {shown[f"kvasir_{one}"] for one in zeros} == {"0.0"}
 
 
-@pytest.mark.parametrize(
-    ("bad", "code", "number"),
-    [
-        (b"{", "invalid_json_line", 2),
-        (b"[]", "invalid_json_line", 2),
-        (b'{"custom_id": "x", "body": NaN}', "invalid_json_line", 2),
-        ({"custom_id": "x", "method": "POST", "url": ENDPOINT}, "missing_required_parameter", 2),
-        (line("x") | {"more": 1}, "unknown_parameter", 2),
-        (line(""), "invalid_custom_id", 2),
-        (line("0"), "duplicate_custom_id", 2),
-        (line("x") | {"method": "GET"}, "invalid_method", 2),
-        (line("x", url="/v1/embeddings"), "mismatched_endpoint", 2),
-        (line("x") | {"body": "a"}, "invalid_body", 2),
-        (line("x", stream=True), "invalid_body", 2),
-        (line("x", prompt="a" * 3000), "line_too_long", 2),
-        (b" ", None, None),
-    ],
-)
-async def test_a_line_that_is_no_request_fails_the_batch(
-    tmp_path: Path, bad: Any, code: str | None, number: int | None
-) -> None:
+WRONG_LINES: list[tuple[Any, str | None]] = [
+    (b"{", "invalid_json_line"),
+    (b"[]", "invalid_json_line"),
+    (b'{"custom_id": "x", "body": NaN}', "invalid_json_line"),
+    ({"custom_id": "x", "method": "POST", "url": ENDPOINT}, "missing_required_parameter"),
+    (line("x") | {"more": 1}, "unknown_parameter"),
+    (line(""), "invalid_custom_id"),
+    (line("0"), "duplicate_custom_id"),
+    (line("x") | {"method": "GET"}, "invalid_method"),
+    (line("x", url="/v1/embeddings"), "mismatched_endpoint"),
+    (line("x") | {"body": "a"}, "invalid_body"),
+    (line("x", stream=True), "invalid_body"),
+    (line("x", prompt="a" * 3000), "line_too_long"),
+    (b" ", None),
+]
+
+
+async def test_a_line_that_is_no_request_fails_the_batch(tmp_path: Path) -> None:
     async with batching(tmp_path, max_body_bytes=2000) as served:
-        file = await upload(served, jsonl([line("0"), bad, line("1")]))
-        batch = await ended(served, await begin(served, file["id"]))
-    if code is None:
-        assert batch["status"] == "completed"
-    else:
-        assert batch["status"] == "failed"
-        assert [(one["code"], one["line"]) for one in batch["errors"]["data"]] == [(code, number)]
-        assert batch["output_file_id"] is None
+        for bad, code in WRONG_LINES:
+            file = await upload(served, jsonl([line("0"), bad, line("1")]))
+            batch = await ended(served, await begin(served, file["id"]))
+            assert batch["status"] == ("failed" if code else "completed"), bad
+            faults = batch["errors"]["data"] if code else []
+            assert [(one["code"], one["line"]) for one in faults] == [(code, 2)][: len(faults)]
+            assert (batch["output_file_id"] is None) is bool(code), bad
+            assert bool(faults) is bool(code)
 
 
 async def test_a_cancelled_batch_answers_the_rest_with_errors(tmp_path: Path) -> None:
@@ -375,27 +372,25 @@ async def test_responses_of_a_batch_are_kept_only_if_it_says_so(tmp_path: Path) 
         assert len(served.app.state.response_store) == 1
 
 
-@pytest.mark.parametrize("method", ["get", "post", "delete"])
-async def test_without_a_folder_the_paths_name_the_setting(method: str) -> None:
+async def test_without_a_folder_the_paths_name_the_setting() -> None:
     async with serving() as served:
-        response = await served.client.request(method, "/v1/files/x")
-    assert response.status_code == 404
-    assert "batch_dir" in response.json()["error"]["message"]
+        for method in ("get", "post", "delete"):
+            response = await served.client.request(method, "/v1/files/x")
+            assert response.status_code == 404
+            assert "batch_dir" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+async def test_what_a_batch_cannot_be_is_refused(tmp_path: Path) -> None:
+    changes: list[Fields] = [
         {"endpoint": "/v1/models"},
         {"endpoint": "/v1/batches"},
         {"completion_window": "1h"},
         {"output_expires_after": {"anchor": "created_at", "seconds": 3600}},
         {"metadata": {"a": 1}},
-    ],
-)
-async def test_what_a_batch_cannot_be_is_refused(tmp_path: Path, change: Fields) -> None:
+    ]
     async with batching(tmp_path) as served:
         file = await upload(served, jsonl([line("0")]))
-        response = await served.client.post("/v1/batches", json=asked(file["id"], **change))
-    assert response.status_code == 400
-    assert response.json()["error"]["param"].startswith(next(iter(change)))
+        for change in changes:
+            response = await served.client.post("/v1/batches", json=asked(file["id"], **change))
+            assert response.status_code == 400
+            assert response.json()["error"]["param"].startswith(next(iter(change)))

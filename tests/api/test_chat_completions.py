@@ -13,9 +13,7 @@ import jsonschema
 import openai
 import pytest
 from pydantic import BaseModel
-from tokenizers import AddedToken, Tokenizer
 
-from kvasir.server.api.other_servers import IGNORED, NO_OPS
 from kvasir.server.errors import StartupError
 from kvasir.server.process.app import create_app
 from kvasir.server.settings import load_settings
@@ -31,6 +29,7 @@ from tests.kit.chats import (
     WEATHER,
     calls_of,
     chatting,
+    choice_of,
     tool,
     with_template,
 )
@@ -270,7 +269,7 @@ async def test_the_status_is_decided_before_the_role_is_sent() -> None:
 async def test_the_bytes_of_tokens_are_those_of_the_text() -> None:
     text = "aé漢🙂 json"
     async with chatting(text) as (served, _, _):
-        choice = (await post(served, CHAT, logprobs=True, top_logprobs=2))["choices"][0]
+        choice = await choice_of(served, logprobs=True, top_logprobs=2)
     entries = choice["logprobs"]["content"]
     assert bytes(byte for entry in entries for byte in entry["bytes"] or []).decode() == text
     assert [entry["token"] for entry in entries] == [
@@ -310,7 +309,7 @@ async def test_calls_are_found_whole_and_streamed(
     template: str, text: str, content: str | None
 ) -> None:
     async with chatting(text, with_template(template)) as (served, client, _):
-        choice = (await post(served, CHAT, tools=TOOLS))["choices"][0]
+        choice = await choice_of(served, tools=TOOLS)
         assert (calls_of(choice), choice["finish_reason"]) == (BOTH, "tool_calls")
         assert choice["message"]["content"] == content
         chunks = await stream(served, CHAT, tools=TOOLS)
@@ -327,16 +326,16 @@ async def test_calls_are_found_whole_and_streamed(
         ] == BOTH
         served.runner.hold()
         served.runner.allow(len(tokenizer.encode(text).ids) - 1)  # not enough to end the text
-        one = (await post(served, CHAT, tools=TOOLS, parallel_tool_calls=False))["choices"][0]
+        one = await choice_of(served, tools=TOOLS, parallel_tool_calls=False)
         served.runner.release()
         assert (calls_of(one), one["finish_reason"]) == (BOTH[:1], "tool_calls")
         chunks = await stream(served, CHAT, tools=TOOLS, parallel_tool_calls=False)
         assert without(joined(CHAT, chunks)["choices"]) == [without(one)]
-        short = (await post(served, CHAT, tools=TOOLS, max_tokens=50))["choices"][0]
+        short = await choice_of(served, tools=TOOLS, max_tokens=50)
         assert short["finish_reason"] == "length"
         unused: list[dict[str, Any]] = [{}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}]
         for body in unused:
-            plain = (await post(served, CHAT, **body))["choices"][0]
+            plain = await choice_of(served, **body)
             assert (plain["message"]["content"], plain["finish_reason"]) == (text, "stop")
         assert served.runner.kv.reserved_tokens == 0
 
@@ -356,8 +355,8 @@ async def test_the_format_can_be_set(setting: str) -> None:
         _,
         _,
     ):
-        choice = (await post(served, CHAT, tools=TOOLS))["choices"][0]
-        forced = (await post(served, CHAT, tools=TOOLS, tool_choice="required"))["choices"][0]
+        choice = await choice_of(served, tools=TOOLS)
+        forced = await choice_of(served, tools=TOOLS, tool_choice="required")
     assert len(calls_of(choice)) == found[setting]
     assert calls_of(forced), "what has to be a call is one in any format"
 
@@ -369,29 +368,6 @@ async def test_strict_functions_need_a_known_format() -> None:
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
 
 
-async def test_tags_that_are_special_tokens_are_seen() -> None:
-    tagged = Tokenizer.from_str(tokenizer.to_str())
-    tagged.add_special_tokens(
-        [AddedToken(tag, special=True) for tag in ("<tool_call>", "</tool_call>", "<|x|>")]
-    )
-    ids = tagged.encode("<|x|>" + HERMES_TEXT).ids
-    assert len(ids) < len(tokenizer.encode(HERMES_TEXT).ids)
-    async with chatting(ids, with_template(CHAT_TEMPLATE, tokenizer=tagged)) as (served, _, _):
-        choice = (await post(served, CHAT, tools=TOOLS, logprobs=True))["choices"][0]
-        plain = (await post(served, CHAT))["choices"][0]
-        forced = (await post(served, CHAT, tools=TOOLS, tool_choice="required"))["choices"][0]
-    assert calls_of(choice) == BOTH
-    assert choice["message"]["content"] == "Let me see."
-    shown = bytes(
-        byte for entry in choice["logprobs"]["content"] for byte in entry["bytes"] or []
-    ).decode()
-    assert shown == HERMES_TEXT
-    assert plain["message"]["content"] == HERMES_TEXT.replace("<tool_call>", "").replace(
-        "</tool_call>", ""
-    )
-    assert calls_of(forced)
-
-
 @pytest.mark.parametrize(
     "template", [CHAT_TEMPLATE, LLAMA_CALLS, TEXT_ONLY], ids=["hermes", "llama", "none"]
 )
@@ -400,11 +376,9 @@ async def test_a_required_call_is_valid_whatever_the_model(template: str) -> Non
     async with chatting(model_dir=with_template(template)) as (served, _, _):
         for seed in range(3):
             body = {"tools": TOOLS, "seed": seed, "temperature": 2.0, "max_tokens": 400}
-            several = (await post(served, CHAT, **body, tool_choice="required"))["choices"][0]
-            one = (
-                await post(served, CHAT, **body, tool_choice="required", parallel_tool_calls=False)
-            )["choices"][0]
-            time = (await post(served, CHAT, **body, tool_choice=named))["choices"][0]
+            several = await choice_of(served, **body, tool_choice="required")
+            one = await choice_of(served, **body, tool_choice="required", parallel_tool_calls=False)
+            time = await choice_of(served, **body, tool_choice=named)
             assert [name for name, _ in calls_of(time)] == ["time"]
             assert len(calls_of(one)) == 1
             for choice in (several, one, time):
@@ -419,14 +393,14 @@ async def test_strict_functions_are_called_as_their_schema_says_or_not_at_all() 
     wrong = HERMES_TEXT.replace("Rome", "Pisa")
     strict = [tool("weather", WEATHER, strict=True), tool("time", TIME)]
     async with chatting(wrong) as (served, _, _):
-        loose = (await post(served, CHAT, tools=TOOLS, max_tokens=300, seed=1))["choices"][0]
-        held = (await post(served, CHAT, tools=strict, max_tokens=300, seed=1))["choices"][0]
+        loose = await choice_of(served, tools=TOOLS, max_tokens=300, seed=1)
+        held = await choice_of(served, tools=strict, max_tokens=300, seed=1)
     assert calls_of(loose)[0] == ("weather", {"city": "Pisa", "days": 2})
     assert held["message"]["content"] == "Let me see."
     name, arguments = calls_of(held)[0]
     jsonschema.validate(arguments, SCHEMAS[name])
     async with chatting("Just text. {", with_template(LLAMA_CALLS)) as (served, _, _):
-        free = (await post(served, CHAT, tools=strict))["choices"][0]
+        free = await choice_of(served, tools=strict)
     assert free["message"]["content"] == "Just text. {"
 
 
@@ -439,11 +413,11 @@ async def test_an_answer_in_json_leaves_room_for_calls(template: str, calls: str
     response_format = {"type": "json_schema", "json_schema": {"name": "t", "schema": TIME}}
     body = {"tools": TOOLS, "response_format": response_format}
     async with chatting('{"utc": true}', with_template(template)) as (served, _, _):
-        said = (await post(served, CHAT, **body))["choices"][0]
+        said = await choice_of(served, **body)
     async with chatting(calls, with_template(template)) as (served, _, _):
-        called = (await post(served, CHAT, **body))["choices"][0]
+        called = await choice_of(served, **body)
     async with chatting("Neither.", with_template(template)) as (served, _, _):
-        forced = (await post(served, CHAT, **body, parallel_tool_calls=False))["choices"][0]
+        forced = await choice_of(served, **body, parallel_tool_calls=False)
     assert (said["message"]["content"], said["finish_reason"]) == ('{"utc": true}', "stop")
     assert (called["message"]["content"], called["finish_reason"]) == (None, "tool_calls")
     assert (calls_of(said), calls_of(called)) == ([], BOTH)
@@ -451,20 +425,7 @@ async def test_an_answer_in_json_leaves_room_for_calls(template: str, calls: str
         jsonschema.validate(json.loads(forced["message"]["content"]), TIME)
 
 
-# Fields that ask for nothing, and refusals
-
-
-async def test_fields_that_ask_for_nothing_are_accepted() -> None:
-    no_ops = {name: values[0] for name, values in NO_OPS.items() if name != "tool_choice"}
-    options = {"stream_options": {"include_obfuscation": False}, "tool_choice": "auto"}
-    nothing: dict[str, Any] = no_ops | dict.fromkeys(IGNORED, "x") | options
-    echoed: dict[str, Any] = {"role": "assistant", "content": "x", "refusal": None}
-    echoed |= {"annotations": [], "audio": None, "tool_calls": None}
-    async with chatting("hi") as (served, _, _):
-        chunks = await stream(
-            served, CHAT, **nothing | {"messages": [*USER, echoed, *USER], "stream": True}
-        )
-    assert joined(CHAT, chunks)["choices"][0]["message"]["content"] == "hi"
+# Refusals
 
 
 @pytest.mark.parametrize(

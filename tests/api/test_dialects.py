@@ -7,6 +7,7 @@ import json
 import random
 import re
 import threading
+from collections import Counter
 from contextlib import suppress
 from typing import Any
 
@@ -35,7 +36,7 @@ from tests.kit.dialects import (
 )
 from tests.kit.fake_runner import FakeRunner
 from tests.kit.live import live, wait
-from tests.kit.serving import VOCAB_SIZE, serving, small_tokenizer
+from tests.kit.serving import VOCAB_SIZE, RawRequest, serving, small_tokenizer
 
 LIMITS = {CHAT: "max_tokens", MESSAGES: "max_tokens", RESPONSES: "max_output_tokens"}
 STOPS = {CHAT: "stop", MESSAGES: "stop_sequences", RESPONSES: "stop"}
@@ -88,31 +89,39 @@ def random_answer(rng: random.Random) -> tuple[str, tuple[str, str, list[Any]]]:
     return text, (reasoning, content, calls)
 
 
-@pytest.mark.parametrize("seed", range(6))
-async def test_an_answer_is_the_same_in_every_dialect_whole_and_streamed(seed: int) -> None:
+async def test_an_answer_is_the_same_in_every_dialect_whole_and_streamed() -> None:
     """Wherever a limit or a stop string cuts it."""
-    rng = random.Random(seed)
-    text, expected = random_answer(rng)
-    n_tokens = len(small_tokenizer().encode(text).ids)
-    async with chatting(text, with_template(THINKING)) as (served, _, prompts):
-        for n in [n_tokens + 9, *rng.sample(range(1, n_tokens), min(3, n_tokens - 1))]:
-            stops = [text[at : at + 2] for at in rng.sample(range(len(text)), rng.randrange(2))]
-            stops = stops if n < n_tokens else []
-            answers = []
-            for path, limit in LIMITS.items():
-                body = {"tools": TOOLS_OF[path], limit: n, STOPS[path]: stops}
-                whole = await post(served, path, **body)
-                events = await stream(served, path, **body)
-                shown = without(whole)
-                assert shown == shown | without(joined(path, events))
-                answers.append(said(path, whole))
-            assert answers == answers[:1] * 3
-            assert prompts == prompts[:1] * len(prompts)
-            if n > n_tokens:
-                reasoning, content, calls, _ = answers[0]
-                assert (reasoning, calls) == (expected[0], expected[2])
-                assert content.split() == expected[1].split() or calls
-                assert "".join(content.split()) == "".join(expected[1].split())
+    kinds = Counter[str]()
+    for seed in range(6):
+        rng = random.Random(seed)
+        text, expected = random_answer(rng)
+        n_tokens = len(small_tokenizer().encode(text).ids)
+        async with chatting(text, with_template(THINKING)) as (served, _, prompts):
+            for n in [n_tokens + 9, *rng.sample(range(1, n_tokens), min(3, n_tokens - 1))]:
+                stops = [text[at : at + 2] for at in rng.sample(range(len(text)), rng.randrange(2))]
+                stops = stops if n < n_tokens else []
+                answers = []
+                for path, limit in LIMITS.items():
+                    body = {"tools": TOOLS_OF[path], limit: n, STOPS[path]: stops}
+                    whole = await post(served, path, **body)
+                    events = await stream(served, path, **body)
+                    shown = without(whole)
+                    assert shown == shown | without(joined(path, events))
+                    answers.append(said(path, whole))
+                assert answers == answers[:1] * 3
+                assert prompts == prompts[:1] * len(prompts)
+                reasoning, content, calls, has_ended = answers[0]
+                kinds["whole"] += n > n_tokens
+                kinds["reasoning"] += bool(reasoning)
+                kinds["cut in reasoning"] += bool(reasoning) and not content and not calls
+                kinds["cut after a call"] += bool(calls) and not has_ended
+                kinds["ends with a call"] += has_ended
+                kinds["stop string"] += bool(stops)
+                if n > n_tokens:
+                    assert (reasoning, calls) == (expected[0], expected[2])
+                    assert content.split() == expected[1].split() or calls
+                    assert "".join(content.split()) == "".join(expected[1].split())
+    assert all(kinds.values()), kinds
 
 
 BOTH_SCORED = {"prompt": [[3, 4, 9], [5, 6, 7]], "echo": True, "logprobs": 2, "n": 2}
@@ -295,3 +304,25 @@ def test_a_client_that_leaves_ends_its_request(path: str, monkeypatch: pytest.Mo
         if path == RESPONSES:
             first = json.loads(begun.partition("data: ")[2].partition("\n")[0])["response"]["id"]
             assert client.get(f"{path}/{first}").status_code == 404
+
+
+@pytest.mark.parametrize("path", ENDINGS["deadline"])
+async def test_a_stream_that_ends_before_its_first_event(path: str) -> None:
+    """By a client that leaves, nothing is sent; by a shutdown, an answer with a status."""
+    body = LEAST[path] | ({} if path == GENERATE_STREAM else {"stream": True})
+    async with serving() as served:
+        served.runner.hold()
+        left = RawRequest(served.app, path, body)
+        await served.submitted.acquire()
+        await asyncio.to_thread(served.runner.wait_until_held)
+        left.leaves.set()
+        await left.task
+        assert left.sent == []
+        ended = RawRequest(served.app, path, body)
+        ended.reads.set()
+        await served.submitted.acquire()
+        served.model.engine.abort_all()
+        served.runner.release()
+        await ended.task
+        assert ended.sent[0]["status"] == 503
+        assert served.model.admission.n_inside == 0

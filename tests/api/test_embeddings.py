@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import json
 import math
 import random
-import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,7 +16,6 @@ import openai
 import pytest
 from fastapi import FastAPI
 from pydantic import TypeAdapter
-from starlette.types import Message
 from tokenizers import Tokenizer
 
 from kvasir.model.config import Pooling
@@ -28,6 +24,7 @@ from kvasir.server.api.embeddings.requests import PromptFields
 from kvasir.server.api.routes import ROUTES
 from kvasir.server.engine.encoder.sequence import Encoding
 from tests.faults.bodies import VALID, random_body, wrong_types
+from tests.kit.dialects import assert_close
 from tests.kit.fake_encoder import (
     D_MODEL,
     FakeTextRunner,
@@ -37,7 +34,7 @@ from tests.kit.fake_encoder import (
     pair_tokenizer,
 )
 from tests.kit.fake_runner import TIMEOUT
-from tests.kit.serving import VOCAB_SIZE, running, serving
+from tests.kit.serving import VOCAB_SIZE, RawRequest, running, serving
 
 LIMIT = 64
 MODEL = "fake-encoder"
@@ -245,23 +242,6 @@ async def test_a_route_shows_what_the_engine_makes_of_the_texts(
     assert_close(answer, show(outputs))
 
 
-def assert_close(actual: Any, expected: Any) -> None:
-    """Compare values, of which numbers may be in base64."""
-    if isinstance(expected, dict):
-        assert actual.keys() == expected.keys()
-        actual, expected = [actual[name] for name in expected], [*expected.values()]
-    if isinstance(expected, list):
-        if isinstance(actual, str):
-            raw = base64.b64decode(actual)
-            actual = struct.unpack(f"<{len(raw) // 4}f", raw)
-        for one, other in zip(actual, expected, strict=True):
-            assert_close(one, other)
-    elif isinstance(expected, float):
-        assert actual == pytest.approx(expected, abs=1e-6)
-    else:
-        assert actual == expected
-
-
 async def test_a_models_unit_vectors_stay_as_they_are() -> None:
     async with encoding(UNIT) as client:
         openai = await client.post("/v1/embeddings", json={"input": "def"})
@@ -440,27 +420,13 @@ async def test_tokens_count_for_the_key(tmp_path: Path) -> None:
 
 
 async def test_a_client_that_disconnects_cancels_its_request() -> None:
-    gone = asyncio.Event()
-    body = json.dumps({"input": ["a"] * 9}).encode()
-    received: list[Message] = [{"type": "http.request", "body": body}]
-
-    async def receive() -> Message:
-        if received:
-            return received.pop()
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Message) -> None:
-        raise AssertionError(message)
-
-    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v1/embeddings"}
-    scope |= {"headers": [], "query_string": b"", "root_path": "", "http_version": "1.1"}
     async with encoding(EMBEDDER) as client:
         client.runner.gate.clear()
-        asked = asyncio.create_task(client.app(scope, receive, send))
+        asked = RawRequest(client.app, "/v1/embeddings", {"input": ["a"] * 9})
         await asyncio.to_thread(client.runner.begun.wait, TIMEOUT)
-        gone.set()
-        await asked
+        asked.leaves.set()
+        await asked.task
+        assert asked.sent == []
         client.runner.gate.set()
         await client.post("/embed", json={"inputs": "b"})
     assert len(client.runner.texts) == 5, "the first step, of four texts, and the last request"

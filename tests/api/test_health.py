@@ -98,10 +98,3 @@ async def test_a_probe_may_ask_for_the_headers_alone() -> None:
                 assert (asked.status_code, asked.content) == (got.status_code, b"")
                 assert asked.headers.keys() == got.headers.keys()
                 assert asked.headers["content-type"] == got.headers["content-type"]
-
-
-async def test_the_version_says_what_runs() -> None:
-    async with serving() as served:
-        answer = (await served.client.get("/version")).json()
-    assert answer.keys() == {"version", "onnxruntime", "model", "precision", "device", "speculate"}
-    assert (answer["model"], answer["precision"], answer["device"]) == (MODEL, "fp32", "cpu")

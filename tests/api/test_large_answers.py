@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from typing import Any
 
 import pytest
-from starlette.types import Message
 
 from kvasir.server.requests.admission.answers import AnswerMemory
 from kvasir.server.requests.text_worker import TextWorker
+from tests.kit.dialects import COMPLETIONS
 from tests.kit.fake_runner import FakeRunner
-from tests.kit.serving import VOCAB_SIZE, serving
+from tests.kit.serving import VOCAB_SIZE, RawRequest, serving
 
 MESSAGES = [{"role": "user", "content": "é"}]
 
@@ -57,42 +55,21 @@ async def test_without_a_length_an_answer_is_as_long_as_it_may_be(
 
 async def test_answers_have_room_until_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvasir.server.requests.admission.answers.MAX_BYTES", 9 * 500)
-    body = json.dumps({"prompt": [5] * 9, "prompt_logprobs": 3, "max_tokens": 1}).encode()
+    body = {"prompt": [5] * 9, "prompt_logprobs": 3, "max_tokens": 1}
     async with serving() as served:
-        memory, reads, begun = served.model.answers[False], asyncio.Event(), asyncio.Event()
-
-        async def receive() -> Message:
-            if given:
-                return given.pop()
-            return await asyncio.Future()
-
-        async def send(message: Message) -> None:
-            statuses.append(message.get("status"))
-            begun.set()
-            await reads.wait()
-
-        statuses: list[int | None] = []
-        given: list[Message] = [{"type": "http.request", "body": body}]
-        scope: dict[str, Any] = {
-            "type": "http",
-            "method": "POST",
-            "path": "/v1/completions",
-            "query_string": b"",
-        }
-        scope |= {"headers": [(b"host", b"localhost")], "asgi": {}, "root_path": ""}
-        slow = asyncio.create_task(served.app(scope, receive, send))
-        await begun.wait()
+        memory, slow = served.model.answers[False], RawRequest(served.app, COMPLETIONS, body)
+        await slow.begun.wait()
         assert memory.n_held == 9 * 500
         with memory.hold(3 * 9 * 500):
-            full = await served.client.post("/v1/completions", content=body)
+            full = await served.client.post(COMPLETIONS, json=body)
             assert (full.status_code, full.headers["retry-after"]) == (429, "1")
-            plain = await served.client.post("/v1/completions", json={"prompt": "a"})
+            plain = await served.client.post(COMPLETIONS, json={"prompt": "a"})
             assert plain.status_code == 200
-        reads.set()
-        await slow
-        assert statuses[0] == 200
+        slow.reads.set()
+        await slow.task
+        assert slow.sent[0]["status"] == 200
         assert not memory.n_held
-        assert (await served.client.post("/v1/completions", content=body)).status_code == 200
+        assert (await served.client.post(COMPLETIONS, json=body)).status_code == 200
 
 
 async def test_a_lone_answer_has_room() -> None:

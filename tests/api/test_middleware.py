@@ -27,7 +27,7 @@ from kvasir.server.requests.builder import RequestOptions
 from kvasir.server.requests.completion import RequestState
 from kvasir.server.requests.text_worker import THREADS
 from tests.kit.fake_runner import TIMEOUT
-from tests.kit.serving import Served, sample, serving
+from tests.kit.serving import RawRequest, Served, sample, serving
 
 HEALTH = ("/health", "/health/live", "/health/ready", "/health/startup")
 PROBED = (*HEALTH, "/metrics", "/metrics/router")
@@ -49,33 +49,33 @@ async def test_the_callers_request_id_comes_back_or_a_new_one() -> None:
     assert all(one.isalnum() for one in ids[4:])
 
 
-@pytest.mark.parametrize(
-    ("status", "headers"),
-    [
-        *[(200, [("authorization", one)]) for one in ("Bearer one", "bearer one", "Bearer  one ")],
-        (200, [("x-api-key", "one")]),
-        (200, [("authorization", "Basic proxy"), ("x-api-key", "one")]),
-        (401, []),
-        *[(401, [("authorization", one)]) for one in ("", "one", "Bearer", "Bearer wrong")],
-        *[(401, [("authorization", one)]) for one in ("Bearer one2", "Basic one")],
-        (401, [(b"authorization", b"Bearer \xfcber")]),
-        *[(401, [("x-api-key", one)]) for one in ("two", "")],
-        (401, [("authorization", "Bearer two"), ("x-api-key", "one")]),
-    ],
-)
-async def test_without_a_valid_key_only_health_and_metrics_answer(
-    status: int, headers: Any
-) -> None:
+KEYS: list[tuple[int, Any]] = [
+    *[(200, [("authorization", one)]) for one in ("Bearer one", "bearer one", "Bearer  one ")],
+    (200, [("x-api-key", "one")]),
+    (200, [("authorization", "Basic proxy"), ("x-api-key", "one")]),
+    (401, []),
+    *[(401, [("authorization", one)]) for one in ("", "one", "Bearer", "Bearer wrong")],
+    *[(401, [("authorization", one)]) for one in ("Bearer one2", "Basic one")],
+    (401, [(b"authorization", b"Bearer \xfcber")]),
+    *[(401, [("x-api-key", one)]) for one in ("two", "")],
+    (401, [("authorization", "Bearer two"), ("x-api-key", "one")]),
+]
+
+
+async def test_without_a_valid_key_only_health_and_metrics_answer() -> None:
     async with serving(api_key="one") as served:
-        assert (await served.client.get("/v1/models", headers=headers)).status_code == status
-        for path in ("/nothing", "/healthy", "/metrics/", "/health/live/x"):
-            response = await served.client.get(path, headers=headers)
-            assert response.status_code == (404 if status == 200 else 401)
-            assert response.headers.get("www-authenticate") == (
-                (status == 401 and "Bearer") or None
-            )
+        get = served.client.get
+        for status, headers in KEYS:
+            assert (await get("/v1/models", headers=headers)).status_code == status, headers
+            for path in ("/nothing", "/healthy", "/metrics/", "/health/live/x"):
+                response = await get(path, headers=headers)
+                assert response.status_code == (404 if status == 200 else 401), headers
+                challenge = response.headers.get("www-authenticate")
+                assert challenge == (None if status == 200 else "Bearer")
         for path in PROBED:
-            assert (await served.client.get(path, headers=headers)).status_code == 200
+            assert (await get(path)).status_code == 200
+        refused = await served.client.post("/", json={"inputs": "a"})  # GET shows the page to all
+        assert (refused.status_code, refused.json().keys()) == (401, {"error", "error_type"})
 
 
 EVIL = {"host": "evil.example", "origin": "https://evil.example"}
@@ -383,24 +383,12 @@ async def test_a_request_that_the_shutdown_cancels_is_logged_as_cut_off(
 ) -> None:
     async with serving() as served:
         served.runner.hold()
-        body = b'{"prompt": "a"}'
-        given = iter([{"type": "http.request", "body": body, "more_body": False}])
-        scope: dict[str, Any] = {
-            "type": "http", "method": "POST", "path": "/v1/completions", "headers": [],
-            "query_string": b"", "scheme": "http", "client": None, "server": None,
-        }  # fmt: skip
-
-        async def receive() -> Any:
-            return next(given, None) or await asyncio.Event().wait()
-
-        async def send(message: Any) -> None:
-            raise AssertionError(message)
-
         caplog.set_level(logging.INFO, "kvasir")
-        request = asyncio.create_task(served.app(scope, receive, send))
+        asked = RawRequest(served.app, "/v1/completions", {"prompt": "a"})
         await served.submitted.acquire()
-        request.cancel()
+        asked.task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await request
+            await asked.task
+        assert asked.sent == []
         served.runner.release()
     assert [vars(one)["fields"]["status"] for one in caplog.records] == [499]

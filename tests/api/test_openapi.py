@@ -29,7 +29,6 @@ from schemathesis.specs.openapi.checks import (
 
 from kvasir.server.api import routes
 from kvasir.server.api.openai.responses.schemas import LOGPROBS
-from kvasir.server.api.other_servers import IGNORED, NO_OPS, no_op_schema
 from kvasir.server.api.routes import ROUTES, document
 from tests.kit.dialects import parsed
 from tests.kit.fake_encoder import encoder_app, encoder_model_dir
@@ -52,18 +51,10 @@ CHECKS = [
     allow_header_conformance,
 ]
 TASKS = {one.path_format: (getattr(one, "tasks", ()) or ("generate",))[0] for one in ROUTES}
-# One piece of code reads the fields of other servers in every object, and schemathesis sends each a
-# dozen times: three bodies are tested with all of them, the others with one of each kind.
-WITH_ALL_FIELDS = {"CompletionsBody", "DetokenizeBody", "NamedFunction"}
-FIELDS: Fields = {name: no_op_schema(name) for name in NO_OPS if name != "suffix"}
-FIELDS |= {name: {} for name in IGNORED - {"user"}}
-
-
-def with_fewer_fields(name: str, schema: Fields) -> Fields:
-    if name in WITH_ALL_FIELDS or "properties" not in schema:
-        return schema
-    kept = {k: v for k, v in schema["properties"].items() if k not in FIELDS or v != FIELDS[k]}
-    return schema | {"properties": kept}
+# A field that several objects of requests have is read by one piece of code, and schemathesis sends
+# each a dozen times: these objects are tested with all fields, the others with those that are new.
+WITH_ALL_FIELDS = ("CompletionsBody", "DetokenizeBody", "NamedFunction")
+OF_ALL = {"suffix", "user"}  # a field of other servers of each kind
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +68,16 @@ def described(tmp_path_factory: pytest.TempPathFactory) -> Fields:
 
 @pytest.fixture(scope="module")
 def api(described: Fields) -> BaseSchema:
-    schemas = {k: with_fewer_fields(k, v) for k, v in described["components"]["schemas"].items()}
+    schemas, seen = dict(described["components"]["schemas"]), set[str]()
+    for name in dict.fromkeys((*WITH_ALL_FIELDS, *schemas)):
+        schema = schemas[name]
+        if schema.get("additionalProperties") == {"type": "null"}:  # of a request
+            fields = schema["properties"].items()
+            needed = OF_ALL.union(schema.get("required", ()))
+            new = {k: v for k, v in fields if k in needed or json.dumps([k, v]) not in seen}
+            seen |= {json.dumps(field) for field in fields}
+            if name not in WITH_ALL_FIELDS:
+                schemas[name] = schema | {"properties": new}
     short = described | {"components": described["components"] | {"schemas": schemas}}
     return schemathesis.openapi.from_dict(short)
 

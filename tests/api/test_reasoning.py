@@ -17,6 +17,7 @@ from tests.kit.chats import (
     TOOLS,
     calls_of,
     chatting,
+    choice_of,
     with_template,
 )
 from tests.kit.dialects import CHAT, JSON, USER, joined, post, stream, without
@@ -36,6 +37,8 @@ async def test_reasoning_is_apart_from_content_and_calls(deep: bool) -> None:
     body["tools"] = TOOLS
     async with chatting(text, with_template(THINKING)) as (served, _, _):
         answer = await post(served, CHAT, **body)
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        events = await stream(served, CHAT, **body, stream_options=options)
         for n_tokens in range(1, 30, 4):
             cut = await post(served, CHAT, **body, max_tokens=n_tokens)
             message = cut["choices"][0]["message"]
@@ -49,6 +52,10 @@ async def test_reasoning_is_apart_from_content_and_calls(deep: bool) -> None:
     n_reasoning = len(small_tokenizer().encode(before).ids)
     details = answer["usage"]["completion_tokens_details"]
     assert abs(details["reasoning_tokens"] - n_reasoning) <= 1
+    assert events[-1]["usage"] == answer["usage"]
+    for usage in (event["usage"] for event in events if deep):  # from the first token on
+        so_far = usage["completion_tokens_details"]["reasoning_tokens"]
+        assert so_far == min(usage["completion_tokens"], details["reasoning_tokens"])
 
 
 @pytest.mark.parametrize("kind", ["text", "added", "special"])
@@ -65,14 +72,12 @@ async def test_structured_text_and_forced_calls_come_after_the_reasoning(
     schema = {"type": "json_schema", "json_schema": {"name": "t", "schema": TIME}}
     body |= {"max_tokens": 300, "seed": 1}
     async with chatting(tagged.encode(text).ids, model_dir) as (served, _, _):
-        held = (await post(served, CHAT, **body, response_format=schema))["choices"][0]["message"]
-        regex = (await post(served, CHAT, **body, regex="[a-c]{3}"))["choices"][0]["message"]
-        rules = (await post(served, CHAT, **body, grammar='start: "x" /[0-9]/'))["choices"][0][
-            "message"
-        ]
-        forced = (await post(served, CHAT, **body, tools=TOOLS, tool_choice="any"))["choices"][0]
+        held = (await choice_of(served, **body, response_format=schema))["message"]
+        regex = (await choice_of(served, **body, regex="[a-c]{3}"))["message"]
+        rules = (await choice_of(served, **body, grammar='start: "x" /[0-9]/'))["message"]
+        forced = await choice_of(served, **body, tools=TOOLS, tool_choice="any")
         off = {"chat_template_kwargs": {"enable_thinking": False}, "response_format": schema}
-        plain = (await post(served, CHAT, **body | off))["choices"][0]["message"]
+        plain = (await choice_of(served, **body | off))["message"]
     for message in (held, regex, rules, forced["message"]):
         assert message["reasoning_content"] == THOUGHT
     jsonschema.validate(json.loads(held["content"]), TIME)
@@ -97,10 +102,10 @@ async def test_a_final_message_is_continued_inside_its_reasoning(begun: dict[str
     answered = {"messages": [*USER, {"role": "assistant", "content": "<think>a</think>So"}]}
     model_dir = with_template(SHOWING_THOUGHTS)
     async with chatting(" second.\n</think>\n\nNo.", model_dir) as (served, _, prompts):
-        whole = (await post(served, CHAT, **body))["choices"][0]["message"]
+        whole = (await choice_of(served, **body))["message"]
         chunks = await stream(served, CHAT, **body)
-        held = (await post(served, CHAT, **body, regex="[a-c]{3}"))["choices"][0]["message"]
-        over = (await post(served, CHAT, **body | answered))["choices"][0]["message"]
+        held = (await choice_of(served, **body, regex="[a-c]{3}"))["message"]
+        over = (await choice_of(served, **body | answered))["message"]
     assert small_tokenizer().decode(prompts[0]).endswith("<think>First")
     assert (whole["reasoning_content"], whole["content"]) == (" second.", "No.")
     assert without(joined(CHAT, chunks)["choices"][0]["message"]) == whole
@@ -116,7 +121,7 @@ async def test_the_effort_reaches_the_template() -> None:
             {"reasoning_effort": "none"},
             {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
         ):
-            message = (await post(served, CHAT, **body))["choices"][0]["message"]
+            message = (await choice_of(served, **body))["message"]
             assert message["content"] == "Yes."
         assert [small_tokenizer().decode(ids).partition("a>")[2] for ids in prompts] == [
             "high",
@@ -124,12 +129,12 @@ async def test_the_effort_reaches_the_template() -> None:
             "none",
         ]
     async with chatting("<think>a</think>b", with_template(CHAT_TEMPLATE)) as (served, _, _):
-        message = (await post(served, CHAT, reasoning_effort="low"))["choices"][0]["message"]
+        message = (await choice_of(served, reasoning_effort="low"))["message"]
         assert message["content"] == "<think>a</think>b", "the template names no reasoning"
     async with chatting(
         "<think>a</think>b", with_template(CHAT_TEMPLATE), reasoning_format="think"
     ) as (served, _, _):
-        message = (await post(served, CHAT))["choices"][0]["message"]
+        message = (await choice_of(served))["message"]
         assert (message["reasoning_content"], message["content"]) == ("a", "b")
 
 
@@ -137,7 +142,11 @@ async def test_keys_that_clients_add_are_ignored() -> None:
     """As litellm sends back a call's answer, and Anthropic's clients mark texts for a cache."""
     function = {"name": "time", "arguments": {"utc": True}, "parsed_arguments": 1}
     call = {"id": "c", "type": "function", "function": function, "index": 0, "caller": None}
-    extra = {"provider_specific_fields": {"refusal": None}, "reasoning_details": [], "id": "x"}
+    extra: JSON = {
+        "provider_specific_fields": {"refusal": None},
+        "reasoning_details": [],
+        "id": "x",
+    }
     cached = {"cache_control": {"type": "ephemeral"}}
     told = [
         {"role": "user", "content": [{"type": "text", "text": "Weather?"} | cached]},

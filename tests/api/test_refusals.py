@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvasir.server.api.anthropic.answers import AnthropicError
+from kvasir.server.api.anthropic.schemas import AnthropicError
 from kvasir.server.api.http import body as body_parsing
 from kvasir.server.api.http.pieces import compact
 from kvasir.server.errors import InvalidRequestError
@@ -207,6 +207,9 @@ def parameters(**values: Any) -> dict[str, Any]:
     return {"parameters": values}
 
 
+PIXEL = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
+IMAGE = {"type": "image", "source": PIXEL}
+RESULT = {"type": "tool_result", "tool_use_id": "a"}
 USED = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
 TGI: list[tuple[dict[str, Any], str]] = [
     ({"inputs": None}, "inputs"),
@@ -229,7 +232,8 @@ BY_MESSAGE: dict[str, list[tuple[dict[str, Any], str]]] = {  # by what a message
     GENERATE: TGI,
     GENERATE_STREAM: [*TGI, (parameters(decoder_input_details=True), "decoder_input_details")],
     MESSAGES: [
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "image"),
+        ({"messages": [{"role": "user", "content": [RESULT | {"content": [IMAGE]}]}]}, "image"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "document"),
         ({"messages": [{"role": "assistant", "content": [{"type": "server_tool_use"}]}]}, "server"),
         ({"messages": [{"role": "user", "content": [USED]}]}, "tool_use"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jsonschema
@@ -17,6 +18,7 @@ from tests.kit.chats import (
     WEATHER,
     calls_of,
     chatting,
+    choice_of,
     tool,
     with_template,
 )
@@ -34,7 +36,7 @@ async def test_a_call_that_is_cut_short_is_no_reason_to_finish() -> None:
             ("</tool", 1, "tool_calls"),
             ("\n<", 0, "stop"),
         ):
-            choice = (await post(served, CHAT, tools=TOOLS, stop=stop))["choices"][0]
+            choice = await choice_of(served, tools=TOOLS, stop=stop)
             assert len(choice["message"].get("tool_calls", [])) == n_calls
             assert choice["finish_reason"] == finish_reason
 
@@ -46,23 +48,29 @@ async def test_a_required_call_is_one_if_the_tags_are_tokens(special: bool) -> N
     tagged.add_tokens(
         [
             AddedToken(tag, special=special, normalized=False)
-            for tag in ("<tool_call>", "</tool_call>")
+            for tag in ("<tool_call>", "</tool_call>", "<|x|>")
         ]
     )
-    ids = tagged.encode(HERMES_TEXT).ids
+    ids = tagged.encode("<|x|>" * special + HERMES_TEXT).ids
     strict = [tool("weather", WEATHER, strict=True), tool("time", TIME)]
     async with chatting(ids, with_template(CHAT_TEMPLATE, tokenizer=tagged)) as (served, _, _):
-        free = (await post(served, CHAT, tools=TOOLS))["choices"][0]
-        held = (await post(served, CHAT, tools=strict))["choices"][0]
+        free = await choice_of(served, tools=TOOLS, logprobs=True)
+        plain = await choice_of(served)
+        held = await choice_of(served, tools=strict)
     async with chatting(model_dir=with_template(CHAT_TEMPLATE, tokenizer=tagged)) as (served, _, _):
         for seed in range(4):
             body = {"tools": TOOLS, "tool_choice": "required", "seed": seed, "temperature": 2.0}
-            forced = (await post(served, CHAT, **body, max_tokens=400))["choices"][0]
+            forced = await choice_of(served, **body, max_tokens=400)
             assert forced["message"]["content"] is None
             for name, arguments in calls_of(forced):
                 jsonschema.validate(arguments, SCHEMAS[name])
     assert calls_of(free) == calls_of(held) == BOTH
-    assert free["message"]["content"] == held["message"]["content"] == "Let me see."
+    assert free["message"]["content"] == "Let me see."
+    assert held["message"]["content"].endswith("Let me see.")  # another for a token without text
+    scored = [token["bytes"] or [] for token in free["logprobs"]["content"]]
+    assert bytes(byte for part in scored for byte in part).decode() == HERMES_TEXT
+    shown = re.sub("</?tool_call>", "", HERMES_TEXT) if special else HERMES_TEXT
+    assert plain["message"]["content"] == shown
 
 
 async def test_calls_may_be_limited_to_some_tools() -> None:
@@ -73,10 +81,10 @@ async def test_calls_may_be_limited_to_some_tools() -> None:
         await post(served, CHAT, **body)
         for mode in ("auto", "required"):
             choice = {"type": "allowed_tools", "allowed_tools": only | {"mode": mode}}
-            answer = (await post(served, CHAT, **body, tool_choice=choice))["choices"][0]
+            answer = await choice_of(served, **body, tool_choice=choice)
             assert {name for name, _ in calls_of(answer)} <= {"time"}
             assert calls_of(answer) or mode == "auto"
-        answer = (await post(served, CHAT, **body, tool_choice="any"))["choices"][0]
+        answer = await choice_of(served, **body, tool_choice="any")
         assert calls_of(answer)
     assert prompts[1:] == prompts[:1] * 3
 
@@ -85,7 +93,7 @@ async def test_a_call_cut_by_the_limit_is_no_content() -> None:
     n_call = len(small_tokenizer().encode(HERMES_TEXT[:12]).ids)
     async with chatting(HERMES_TEXT) as (served, _, _):
         for n in range(n_call + 2, n_call + 12):
-            choice = (await post(served, CHAT, tools=TOOLS, max_tokens=n))["choices"][0]
+            choice = await choice_of(served, tools=TOOLS, max_tokens=n)
             assert choice["message"]["content"] == "Let me see."
             assert choice["finish_reason"] == "length"
 
@@ -107,7 +115,7 @@ async def test_formats_without_effect_are_accepted(tool_choice: str) -> None:
             "tool_choice": tool_choice,
             "parallel_tool_calls": False,
         }
-        choice = (await post(served, CHAT, **body))["choices"][0]
+        choice = await choice_of(served, **body)
     assert calls_of(choice) == [("login", {"secret": "abc"})]
 
 

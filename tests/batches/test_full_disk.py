@@ -14,9 +14,8 @@ import pytest
 from pydantic_core import from_json
 
 from kvasir.server.batches import worker as batch_worker
-from kvasir.server.batches.content import Content
 from kvasir.server.batches.journal import Reply
-from kvasir.server.batches.store import BatchStore
+from kvasir.server.batches.store import BatchStore, Content
 from tests.batches.test_store import ENDPOINT, check_whole, doubled, upload, worker
 
 FOREVER = 10**9

@@ -17,11 +17,10 @@ import pytest
 from pydantic_core import from_json
 
 from kvasir.server.batches import worker as batch_worker
-from kvasir.server.batches.content import Content
 from kvasir.server.batches.journal import Journal, Reply
 from kvasir.server.batches.objects import StoredBatch
 from kvasir.server.batches.requests import MOST_BLANK, Parse, RequestFile
-from kvasir.server.batches.store import WINDOW, BatchStore
+from kvasir.server.batches.store import WINDOW, BatchStore, Content
 from kvasir.server.batches.worker import Answer, BatchWorker
 from kvasir.server.errors import RequestTooLargeError, StartupError
 from tests.kit.fake_runner import TIMEOUT

@@ -14,7 +14,7 @@ from kvasir.model.directory import ModelDirectory
 from kvasir.server.engine.sequence import Sequence
 from kvasir.server.requests.async_engine import OutputStream
 from tests.kit.chat_templates import TOKENS
-from tests.kit.dialects import CHAT, JSON, MESSAGES, RESPONSES
+from tests.kit.dialects import CHAT, JSON, MESSAGES, RESPONSES, post
 from tests.kit.fake_runner import FakeRunner
 from tests.kit.serving import (
     CHAT_TEMPLATE,
@@ -111,3 +111,9 @@ def calls_of(choice: JSON) -> list[tuple[str, Any]]:
     """Return the names and arguments of the calls in a chat's choice."""
     functions = [call["function"] for call in choice["message"].get("tool_calls", [])]
     return [(function["name"], json.loads(function["arguments"])) for function in functions]
+
+
+async def choice_of(served: Served, **body: Any) -> JSON:
+    """Return the first choice of a chat's answer."""
+    choice: JSON = (await post(served, CHAT, **body))["choices"][0]
+    return choice

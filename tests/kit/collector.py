@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans
 
+from tests.kit.fake_completions import running
 from tests.kit.fake_runner import TIMEOUT
 
 
@@ -46,12 +47,8 @@ class Collector:
 @contextmanager
 def collecting() -> Iterator[Collector]:
     collector = Collector()
-    thread = threading.Thread(target=collector.server.serve_forever)
-    thread.start()
-    try:
-        yield collector
-    finally:
-        collector.may_answer.set()
-        collector.server.shutdown()
-        collector.server.server_close()
-        thread.join()
+    with running(collector.server):
+        try:
+            yield collector
+        finally:
+            collector.may_answer.set()

@@ -5,13 +5,16 @@ Every event fits the type of the dialect's official client.
 
 from __future__ import annotations
 
+import base64
 import importlib
 import json
 import re
+import struct
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import pytest
 from huggingface_hub import TextGenerationStreamOutput
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
@@ -248,3 +251,20 @@ def without(value: Any, keys: set[str] = OWN) -> Any:
     if isinstance(value, dict):
         return {key: without(one, keys) for key, one in value.items() if key not in keys}
     return [without(one, keys) for one in value] if isinstance(value, list) else value
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    """Compare values, of which numbers may be in base64."""
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        actual, expected = [actual[name] for name in expected], [*expected.values()]
+    if isinstance(expected, list):
+        if isinstance(actual, str):
+            raw = base64.b64decode(actual)
+            actual = struct.unpack(f"<{len(raw) // 4}f", raw)
+        for one, other in zip(actual, expected, strict=True):
+            assert_close(one, other)
+    elif isinstance(expected, float):
+        assert actual == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    else:
+        assert actual == expected

@@ -84,16 +84,23 @@ class FakeCompletions:
 
 
 @contextmanager
-def fake_completions(respond: Respond | None = None) -> Iterator[FakeCompletions]:
-    fake = FakeCompletions(respond)
-    thread = threading.Thread(target=fake.server.serve_forever, kwargs={"poll_interval": 0.01})
+def running(server: ThreadingHTTPServer) -> Iterator[None]:
+    """Serve in a thread while the block runs."""
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
-        yield fake
+        yield
     finally:
-        fake.server.shutdown()
-        fake.server.server_close()
+        server.shutdown()
+        server.server_close()
         thread.join(TIMEOUT)
+
+
+@contextmanager
+def fake_completions(respond: Respond | None = None) -> Iterator[FakeCompletions]:
+    fake = FakeCompletions(respond)
+    with running(fake.server):
+        yield fake
 
 
 def event(text: str, **more: Any) -> bytes:

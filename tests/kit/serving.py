@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 import httpx
 from fastapi import FastAPI
+from starlette.types import Message
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -173,3 +175,27 @@ async def serving(
             yield Served(app, runner, client, submitted)
         finally:
             runner.release()
+
+
+class RawRequest:
+    """A POST straight to an application, whose client reads, and leaves, when the test says so."""
+
+    def __init__(self, app: FastAPI, path: str, body: dict[str, Any]) -> None:
+        self.sent: list[Message] = []
+        self.begun, self.reads, self.leaves = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        given: list[Message] = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+        async def receive() -> Message:
+            if given:
+                return given.pop()
+            await self.leaves.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            self.sent.append(message)
+            self.begun.set()
+            await self.reads.wait()
+
+        scope: dict[str, Any] = {"type": "http", "method": "POST", "path": path, "scheme": "http"}
+        scope |= {"headers": [(b"host", b"localhost")], "query_string": b"", "root_path": ""}
+        self.task = asyncio.create_task(app(scope, receive, send))

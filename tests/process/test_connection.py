@@ -11,7 +11,7 @@ import resource
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -108,6 +108,9 @@ class Transport(asyncio.Transport):
     pause_reading = resume_reading = do_nothing
 
 
+any_app = cache(partial(fake_app, FakeRunner(VOCAB_SIZE)))
+
+
 class Connection:
     """A connection to an application that answers with the length of a body, once it may."""
 
@@ -116,7 +119,7 @@ class Connection:
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.n_begun = self.n_disconnects = 0
-        known = configure(fake_app(FakeRunner(VOCAB_SIZE)))
+        known = configure(any_app())
         config = uvicorn.Config(
             application or self.application,
             interface="asgi3",
@@ -153,7 +156,8 @@ class Connection:
             await self.clock.advance(1.0)
             if self.transport.is_closed:
                 break
-            await self.receive(data)
+            if data:
+                await self.receive(data)
 
     @property
     def ending(self) -> str:
@@ -187,38 +191,51 @@ AROUND_BODIES = [
 ]
 
 
+async def answer_early(_scope: Any, _receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"<0>"})
+
+
 @pytest.mark.parametrize(
-    ("begun", "each_second"),
+    ("application", "came", "each_second", "seconds", "ending", "n_answers"),
     [
-        (GET[:5], b""),
-        (GET[:-2], b""),
-        (post(10), b""),
-        (post(10) + b"123", b""),
-        (b"\r\n\r\n", b"\r\n"),
-        (post(200 * MIN_BODY_RATE), b"x" * (MIN_BODY_RATE - 1)),
-        (CHUNKED, b"1;" + b"y" * 1000 + b"\r\nx\r\n"),  # bytes around a body make it no faster
-        *((CHUNKED + begun, repeated) for begun, repeated in AROUND_BODIES),
+        *((None, [begun], b"", 30, "cut off", 0) for begun in (GET[:5], GET[:-2], post(10))),
+        (None, [post(10), b"123"], b"", 30, "cut off", 0),
+        (None, [b"\r\n\r\n"], b"\r\n", 30, "cut off", 0),
+        (None, [post(200 * MIN_BODY_RATE)], b"x" * (MIN_BODY_RATE - 1), 30, "cut off", 0),
+        # Bytes around a body make it no faster.
+        (None, [CHUNKED], b"1;" + b"y" * 1000 + b"\r\nx\r\n", 30, "cut off", 0),
+        *((None, [CHUNKED + begun], again, 30, "cut off", 0) for begun, again in AROUND_BODIES),
+        (refusing, [post(10**9)], b"x" * 100_000, 30, "cut off", 1),
+        # Without a request in the making, later after the first.
+        (None, [], b"", 30, "closed", 0),
+        (None, [GET], b"", 75, "closed", 1),
+        (None, [post(3) + b"abc"], b"", 75, "closed", 1),
+        (answer_early, [post(3), b"abc"], b"", 75, "closed", 1),
+        (answer_early, [post(3), b"abc", GET], b"", 75, "closed", 2),
     ],
 )
-async def test_a_request_must_arrive_in_time(begun: bytes, each_second: bytes) -> None:
-    connection = Connection()
-    await connection.receive(begun)
-    await connection.receive_for(29, each_second)
+async def test_a_request_must_arrive_in_time_and_the_next_must_begin(
+    application: Any,
+    came: list[bytes],
+    each_second: bytes,
+    seconds: int,
+    ending: str,
+    n_answers: int,
+) -> None:
+    connection = Connection(application)
+    for data in came:
+        await connection.receive(data)
+    assert len(connection.statuses) == n_answers
+    await connection.receive_for(seconds - 1, each_second)
     assert connection.ending == "open"
     await connection.clock.advance(1.0)
-    assert connection.ending == "cut off"
+    assert connection.ending == ending
     connection.protocol.connection_lost(None)
     await settle()
-    assert connection.n_disconnects == begun.startswith(b"POST")
+    is_begun = not n_answers and came and came[0].startswith(b"POST")
+    assert connection.n_disconnects == bool(is_begun)
     assert connection.clock.timers == []
-
-
-async def test_a_body_that_was_refused_for_its_length_is_not_read_for_ever() -> None:
-    connection = Connection(refusing)
-    await connection.receive(post(10**9))
-    assert connection.statuses == [413]
-    await connection.receive_for(30, b"x" * 100_000)
-    assert connection.ending == "cut off"
 
 
 async def test_a_long_body_that_is_fast_enough_may_take_long() -> None:
@@ -226,35 +243,6 @@ async def test_a_long_body_that_is_fast_enough_may_take_long() -> None:
     await connection.receive(post(200 * MIN_BODY_RATE) + each_second)
     await connection.receive_for(199, each_second)
     assert (connection.ending, connection.lengths) == ("open", [200 * MIN_BODY_RATE])
-
-
-async def answer_early(_scope: Any, _receive: Any, send: Any) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": b"<0>"})
-
-
-@pytest.mark.parametrize(
-    ("application", "before", "seconds"),
-    [
-        (None, [], 30.0),
-        (None, [GET], 75.0),
-        (None, [post(3) + b"abc"], 75.0),
-        (answer_early, [post(3), b"abc"], 75.0),
-        (answer_early, [post(3), b"abc", GET], 75.0),
-    ],
-)
-async def test_an_idle_connection_is_closed_later_after_its_first_request(
-    application: Any, before: list[bytes], seconds: float
-) -> None:
-    """Also after a body that ends after its answer."""
-    connection = Connection(application)
-    for data in before:
-        await connection.receive(data)
-    assert len(connection.lengths) == len(before) - (b"abc" in before)
-    await connection.clock.advance(seconds - 1.0)
-    assert connection.ending == "open"
-    await connection.clock.advance(1.0)
-    assert connection.ending == "closed"
 
 
 @pytest.mark.parametrize("early", [b"", GET[:5], post(100_000), post(100_000) + b"x" * 70_000])

@@ -11,9 +11,13 @@ from fastapi import APIRouter, Request
 from pydantic_core import from_json
 from starlette.responses import JSONResponse, Response
 
-from kvasir.server.api.anthropic.answers import AnthropicMessage, TokenCount
 from kvasir.server.api.anthropic.conversion import chat_body
-from kvasir.server.api.anthropic.schemas import CountTokensBody, MessagesBody
+from kvasir.server.api.anthropic.schemas import (
+    AnthropicMessage,
+    CountTokensBody,
+    MessagesBody,
+    TokenCount,
+)
 from kvasir.server.api.http.body import TextRoute
 from kvasir.server.api.http.pieces import compact
 from kvasir.server.api.http.responses import BODY_ERRORS, STREAMED, served_model, state_of
@@ -128,7 +132,9 @@ class MessageFormatter(Formatter):
             message = self._message(None, None)
             message["usage"]["output_tokens"] = 0  # how many have come depends on the load
             yield {"type": "message_start", "message": message}
-        pieces, reason = read(self._parser, delta, self.completion)
+        if (answer := read(self._parser, delta, self.completion)) is None:
+            return
+        pieces, reason = answer
         for piece in pieces:
             kind = piece.index if isinstance(piece, ToolCallPiece) else type(piece)
             if kind != self._open:

@@ -1,4 +1,4 @@
-"""The bodies of POST /v1/messages and /v1/messages/count_tokens."""
+"""The bodies of POST /v1/messages and /v1/messages/count_tokens, and the whole answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, mode
 from kvasir.server.api import schemas
 from kvasir.server.api.openai.chat_schemas import ObjectSchema
 from kvasir.server.api.openai.schemas import Part, TextPart
-from kvasir.server.api.schemas import Items, RequestBody
+from kvasir.server.api.schemas import Items, RequestBody, ResponseBody, Size
 
 
 class InputToolUseBlock(Part):
@@ -211,3 +211,87 @@ class MessagesBody(CountTokensBody, schemas.SamplingFields):
     )
     stream: bool = Field(False, description="Answer with server-sent events.")
     service_tier: Literal["auto", "standard_only"] = Field("auto", description="No effect.")
+
+
+StopReason = Literal[
+    "end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"
+]
+
+
+class TextBlock(ResponseBody):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(ResponseBody):
+    """Reasoning before the text."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = Field(description="No proof: reasoning is not checked when it comes back.")
+
+
+class ToolUseBlock(ResponseBody):
+    """A call of a tool by the model."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+OutputBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
+
+
+class AnthropicTokensDetails(ResponseBody):
+    """A closer look at the new tokens."""
+
+    thinking_tokens: Size = Field(description="Tokens up to the end of the reasoning.")
+
+
+class AnthropicUsage(ResponseBody):
+    """Numbers of tokens."""
+
+    input_tokens: Size = Field(description="Prompt tokens that were computed.")
+    cache_creation_input_tokens: Literal[0]
+    cache_read_input_tokens: Size = Field(description="Prompt tokens found in the prefix cache.")
+    output_tokens: Size
+    output_tokens_details: AnthropicTokensDetails | None = Field(
+        None, description="Where the model's chat template has reasoning."
+    )
+
+
+class AnthropicMessage(ResponseBody):
+    """The response of /v1/messages."""
+
+    stop_reason: StopReason | None = Field(description="null only where a stream begins.")
+    stop_sequence: str | None
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[OutputBlock]
+    usage: AnthropicUsage
+
+
+class TokenCount(ResponseBody):
+    """The response of /v1/messages/count_tokens."""
+
+    input_tokens: Size
+
+
+class AnthropicErrorDetail(ResponseBody):
+    """The cause of an error."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(ResponseBody):
+    """An error of Anthropic's routes; in a stream it is the last event."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+    request_id: str

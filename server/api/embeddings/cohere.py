@@ -123,19 +123,16 @@ async def embed(request: Request, body: EmbedTextsBody) -> Response:
     def shown(form: str, vector: Floats) -> Any:
         return _SHOWN[form](figures.shortened(vector, n))
 
-    def show(vectors: list[Floats]) -> dict[str, LazyList]:
-        return {form: LazyList(vectors, partial(shown, form)) for form in forms}
-
-    def envelope(embeddings: Any, n_tokens: int) -> dict[str, Any]:
+    def show(vectors: list[Floats], n_tokens: int) -> dict[str, Any]:
         return {
             "id": request_id,
-            "embeddings": embeddings,
+            "embeddings": {form: LazyList(vectors, partial(shown, form)) for form in forms},
             "texts": LazyList(texts, str),
             "meta": _meta("2", n_tokens),
             "response_type": "embeddings_by_type",
         }
 
-    return await respond(request, fields, texts, "texts", "pooled", show, envelope, dimensions=n)
+    return await respond(request, fields, texts, "texts", "pooled", show, dimensions=n)
 
 
 class Document(BaseModel):
@@ -201,19 +198,17 @@ async def _rank(request: Request, body: RankBody, version: str) -> Response:
     has_texts = version == "1" if body.return_documents is None else body.return_documents
     head = {"id": state_of(request.scope).id, "model": served.name}
 
-    def show(outputs: list[Floats]) -> LazyList:
+    def show(outputs: list[Floats], n_tokens: int) -> dict[str, Any]:
         def ranked(index: int) -> dict[str, Any]:
             rank = {"index": index, "relevance_score": figures.shares(outputs[index], pooling)[0]}
             return rank | ({"document": {"text": texts[index]}} if has_texts else {})
 
-        return LazyList(figures.best_first(np.concatenate(outputs))[:top_n], ranked)
-
-    def envelope(results: Any, n_tokens: int) -> dict[str, Any]:
+        results = LazyList(figures.best_first(np.concatenate(outputs))[:top_n], ranked)
         tail = {"usage": figures.usage(n_tokens), "meta": _meta(version, n_tokens)}
         return head | {"results": results} | tail
 
     pairs = [(body.query, text) for text in texts]
-    return await respond(request, body, pairs, "documents", "scores", show, envelope)
+    return await respond(request, body, pairs, "documents", "scores", show)
 
 
 def _meta(version: str, n_tokens: int) -> dict[str, Any]:

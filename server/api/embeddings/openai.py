@@ -69,9 +69,8 @@ async def embeddings(request: Request, body: EmbeddingsBody) -> Response:
         shown = figures.FORMATS[form](figures.shortened(vector, n))
         return {"object": "embedding", "index": index, "embedding": shown}
 
-    def envelope(data: Any, n_tokens: int) -> dict[str, Any]:
-        usage = figures.usage(n_tokens)
+    def show(vectors: list[Floats], n_tokens: int) -> dict[str, Any]:
+        data, usage = each(vectors, embedding), figures.usage(n_tokens)
         return {"object": "list", "model": served.name, "data": data, "usage": usage}
 
-    show = each(embedding)
-    return await respond(request, body, body.input, "input", "pooled", show, envelope, form, n)
+    return await respond(request, body, body.input, "input", "pooled", show, form, n)

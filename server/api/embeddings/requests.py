@@ -35,9 +35,8 @@ Dimensions = Annotated[
     Field(description="Keep so many numbers of a vector, and make its length 1 again."),
 ]
 
-# The JSON of an answer, or of a part of it, from an array for each input; its lists are lazy.
-Show = Callable[[list[Floats]], Any]
-Envelope = Callable[[Any, int], Any]  # that of the answer, from the part and the number of tokens
+# The JSON of an answer, from an array for each input and the number of tokens; its lists are lazy.
+Show = Callable[[list[Floats], int], Any]
 
 
 class QueueFields(schemas.RequestBody):
@@ -80,7 +79,6 @@ async def respond(
     param: str,
     output: Output,
     show: Show,
-    envelope: Envelope = lambda shown, _n_tokens: shown,
     form: str = "float",
     dimensions: int | None = None,
 ) -> Response:
@@ -116,7 +114,7 @@ async def respond(
     async def answer() -> Response:
         outputs = await served.embed(wanted)
         n_tokens = state.n_embedded = wanted.n_prompt_tokens
-        pieces = Pieces(envelope(show(outputs), n_tokens))
+        pieces = Pieces(show(outputs, n_tokens))
         if sum(array.size for array in outputs) <= SHORT:
             return json_response(b"".join(pieces), served.text_worker)
         return json_response(pieces, served.text_worker)
@@ -145,9 +143,9 @@ async def _encodings(
     return await served.text_worker.call(size, partial(encode, served.builder, options))
 
 
-def each(item: Callable[[int, Floats], Any]) -> Show:
+def each(outputs: list[Floats], item: Callable[[int, Floats], Any]) -> LazyList:
     """Return the list of what `item` returns for each input's place and array."""
-    return lambda outputs: LazyList([*enumerate(outputs)], lambda placed: item(*placed))
+    return LazyList([*enumerate(outputs)], lambda placed: item(*placed))
 
 
 def _prompt(served: ServedModel, fields: EncoderFields, inputs: Sequence[Text | list[int]]) -> str:

@@ -165,7 +165,9 @@ async def embed(request: Request, body: EmbedBody) -> Response:
     def scaled(_index: int, vector: Floats) -> Any:
         return (figures.unit(vector[:n]) if scales else vector[:n]).tolist()
 
-    show = each(scaled)
+    def show(vectors: list[Floats], _n_tokens: int) -> LazyList:
+        return each(vectors, scaled)
+
     return await respond(request, body, body.inputs, "inputs", "pooled", show, dimensions=n)
 
 
@@ -173,7 +175,7 @@ async def embed(request: Request, body: EmbedBody) -> Response:
 async def embed_all(request: Request, body: EmbedAllBody) -> Response:
     """Return a vector for each token of each text, as TEI does."""
 
-    def show(outputs: list[Floats]) -> list[LazyList]:  # each [n_tokens, d_model]
+    def show(outputs: list[Floats], _n_tokens: int) -> list[LazyList]:  # each [n_tokens, d_model]
         return [LazyList(vectors, np.ndarray.tolist) for vectors in outputs]
 
     return await respond(request, body, body.inputs, "inputs", "tokens", show)
@@ -183,7 +185,7 @@ async def embed_all(request: Request, body: EmbedAllBody) -> Response:
 async def similarity(request: Request, body: SimilarityBody) -> Response:
     """Return the cosine of a text's vector and those of others, as TEI does."""
 
-    def show(vectors: list[Floats]) -> LazyList:
+    def show(vectors: list[Floats], _n_tokens: int) -> LazyList:
         return LazyList(vectors[1:], partial(figures.cosine, vectors[0]))
 
     inputs = [body.inputs.source_sentence, *body.inputs.sentences]
@@ -196,7 +198,7 @@ async def rerank(request: Request, body: RerankBody) -> Response:
     shown = _shown(pooling_of(served_model(request), n_labels=1), raw=body.raw_scores)
     texts = body.texts if body.return_text else None
 
-    def show(outputs: list[Floats]) -> LazyList:
+    def show(outputs: list[Floats], _n_tokens: int) -> LazyList:
         def rank(index: int) -> dict[str, Any]:
             score = {"index": index, "score": shown(outputs[index])[0]}
             return score if texts is None else {**score, "text": texts[index]}
@@ -221,7 +223,9 @@ async def predict(request: Request, body: PredictBody) -> Response:
         by_label = shown(scores)
         return [{"score": by_label[i], "label": labels[i]} for i in figures.best_first(scores)]
 
-    show = each(predictions) if is_batch else lambda outputs: predictions(0, outputs[0])
+    def show(outputs: list[Floats], _n_tokens: int) -> LazyList | list[dict[str, Any]]:
+        return each(outputs, predictions) if is_batch else predictions(0, outputs[0])
+
     lists = [[given] if isinstance(given, str) else given for given in batch]
     inputs = [tuple(texts) if texts[1:] else texts[0] for texts in lists]
     return await respond(request, body, inputs, "inputs", "scores", show)

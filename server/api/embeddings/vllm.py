@@ -15,7 +15,6 @@ from kvasir.server.api.embeddings.openai import InputUsage
 from kvasir.server.api.embeddings.requests import (
     EncoderFields,
     EncodingFormat,
-    Envelope,
     PromptFields,
     each,
     pooling_of,
@@ -135,7 +134,7 @@ class PooledInputs(_Listed):
 @router.post("/v1/score", response_model=Scores, responses=GENERATE_ERRORS)
 async def score(request: Request, body: ScoreBody) -> Response:
     """Return the scores of pairs of texts, as vLLM does: of a model of vectors their cosines."""
-    served, envelope = served_model(request), _listed(request, "score")
+    served, head = served_model(request), _head(request, "score")
     both = body.text_1, body.text_2
     firsts, seconds = ([given] if isinstance(given, str) else given for given in both)
     if not (firsts and seconds) or len(firsts) not in (1, len(seconds)):
@@ -148,7 +147,7 @@ async def score(request: Request, body: ScoreBody) -> Response:
     pooling = pooling_of(served, None if is_cosine else 1)
     n_first, n_pairs = len(firsts), len(seconds)
 
-    def show(outputs: list[Floats]) -> LazyList:
+    def show(outputs: list[Floats], n_tokens: int) -> dict[str, Any]:
         def scored(index: int) -> dict[str, Any]:
             if is_cosine:
                 score = figures.cosine(outputs[index % n_first], outputs[n_first + index])
@@ -156,33 +155,36 @@ async def score(request: Request, body: ScoreBody) -> Response:
                 score = figures.shares(outputs[index], pooling)[0]
             return {"index": index, "object": "score", "score": score}
 
-        return LazyList(range(n_pairs), scored)
+        data = LazyList(range(n_pairs), scored)
+        return head | {"data": data, "usage": figures.usage(n_tokens)}
 
     if is_cosine:
         texts = [*firsts, *seconds]
-        return await respond(request, body, texts, "text_2", "pooled", show, envelope, "none")
+        return await respond(request, body, texts, "text_2", "pooled", show, "none")
     pairs: list[Text] = [*zip(firsts * (n_pairs // n_first), seconds, strict=True)]
-    return await respond(request, body, pairs, "text_2", "scores", show, envelope)
+    return await respond(request, body, pairs, "text_2", "scores", show)
 
 
 @label_router.post("/classify", response_model=Classification, responses=GENERATE_ERRORS)
 @label_router.post("/v1/classify", response_model=Classification, responses=GENERATE_ERRORS)
 async def classify(request: Request, body: ClassifyBody) -> Response:
     """Return each text's label and the probabilities of all labels, as vLLM does."""
-    pooling, envelope = pooling_of(served_model(request)), _listed(request, "classify")
+    pooling, head = pooling_of(served_model(request)), _head(request, "classify")
 
     def classified(index: int, scores: Floats) -> dict[str, Any]:
         label, probs = pooling.labels[int(scores.argmax())], figures.shares(scores, pooling)
         return {"index": index, "label": label, "probs": probs, "num_classes": len(probs)}
 
-    show = each(classified)
-    return await respond(request, body, body.input, "input", "scores", show, envelope)
+    def show(outputs: list[Floats], n_tokens: int) -> dict[str, Any]:
+        return head | {"data": each(outputs, classified), "usage": figures.usage(n_tokens)}
+
+    return await respond(request, body, body.input, "input", "scores", show)
 
 
 @router.post("/pooling", response_model=PooledInputs, responses=GENERATE_ERRORS)
 async def pool(request: Request, body: PoolingBody) -> Response:
     """Return what the model makes of each text, as vLLM does."""
-    served, envelope = served_model(request), _listed(request, "pool")
+    served, head = served_model(request), _head(request, "pool")
     task, pooling = body.task or served.task, pooling_of(served)
     output, purpose = _TASKS[task]
     if purpose != served.task:
@@ -196,16 +198,13 @@ async def pool(request: Request, body: PoolingBody) -> Response:
             numbers = np.array(figures.shares(numbers, pooling), np.float32)
         return {"index": index, "object": "pooling", "data": figures.FORMATS[form](numbers)}
 
-    show = each(pooled)
-    return await respond(request, body, body.input, "input", output, show, envelope, form)
+    def show(outputs: list[Floats], n_tokens: int) -> dict[str, Any]:
+        return head | {"data": each(outputs, pooled), "usage": figures.usage(n_tokens)}
+
+    return await respond(request, body, body.input, "input", output, show, form)
 
 
-def _listed(request: Request, kind: str) -> Envelope:
-    """Return the envelope of an answer."""
-    name, request_id = served_model(request).name, state_of(request.scope).id
-    head = {"id": f"{kind}-{request_id}", "object": "list", "created": int(time())}
-
-    def envelope(data: Any, n_tokens: int) -> dict[str, Any]:
-        return head | {"model": name, "data": data, "usage": figures.usage(n_tokens)}
-
-    return envelope
+def _head(request: Request, kind: str) -> dict[str, Any]:
+    """Return the fields of an answer before its data."""
+    head = {"id": f"{kind}-{state_of(request.scope).id}", "object": "list", "created": int(time())}
+    return head | {"model": served_model(request).name}

@@ -60,7 +60,7 @@ class ApiKeys:
         self.has_failed = False  # to take the file's last change
         self._reloading = threading.Lock()
         self._fixed: list[_Entry] = []
-        self._known: dict[bytes, Caller] = {}  # by digest
+        self._callers: dict[bytes, Caller] = {}  # by digest
         source = "api_key"
         try:
             if key is not None:
@@ -74,11 +74,11 @@ class ApiKeys:
         """Return a known key's caller; None for an unknown key. A changed file is read first."""
         if self._path is not None and (stamp := _current_stamp(self._path)) != self._stamp:
             await asyncio.to_thread(self._reload, self._path, stamp)
-        return self._known.get(self._digest(key))
+        return self._callers.get(self._digest(key))
 
     def named(self, name: str) -> Caller | None:
         """Return the caller of a name that a key has; None for another name."""
-        return next((one for one in self._known.values() if one.name == name), None)
+        return next((caller for caller in self._callers.values() if caller.name == name), None)
 
     def _reload(self, path: Path, stamp: Stamp | None) -> None:
         """Take the file's keys, if it has any. Concurrent callers wait for the first."""
@@ -92,20 +92,20 @@ class ApiKeys:
                 self.has_failed = True
             else:
                 self.has_failed = False
-                fields = {"keys": len(self._known)}
+                fields = {"keys": len(self._callers)}
                 logger.info("api_key_file has changed", extra={"fields": fields})
             self._stamp = stamp
 
     def _take(self, entries: list[_Entry]) -> None:
         """Know these keys and the fixed one, with the callers that are known already."""
-        callers = {caller.salt: caller for caller in self._known.values()}
-        known = {}
+        by_id = {caller.salt: caller for caller in self._callers.values()}
+        by_digest = {}
         for entry in (*self._fixed, *entries):
-            caller = callers.setdefault(entry.id, Caller(salt=entry.id))
+            caller = by_id.setdefault(entry.id, Caller(salt=entry.id))
             caller.name = entry.name
             caller.concurrency, caller.tokens_per_minute = entry.limits
-            known[entry.digest] = caller
-        self._known = known
+            by_digest[entry.digest] = caller
+        self._callers = by_digest
 
     def _read(self, path: Path) -> list[_Entry]:
         """Return the file's keys. Raises OSError, or ValueError without its content."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from contextlib import AbstractContextManager, aclosing
 from functools import partial
 from typing import Any
 
@@ -26,8 +26,6 @@ from kvasir.server.api.http.responses import error_body, state_of
 from kvasir.server.requests.completion import Completion, Delta, RequestState
 from kvasir.server.requests.request import CompletionRequest
 from kvasir.server.requests.served_model import ServedModel
-
-Failed = Callable[[dict[str, Any]], bytes]
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -74,8 +72,11 @@ class Formatter(ABC):
         return self.end
 
     def failed(self, fields: dict[str, Any]) -> bytes:
-        """Return the last events of a stream that an error has ended, given the error's body."""
-        return failure(fields) + self.end
+        """Return the last events of a stream that an error has ended, given the error's body.
+
+        The event of the error is named if that body has a type.
+        """
+        return event(compact(fields), fields.get("type")) + self.end
 
 
 def respond(
@@ -121,11 +122,6 @@ def event(data: str, name: str | None = None) -> bytes:
     return f"{head}data: {data}\n\n".encode()
 
 
-def failure(fields: dict[str, Any]) -> bytes:
-    """Return the event of an error, named if its body has a type."""
-    return event(compact(fields), fields.get("type"))
-
-
 class EventStream(Response):
     """A stream of server-sent events, which closes `events` in any case.
 
@@ -139,13 +135,12 @@ class EventStream(Response):
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
-        failed: Failed = failure,
-        held: AbstractContextManager[None] | None = None,
+        failed: Callable[[dict[str, Any]], bytes],
+        held: AbstractContextManager[None],
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._events = events
-        self._failed, self._held = failed, held or nullcontext()
+        self._events, self._failed, self._held = events, failed, held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream, as an ASGI application does."""

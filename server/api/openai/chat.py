@@ -115,10 +115,9 @@ class ChatFormatter(OpenAIFormatter):
         if is_first:
             self._parsers[index] = self._form.parser()
             yield part | {"delta": {"role": "assistant", "content": ""}}
-        parser = self._parsers[index]
-        if parser.is_over:  # the calls are complete; the rest of the text is not shown
+        if (answer := read(self._parsers[index], delta, self.completion)) is None:
             return
-        pieces, reason = read(parser, delta, self.completion)
+        pieces, reason = answer
         part["finish_reason"] = reason
         part["delta"] = _changes(pieces)
         part |= (ids := self._token_ids(delta, is_first=is_first))

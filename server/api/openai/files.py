@@ -14,9 +14,8 @@ from starlette.types import Receive, Scope, Send
 from kvasir.server.api.http.responses import errors, state_of
 from kvasir.server.api.http.upload import read_form
 from kvasir.server.api.schemas import ResponseBody
-from kvasir.server.batches.content import Content
 from kvasir.server.batches.objects import File
-from kvasir.server.batches.store import BatchStore
+from kvasir.server.batches.store import BatchStore, Content
 from kvasir.server.batches.threads import in_thread
 from kvasir.server.errors import InvalidRequestError, NotFoundError
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from kvasir.server.api.http.pieces import LazyList, Written, compact, written
+from kvasir.server.api.http.pieces import LazyList, Written, compact, together, written
 from kvasir.server.api.http.responses import finite
 from kvasir.server.api.http.streams import DONE, Formatter, event
 from kvasir.server.api.openai.schemas import OpenAIBody
@@ -76,17 +76,17 @@ class OpenAIFormatter(Formatter):
         self._choices[part["index"]] = join(self._choices.get(part["index"]), part)
 
     def chunk(self, delta: Delta) -> Written:
-        """Return the events for a delta."""
+        """Return the events for a delta, each with the usage up to the delta's end if wanted."""
         self._n_shown += delta.n_tokens
-        return super().chunk(delta)
-
-    def event(self, part: JSON) -> Written:
-        """Return the event of a part, with the usage so far if wanted."""
-        usage = ""
+        parts, usage = [*self.parts(delta)], ""
         if self._with_running_usage:
             usage = f',"usage":{compact(self._usage(self._n_shown))}'
         elif self._with_usage:
             usage = ',"usage":null'
+        return together([self.event(part, usage) for part in parts])
+
+    def event(self, part: JSON, usage: str = "") -> Written:
+        """Return the event of a part, with a field of usage after it."""
         head, tail = f'data: {self._prefix},"choices":[', f"]{usage}}}\n\n"
         return written(self.shown(part), self.encoded, head, tail)
 

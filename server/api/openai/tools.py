@@ -73,13 +73,13 @@ class AnswerForm:
 
 def read(
     parser: AnswerParser, delta: Delta, completion: Completion
-) -> tuple[list[AnswerPiece], str | None]:
+) -> tuple[list[AnswerPiece], str | None] | None:
     """Return the pieces that a delta completes, and at the end the reason in OpenAI's words.
 
-    Once the parser is over, the choice is stopped, and the rest of its text is not shown.
+    Once the parser is over, the choice is stopped. Of what still comes, nothing is shown: None.
     """
     if parser.is_over:
-        return [], None
+        return None
     reason = delta.finish_reason
     pieces = parser.push(delta.text, delta.n_tokens)
     if parser.is_over:

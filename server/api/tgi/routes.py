@@ -19,8 +19,7 @@ from kvasir.server.api.http.body import TextRoute
 from kvasir.server.api.http.pieces import LazyList, compact
 from kvasir.server.api.http.responses import GENERATE_ERRORS, STREAMED, finite
 from kvasir.server.api.structured import tgi_grammar
-from kvasir.server.api.tgi.answers import Generated, Info
-from kvasir.server.api.tgi.schemas import CompatibleBody, GenerateBody
+from kvasir.server.api.tgi.schemas import CompatibleBody, GenerateBody, Generated, Info
 from kvasir.server.engine.sampling.params import TokenLogprobs
 from kvasir.server.engine.sequence import FinishReason
 from kvasir.server.errors import InvalidRequestError
@@ -194,19 +193,20 @@ class GenerateFormatter(streams.Formatter):
         }
         return details if choice.score is None else details | {"score": finite(choice.score)}
 
-    def _prefilled(self, one: tuple[int, TokenLogprobs | None]) -> dict[str, Any]:
-        token_id, scored = one
+    def _prefilled(self, token: tuple[int, TokenLogprobs | None]) -> dict[str, Any]:
+        token_id, scored = token
         logprob = None if scored is None else finite(scored.logprob)
         text = token_text(self.tokenizer, token_id)
         return {"id": token_id, "text": text, "logprob": logprob}
 
-    def _shown_token(self, one: _Scored) -> dict[str, Any]:
-        scored, text = one
+    def _shown_token(self, scored_text: _Scored) -> dict[str, Any]:
+        scored, text = scored_text
         token = self._token(scored.token_id, scored.logprob)
         return token if token["special"] else token | {"text": text}
 
-    def _top_tokens(self, one: _Scored) -> list[dict[str, Any]]:
-        return [self._token(i, logprob) for i, logprob in one[0].top]
+    def _top_tokens(self, scored_text: _Scored) -> list[dict[str, Any]]:
+        scored, _ = scored_text
+        return [self._token(i, logprob) for i, logprob in scored.top]
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {

@@ -119,7 +119,9 @@ class ResponseFormatter(Formatter):
         if self._with_logprobs and delta.logprobs is not None:
             self._scored.append(delta.logprobs)
         n_reasoning = self._parser.n_reasoning
-        pieces, reason = read(self._parser, delta, self.completion)
+        if (answer := read(self._parser, delta, self.completion)) is None:
+            return
+        pieces, reason = answer
         if self._parser.n_reasoning > n_reasoning:  # its tags are no text either
             self._scored.clear()
         for piece in pieces:

@@ -100,7 +100,9 @@ _KINDS = {
 def _check_item(value: object) -> object:
     if not isinstance(value, dict):
         raise ValueError("must be an object")
-    kind = value.get("type") or ("message" if "role" in value else "item_reference")
+    kind = value.get("type")
+    if kind is None:
+        kind = "message" if "role" in value else "item_reference"
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(
             f"has the type {kind!r}, which is not served here; items are {', '.join(_KINDS)}"

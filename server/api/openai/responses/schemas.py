@@ -72,7 +72,9 @@ class ReasoningConfig(RequestBody):
 class ResponseStreamOptions(RequestBody):
     """Options of a stream."""
 
-    include_obfuscation: Literal[False] = Field(False, description="Events are not padded.")
+    include_obfuscation: Annotated[Literal[False], _only(False, instead="leave it out")] = Field(
+        False, description="Events are not padded."
+    )
 
 
 def _check_tool(value: object) -> object:
@@ -136,16 +138,16 @@ ToolChoice = Annotated[
 ]
 
 
-def _as_items(value: object) -> object:
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
-
-
 class ResponsesBody(schemas.SamplingFields):
     """The body of POST /v1/responses."""
 
     model: schemas.ModelName = None
     input: Annotated[
-        Items[AnyItem], BeforeValidator(_as_items, json_schema_input_type=Items[AnyItem] | str)
+        Items[AnyItem],
+        BeforeValidator(
+            lambda it: [{"role": "user", "content": it}] if isinstance(it, str) else it,
+            json_schema_input_type=Items[AnyItem] | str,
+        ),
     ] = Field(min_length=1, description="A user's text, or the items of a conversation.")
     instructions: str | None = Field(
         None, description="A system message before it; `previous_response_id` keeps none."
