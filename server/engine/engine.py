@@ -91,7 +91,6 @@ class Engine:
             why = "runs of one token round differently"
             raise ValueError(f"chunk_size must be at least 2, not {chunk_size}: {why}")
         from kvasir.server.engine.grammar.compiler import TokenMasks  # noqa: PLC0415  llguidance
-
         scoring = max(2, min(chunk_size, SCORING_LOGITS_BYTES // (4 * runner.vocab_size)))
         self.runner = runner
         self.kv = runner.kv
