@@ -50,13 +50,13 @@ OFF = (Head(0, 1), Head(0, 3), Head(1, 0))
 POSITION = 9
 # Each kind of positions, biases, norms and residuals once, and what changes scores or the head.
 DECODERS: dict[str, dict[str, Any]] = {
-    "windows": VARIANTS["gemma2"] | {"n_layer": 3, "sliding_window_rope_theta": 50.0},
+    "windows": VARIANTS["gemma"] | {"n_layer": 3},
     "output norm": VARIANTS["olmo2"] | {"layers_without_rotary": (0,)},
     "post norm": VARIANTS["vaswani"] | {"n_layer": 2},
-    "parallel": VARIANTS["neox"] | {"n_layer": 2, "head_bias": True},
+    "parallel": VARIANTS["phi"] | {"n_layer": 2},
     "alibi": VARIANTS["bloom"] | {"n_layer": 2, "qk_norm": True},
     "relative": VARIANTS["relative"],
-    "sinks": VARIANTS["gpt-oss"] | VARIANTS["ministral3"],
+    "sinks": VARIANTS["gpt-oss"] | {"rope_scaling": VARIANTS["qwen"]["rope_scaling"]},
 }
 ROUNDED: list[tuple[str, dict[str, Any]]] = [
     ("int8", {"rope_scaling": RopeScaling(kind="linear", factor=2.0)}),
