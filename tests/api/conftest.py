@@ -29,8 +29,11 @@ class SharedTrial(GrammarTrial):
         """Stay open."""
 
 
-@pytest.fixture(scope="session", autouse=True)
+shared_trial = cache(SharedTrial)
+
+
+@pytest.fixture(scope="package", autouse=True)
 def shared_trials() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial, "GrammarTrial", cache(SharedTrial))
+        patch.setattr(trial, "GrammarTrial", shared_trial)
         yield
