@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from time import perf_counter
@@ -91,6 +90,7 @@ class Engine:
             why = "runs of one token round differently"
             raise ValueError(f"chunk_size must be at least 2, not {chunk_size}: {why}")
         from kvasir.server.engine.grammar.compiler import TokenMasks  # noqa: PLC0415  llguidance
+
         scoring = max(2, min(chunk_size, SCORING_LOGITS_BYTES // (4 * runner.vocab_size)))
         self.runner = runner
         self.kv = runner.kv
@@ -137,8 +137,7 @@ class Engine:
             self.scheduler.add(sequence)
         except BaseException:
             self._sequences.pop(sequence.id, None)
-            with suppress(ValueError):
-                self.scheduler.waiting.remove(sequence)
+            self.scheduler.discard(sequence)
             raise
 
     def abort(

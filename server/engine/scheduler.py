@@ -9,6 +9,7 @@ sequences in the background: beside those of clients few may run, and the others
 from __future__ import annotations
 
 from bisect import insort
+from contextlib import suppress
 from time import perf_counter
 
 from kvasir.server.engine.batch import Chunk, StepBatch
@@ -49,6 +50,11 @@ class Scheduler:
         """Queue a sequence."""
         sequence.block_names = self.kv.cache.names(sequence.prompt_ids, sequence.cache_salt)
         insort(self.waiting, sequence, key=lambda waiting: waiting.queue_key)
+
+    def discard(self, sequence: Sequence) -> None:
+        """Take a sequence out of the queue, if it has come that far."""
+        with suppress(ValueError):
+            self.waiting.remove(sequence)
 
     def preempted(self) -> list[Sequence]:
         """Return the sequences in the background that must end before the next step."""
