@@ -1,13 +1,18 @@
-"""The processors and memory that cgroups (v2 or v1) and affinity leave to this process."""
+"""The machine: what cgroups (v2 or v1) and affinity leave to this process, and it to others."""
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import psutil
+
+_NICENESS = 5  # of an encoder beside streams: Linux gives it a third of a stream's time
+_C = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 _CGROUP = Path("/sys/fs/cgroup")
 _OF_PROCESS = Path("/proc/self/cgroup")
@@ -75,3 +80,15 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="ascii").strip()
     except OSError:
         return ""
+
+
+def yield_to_streams() -> None:
+    """Let this thread and those that it will start run less often than threads of streams."""
+    if sys.platform == "linux":  # elsewhere the whole process would yield
+        os.nice(_NICENESS)
+
+
+def return_freed_memory() -> None:
+    """Return memory that was freed to the operating system; glibc would keep much of it."""
+    if trim := getattr(_C, "malloc_trim", None):
+        trim(0)

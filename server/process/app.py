@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from kvasir.model.directory import ModelDirectory
+from kvasir.model.platform.machine import yield_to_streams
 from kvasir.model.platform.suggestions import install_command
 from kvasir.server.api.explain.routes import Explanations
 from kvasir.server.api.http.keys import ApiKeys
@@ -28,7 +29,6 @@ from kvasir.server.api.openai.responses.store import ResponseStore
 from kvasir.server.api.routes import add_routes
 from kvasir.server.batches.store import BatchStore
 from kvasir.server.batches.worker import BatchWorker
-from kvasir.server.engine.machine import yield_to_streams
 from kvasir.server.errors import StartupError
 from kvasir.server.process.engine_builder import build_encoder_engine, build_engine
 from kvasir.server.requests.async_engine import AnyEngine

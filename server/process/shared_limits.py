@@ -10,7 +10,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Protocol
 
-from kvasir.server.engine.machine import return_freed_memory
+from kvasir.model.platform.machine import return_freed_memory
 from kvasir.server.errors import KvasirError, UnavailableError
 
 logger = logging.getLogger("kvasir")

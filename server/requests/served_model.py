@@ -14,11 +14,11 @@ from time import perf_counter, time
 from typing import Literal
 
 from kvasir.model.directory import CHAT_TEMPLATE_FILE, ModelDirectory
+from kvasir.model.platform.machine import return_freed_memory
 from kvasir.model.template.chat_template import ChatTemplate, ChatTemplateError
 from kvasir.model.tokenizer import keep_spaces_in_offsets
 from kvasir.server.engine.encoder.sequence import EncoderOutput
 from kvasir.server.engine.engine import Engine
-from kvasir.server.engine.machine import return_freed_memory
 from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.engine.sequence import FinishReason, Sequence
 from kvasir.server.errors import DeadlineExceededError, StartupError

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from kvasir.model.platform.machine import return_freed_memory
 from kvasir.model.tokenizer import panics_as_errors
-from kvasir.server.engine.machine import return_freed_memory
 from kvasir.server.errors import KvasirError, OverloadedError, OverloadLimit
 
 T = TypeVar("T")

@@ -13,9 +13,8 @@ from threading import Lock
 from kvasir.model.config import TransformerConfig
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.model.packing import HIDDEN_OUTPUT, VECTORS_OUTPUT, pack
-from kvasir.model.platform.machine import usable_cpus
+from kvasir.model.platform.machine import return_freed_memory, usable_cpus
 from kvasir.server.engine.encoder.sequence import EncoderSequence
-from kvasir.server.engine.machine import return_freed_memory
 from kvasir.server.engine.model_runner import check_max_model_len
 from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.engine.session import open_session, shrinking

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvasir.server.engine.machine import return_freed_memory
+from kvasir.model.platform.machine import return_freed_memory
 from kvasir.server.errors import InvalidRequestError, OverloadedError
 from kvasir.server.requests.text_worker import TextWorker
 
