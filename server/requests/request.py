@@ -19,7 +19,7 @@ from kvasir.server.requests.admission.forecast import Work
 _LOGPROB_BYTES, _CHAR_BYTES, _ID_BYTES = 100, 6, 8
 # pooled: a vector of each text; tokens: one of each of its tokens; scores: one of its labels.
 Output = Literal["pooled", "tokens", "scores"]
-_OF_ENCODERS = SamplingParams(max_tokens=0, seed=0)
+_ENCODER_PARAMS = SamplingParams(max_tokens=0, seed=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +152,7 @@ class EmbeddingRequest(_Request):
             EncoderSequence(
                 next(ids),
                 list(text.ids),
-                _OF_ENCODERS,
+                _ENCODER_PARAMS,
                 frozenset(),
                 arrived,
                 self.request_id,

@@ -137,14 +137,14 @@ class ChatFormat:
                     f"the chat template names no role {role!r}; use one of {', '.join(_ROLES)}"
                 )
         fitted = {**message, "role": role}
-        likest = role if role in _ROLES else "system"
-        takes_parts = likest in self._takes_parts
+        nearest_role = role if role in _ROLES else "system"
+        takes_parts = nearest_role in self._takes_parts
         if calls:
             fitted["tool_calls"] = [self._fit_call(call) for call in calls]
         if not content:
             fitted.pop("content", None)
             fitted |= self._no_content if calls else {"content": ""}
-        elif isinstance(content, str) and takes_parts and likest not in self._takes_text:
+        elif isinstance(content, str) and takes_parts and nearest_role not in self._takes_text:
             fitted["content"] = [{"type": "text", "text": content}]
         elif isinstance(content, list) and not takes_parts:
             fitted["content"] = "\n".join(part["text"] for part in content)
