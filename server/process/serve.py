@@ -32,7 +32,7 @@ logger = logging.getLogger("kvasir")
 
 # Seconds; longer than proxies' and clients', or they may reuse a connection that is being closed.
 _KEEP_ALIVE = 75
-_BODIES = 8  # bodies of `max_body_bytes` that the unfinished ones may add up to
+_BODIES = 6  # bodies of `max_body_bytes` that the unfinished ones may add up to
 _SWITCH_INTERVAL = 0.0002  # seconds
 _MOST_UNREAD = 2**25  # bytes of answers that may wait for clients to read
 _LAST_READ = 3  # seconds for clients to read what is written, once every request has ended
