@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import re
@@ -22,6 +23,7 @@ from torch.onnx._internal.exporter import _decomp
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from kvasir.model.directory import GRAPH_FILE
+from kvasir.server.telemetry.logs import QueuedHandler
 from tests.kit.random_models import RandomModel, export_random, make_config, make_decoder
 
 # A slow machine is no failure of the code under test.
@@ -68,6 +70,16 @@ def pytest_runtest_setup() -> None:
 def drawn_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give requests without a seed the same ones in every run."""
     monkeypatch.setattr(secrets, "randbits", random.Random(0).getrandbits)
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """Take back what `serve` in this process sets for all tests that follow."""
+    yield
+    logging.getLogger("kvasir").setLevel(logging.NOTSET)
+    for handler in list(logging.getLogger().handlers):
+        if isinstance(handler, QueuedHandler):
+            logging.getLogger().removeHandler(handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
