@@ -94,8 +94,7 @@ class Settings(BaseSettings):
     threads: int | None = Field(None, ge=1)
     """Compute threads. Default: the CPUs that this process may use."""
     max_queue: int | None = Field(None, ge=0)
-    """Sequences that may wait; their prompts share 4096 tokens for each. Default: 4 x max_num_seqs;
-    4096 texts."""
+    """Sequences that may wait, of 4096 tokens on average. Default: 4 x max_num_seqs; 4096 texts."""
     max_body_bytes: ByteSize = Field(ByteSize(4 * 2**20), gt=0)
     """Maximum size of a request's body; unfinished bodies together may have 6 times as much."""
     default_timeout_ms: int | None = Field(None, ge=1, le=86_400_000)

@@ -49,9 +49,10 @@ for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.default_int_handler if ctrl_c else lambda *_: None)
 
 
-# Files of a minute or more. A worker takes whole files: one that began last would end alone.
-LONGEST = {"test_faults", "test_invariance", "test_explain", "test_parity", "test_published"}
-LONGEST |= {"test_encoder_decoders", "test_quantize", "test_openapi", "test_paged_graph"}
+# Files of twenty seconds of CPU or more. A worker takes whole files: one that began last would end
+# alone.
+LONGEST = {"test_faults", "test_openapi", "test_invariance", "test_distributed"}
+LONGEST |= {"test_encoder_decoders", "test_parity", "test_explain", "test_paged_graph"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -90,7 +91,7 @@ def one_torch_thread() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def operators_read_once() -> Iterator[None]:
-    """Let PyTorch list its operators once: an export takes half as long."""
+    """Let PyTorch list its operators once: an export takes a third less."""
     decompositions = cache(_decomp.create_onnx_friendly_decomposition_table)
     gc.freeze()  # what is imported by now stays, and need not be looked at again
     with pytest.MonkeyPatch.context() as patch:

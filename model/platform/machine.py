@@ -1,4 +1,7 @@
-"""The machine: what cgroups (v2 or v1) and affinity leave to this process, and it to others."""
+"""Processors and memory: those that this process may use, and those that it gives back.
+
+Limits are of cgroups (v2 or v1) and affinity.
+"""
 
 from __future__ import annotations
 
