@@ -41,7 +41,7 @@ from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.sequence import Sequence
 
 DECODE_BATCHES: dict[Device, tuple[int, ...]] = {"cpu": (1, 4, 16), "cuda": (1, 8, 32, 128)}
-PREFILL_TOKENS: dict[Device, tuple[int, ...]] = {"cpu": (128, 512), "cuda": (512, 2048)}
+PREFILL_TOKENS: dict[Device, tuple[int, ...]] = {"cpu": (128, 512), "cuda": (512, 1536)}
 _CHUNK: dict[Device, int] = {"cpu": 256, "cuda": 2048}
 _PROMPT_TOKENS = 128
 _DECODE_STEPS = 48

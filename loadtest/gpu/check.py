@@ -164,7 +164,7 @@ def check_parity(folder: Path, name: str, precision: str, device: Device, **shap
 
 
 def check_engine(folder: Path, smallest: float = 0.9) -> float:
-    """Return the share of tokens as in a sequence's run alone; see `check_promises`."""
+    """Return the share of tokens as in the sequence's run alone; see `check_promises`."""
     model_dir = load_model_dir(folder)
     config, sequences = model_dir.config, _SEQUENCES[model_dir.manifest.device]
     shape = KVShape(config.n_layer, config.n_kv_head, config.head_dim)
@@ -178,7 +178,7 @@ def check_engine(folder: Path, smallest: float = 0.9) -> float:
         n_new=sequences.n_new,
         chunk_size=sequences.chunk_size,
     )
-    assert share >= smallest, f"only {share:.1%} of tokens are those of the sequence alone"
+    assert share >= smallest, f"only {share:.1%} of tokens after equal ones are as alone"
     return share
 
 

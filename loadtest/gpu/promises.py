@@ -19,8 +19,9 @@ from kvasir.server.engine.sequence import Sequence
 
 # Largest difference of logits from PyTorch's in float32, in standard deviations, and smallest share
 # of greedy tokens that are equal or near ties. Perplexity cannot test random weights: no attention
-# at all would pass.
-_LIMITS = {"bf16": (0.25, 0.95), "fp16": (0.05, 0.98), "int8": (0.35, 0.9), "int4": (3.0, 0.35)}
+# at all would pass. In PyTorch, 4 bits change logits of the largest preset by 3.7 deviations, and
+# leave it two of ten greedy tokens.
+_LIMITS = {"bf16": (0.25, 0.95), "fp16": (0.05, 0.98), "int8": (0.35, 0.9), "int4": (4.5, 0.2)}
 _ABORTED = frozenset({3, 7})
 _ABORT_AFTER = 5  # tokens
 
@@ -64,8 +65,8 @@ def check_promises(
 
     alone, together: open the runner of one sequence, and that of several. lengths: of the prompts
     without their beginnings, which take no, one or two blocks. Returns the share of tokens equal to
-    the sequence's alone; after one difference, all may differ. Raises AssertionError if a sequence
-    does not end exactly once, or anything leaks.
+    the sequence's alone among those that follow equal ones: after a difference all may differ.
+    Raises AssertionError if a sequence does not end exactly once, or anything leaks.
     """
     runner = alone()
     size, generator = runner.kv.block_size, np.random.default_rng(0)
@@ -85,8 +86,10 @@ def check_promises(
         assert n_held == 0, f"ended sequences still hold {n_held} rows"
         for i, (tokens, wanted) in enumerate(zip(answers, expected, strict=True)):
             assert len(tokens) == len(wanted) or i in _ABORTED, "a sequence ended early"
-            equal += sum(a == b for a, b in zip(tokens, wanted, strict=False))
-            total += len(tokens)
+            pairs = enumerate(zip(tokens, wanted, strict=False))
+            n_equal = next((n for n, (token, other) in pairs if token != other), len(tokens))
+            equal += n_equal
+            total += min(n_equal + 1, len(tokens))
     return equal / total
 
 

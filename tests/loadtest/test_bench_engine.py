@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from kvasir.__main__ import app
 from kvasir.loadtest import bench_engine as bench
+from kvasir.loadtest.gpu import check
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.presets import preset
 
@@ -47,6 +48,12 @@ def test_the_command_prints_its_figures(tiny_model: Path, monkeypatch: pytest.Mo
 
     assert "of roofline" in CliRunner().invoke(app, arguments).stdout
     assert (tiny_model / "model.onnx").stat().st_mtime_ns == written, "the preset is kept"
+
+
+@pytest.mark.parametrize("name", check.PRESETS)
+@pytest.mark.parametrize("tokens", bench.PREFILL_TOKENS.values())
+def test_prompts_fit_the_rows_of_presets(name: str, tokens: tuple[int, ...]) -> None:
+    assert max(tokens) < preset(name).max_model_len
 
 
 @pytest.mark.parametrize("n_bytes", [1e5, 1e6])
