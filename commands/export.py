@@ -30,6 +30,8 @@ _TEXT = Option(None, help="Text for perplexity. Default: held-out text, or Engli
 _SOURCE = "A training run, a checkpoint, a Hugging Face folder, a .gguf file, or hf://org/name."
 _SHOWN = {"device", "precision", "parameters", "max_model_len", "verification"}
 _FORMATS = {
+    "mean_kl": ".2e",
+    "kl_99": ".2e",
     "max_logit_error": ".4g",
     "greedy_agreement": ".1%",
     "near_ties": ",",

@@ -19,6 +19,8 @@ class Record(BaseModel):
 class Verification(Record):
     """Figures that `export` measured: ONNX Runtime against PyTorch, over the same given tokens.
 
+    mean_kl, kl_99: the mean and the 99th percentile over `positions` of KL(PyTorch || graph), the
+    divergence of the next token's distributions in nats.
     max_logit_error: the largest absolute difference, relative to the logits' standard deviation.
     greedy_agreement: the share of positions where both hold the same token the likeliest. Both are
     of `positions` tokens. near_ties: how many of the others have their two likeliest tokens within
@@ -38,6 +40,8 @@ class Verification(Record):
     whose target is the greedy answer; exact_match_error is as retrieval_error.
     """
 
+    mean_kl: float | None = None
+    kl_99: float | None = None
     max_logit_error: float
     greedy_agreement: float
     near_ties: int | None = None

@@ -5,22 +5,19 @@ Both compute a layer at a time over the same given tokens; on a GPU the graph ru
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from kvasir.export.graphs.source import encoder_weights
 from kvasir.export.verification.layers import LayeredDecoder, Observer
 from kvasir.export.verification.pair_plan import PairPlan, SamplePairs
 from kvasir.export.verification.plan import Plan, SampleText
 from kvasir.export.verification.segments import Case, Floats
+from kvasir.export.verification.tally import NO_LABEL, SPAN, Tally
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import Device
 from kvasir.model.network.attention import LayerCache
@@ -32,13 +29,8 @@ _MOST_DOUBT = 0.05  # of a perplexity loss that was measured on few tokens
 MAX_PERPLEXITY_LOSS = {"bf16": 0.01, "fp16": 0.01, "int8": 0.01, "int4": 0.05}  # relative
 MAX_EXACT_LOSS = 0.005  # of the share of pairs whose target is the greedy answer
 MAX_ERROR_GROWTH = 2.0  # of rounded precisions, in long rows
-_NEAR_TIE = 0.1  # of a position's deviation, between its two likeliest tokens
-_SPAN = 128  # positions of which errors are added up
-_SMALL_ERROR = 0.02  # relative, from which growth is counted
-_NO_LABEL = -100
 _LOGITS = 2**24  # numbers at a time, in PyTorch and in ONNX Runtime each
 
-Pair = NDArray[np.float64]
 # Runs an exported graph; yields the logits [wanted, vocab] of each step of all cases.
 Run = Callable[[Sequence[Case], Progress], Iterator[Floats]]
 
@@ -92,15 +84,15 @@ class Verifier:
         tests, rows = self._plan.tests, self._plan.rows
         runs = [(test, step) for test in tests for step in test.case.steps]
         results = run([test.case for test in tests], progress)
-        tally, logits = _Tally(), list[Tensor]()
+        tally, logits = Tally(), list[Tensor]()
         wanted = list[tuple[int, int]]()  # rows and positions
         labels, spans = list[int](), list[tuple[bool, int]]()
         for done, ((test, step), of_step) in enumerate(zip(runs, results, strict=True), 1):
             places = test.wanted(step)
             wanted += places
             labelled = test.for_perplexity
-            labels += [int(rows[row][i + 1]) if labelled else _NO_LABEL for row, i in places]
-            spans += [(step.decode, i // _SPAN) for _, i in places]
+            labels += [int(rows[row][i + 1]) if labelled else NO_LABEL for row, i in places]
+            spans += [(step.decode, i // SPAN) for _, i in places]
             logits.append(torch.from_numpy(of_step))
             # Many tokens at a time, for each of which the head's weights are converted.
             if len(wanted) * self._decoder.config.vocab_size >= _LOGITS or done == len(runs):
@@ -117,103 +109,6 @@ class Verifier:
             figures |= tally.exact_matches()
         # Not validated: `check` refuses a figure that is no number.
         return Verification.model_construct(**figures)
-
-
-class _Tally:
-    """Sums over compared tokens."""
-
-    def __init__(self) -> None:
-        self.n_tokens = self.n_equal = self.n_near_ties = self.n_labels = 0
-        self.largest_error = 0.0
-        self.n_logits, self.sums = 0, np.zeros(2)  # of the reference's logits, and of squares
-        self.losses = np.zeros(2)  # in PyTorch and in ONNX Runtime
-        self.labelled, self.missed = set[int](), (set[int](), set[int]())  # rows
-        self.squares = 0.0  # of the differences between both
-        # By span: squares of the logits' errors, and of the reference's deviations from its mean.
-        self.by_span = defaultdict[tuple[bool, int], Pair](lambda: np.zeros(2))
-
-    def add(
-        self,
-        expected: Tensor,
-        actual: Tensor,
-        labels: Tensor,
-        spans: Sequence[tuple[bool, int]],
-        places: Sequence[tuple[int, int]],
-    ) -> None:
-        """Add logits [tokens, vocab].
-
-        labels: [tokens], each the next token or _NO_LABEL. spans: whether each token was decoded,
-        and its position // _SPAN. places: each token's row, and its position.
-        """
-        self.n_tokens += len(labels)
-        differ = expected.argmax(dim=1) != actual.argmax(dim=1)
-        self.n_equal += int((~differ).sum())
-        if differ.any():
-            first, second = expected[differ].topk(2, dim=1).values.unbind(dim=1)
-            is_near = first - second < _NEAR_TIE * expected[differ].std(dim=1)
-            self.n_near_ties += int(is_near.sum())
-        self.n_labels += int((labels != _NO_LABEL).sum())
-        rows, is_label = torch.tensor([row for row, _ in places]), labels != _NO_LABEL
-        self.labelled.update(rows[is_label].tolist())
-        for missed, logits in zip(self.missed, (expected, actual), strict=True):
-            missed.update(rows[is_label & (logits.argmax(dim=1) != labels)].tolist())
-        variance, mean = (moment.item() for moment in torch.var_mean(expected, correction=0))
-        self.n_logits += expected.numel()
-        self.sums += expected.numel() * np.array([mean, variance + mean**2])
-        losses = torch.stack(
-            [
-                functional.cross_entropy(logits, labels, ignore_index=_NO_LABEL, reduction="none")
-                for logits in (expected, actual)
-            ]
-        ).double()
-        self.losses += losses.sum(dim=1).numpy()
-        self.squares += (losses[1] - losses[0]).square().sum().item()
-        errors = actual - expected
-        error = torch.linalg.vector_norm(errors, torch.inf).item()
-        self.largest_error = float(np.maximum(self.largest_error, error))  # max() may pass a NaN
-        squares = torch.stack([rows.var(dim=1, correction=0) for rows in (errors, expected)], dim=1)
-        for span, pair in zip(spans, squares.numpy(), strict=True):
-            self.by_span[span] += pair
-
-    def exact_matches(self) -> dict[str, float]:
-        """Return the shares of rows all of whose labels are the likeliest tokens.
-
-        These rows are what greedy decoding generates.
-        """
-        in_torch, in_onnx = (1.0 - len(rows) / len(self.labelled) for rows in self.missed)
-        differ = len(self.missed[0] ^ self.missed[1])
-        error = math.sqrt(differ) / len(self.labelled)
-        return {
-            "exact_match_torch": in_torch,
-            "exact_match_onnx": in_onnx,
-            "exact_match_error": error,
-        }
-
-    def figures(self) -> dict[str, Any]:
-        """Return the fields of `Verification`, without the text."""
-        mean, square = self.sums / self.n_logits
-        deviation = math.sqrt(max(square - mean**2, 0.0)) or math.nan  # where all logits are equal
-        figures: dict[str, Any] = {
-            "max_logit_error": self.largest_error / deviation,
-            "greedy_agreement": self.n_equal / self.n_tokens,
-            "near_ties": self.n_near_ties,
-            "positions": self.n_tokens,
-        }
-        errors = {span: np.sqrt(error / total) for span, (error, total) in self.by_span.items()}
-        growths = [
-            error / max(errors[decoded, 0], _SMALL_ERROR)
-            for (decoded, span), error in errors.items()
-            if span and (decoded, 0) in errors
-        ]
-        if growths:
-            figures["error_growth"] = float(max(growths))
-        if self.n_labels:
-            in_torch, in_onnx = np.exp(self.losses / self.n_labels).tolist()
-            mean = (self.losses[1] - self.losses[0]) / self.n_labels
-            variance = max(self.squares / self.n_labels - mean**2, 0.0)
-            figures |= {"perplexity_torch": in_torch, "perplexity_onnx": in_onnx}
-            figures["perplexity_error"] = math.sqrt(variance / self.n_labels)
-        return figures
 
 
 def check(verification: Verification, precision: str) -> None:

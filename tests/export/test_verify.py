@@ -15,7 +15,8 @@ from tokenizers import processors
 from kvasir.export.verification import plan
 from kvasir.export.verification.plan import Plan, SampleText
 from kvasir.export.verification.samples import sample_text
-from kvasir.export.verification.verify import VerificationError, _Tally, check
+from kvasir.export.verification.tally import Tally
+from kvasir.export.verification.verify import VerificationError, check
 from kvasir.model.checkpoint import Checkpoint
 from kvasir.model.directory import GRAPH_FILE, WEIGHTS_FILE
 from kvasir.model.records import Verification
@@ -189,7 +190,7 @@ def test_the_error_of_a_perplexity_is_that_of_its_tokens() -> None:
     expected = torch.randn(40, 50, generator=generator)
     actual = expected + 0.1 * torch.randn(40, 50, generator=generator)
     labels = torch.arange(40)
-    tally = _Tally()
+    tally = Tally()
     tally.add(expected[:15], actual[:15], labels[:15], [(False, 0)] * 15, [(0, 0)] * 15)
     tally.add(expected[15:], actual[15:], labels[15:], [(False, 0)] * 25, [(0, 0)] * 25)
     before, after = (
@@ -198,3 +199,16 @@ def test_the_error_of_a_perplexity_is_that_of_its_tokens() -> None:
     )
     wanted = ((after - before).std(correction=0) / 40**0.5).item()
     assert tally.figures()["perplexity_error"] == pytest.approx(wanted, rel=1e-4)
+
+
+def test_divergences_are_those_of_their_definition() -> None:
+    generator, shape = np.random.default_rng(0), (300, 70)
+    expected = generator.normal(scale=3.0, size=shape)
+    errors = generator.normal(scale=10.0 ** -generator.integers(1, 4, size=(300, 1)), size=shape)
+    tally, logits = Tally(), (torch.tensor(x).float() for x in (expected, expected + errors))
+    tally.add(*logits, torch.arange(300) % 70, [(False, 0)] * 300, [(0, 0)] * 300)
+    p, q = (np.exp(x) / np.exp(x).sum(axis=1, keepdims=True) for x in (expected, expected + errors))
+    by_definition = (p * np.log(p / q)).sum(axis=1)
+    figures = tally.figures()
+    assert figures["mean_kl"] == pytest.approx(by_definition.mean(), rel=1e-4)
+    assert figures["kl_99"] == pytest.approx(np.quantile(by_definition, 0.99), rel=1e-4)
