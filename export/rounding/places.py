@@ -1,0 +1,126 @@
+"""Places where factors may move from activations into weights, and answers stay the same.
+
+A norm, or a product whose outputs enter another one linearly, makes activations; matrices read
+them. To divide a channel where it is made, and to multiply its column where it is read, leaves the
+function as it is. What rounding loses depends on it: Xiao et al., "SmoothQuant", 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvasir.model.config import TransformerConfig
+from kvasir.model.network.skeleton import parameter_shapes
+
+Factors = NDArray[np.float32]
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Maker(NamedTuple):
+    """A parameter that makes activations: channel j is its output first + j · step."""
+
+    name: str
+    first: int = 0
+    step: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Activations of n_channels, by the names of the parameters that make and that read them.
+
+    group: the channels that come one after the other, as often as `repeats` says, before the next
+    ones: those of a head of values, for each head of queries that reads them.
+    """
+
+    makers: tuple[Maker, ...]
+    readers: tuple[str, ...]
+    n_channels: int
+    group: int = 1
+    repeats: int = 1
+
+    def multipliers(self, factors: Factors, shapes: Shapes) -> dict[str, Factors]:
+        """Return what parameters are multiplied by to divide activations by factors [n_channels].
+
+        They broadcast to the parameters, whose shapes are given.
+        """
+        columns = factors.reshape(-1, self.group).repeat(self.repeats, axis=0).ravel()
+        result = {name: _along(columns, -1, shapes[name]) for name in self.readers}
+        for name, first, step in self.makers:
+            axis = -2 if name.endswith("weight") and len(shapes[name]) > 1 else -1
+            outputs = np.ones(shapes[name][axis], dtype=np.float32)
+            outputs[first : first + step * self.n_channels : step] = 1.0 / factors
+            result[name] = _along(outputs, axis, shapes[name])
+        return result
+
+
+def places(config: TransformerConfig) -> Iterator[Place]:
+    """Yield the places of a model, an encoder's before its decoder's."""
+    shapes = parameter_shapes(config)
+    if config.encoder is not None:
+        yield from _of_blocks(config.encoder, shapes, "encoder.")
+        if config.encoder.norm_placement != "post":
+            keys = [f"blocks.{i}.cross_attention.key_value.weight" for i in range(config.n_layer)]
+            yield _after_norm(config.encoder, shapes, "encoder.norm", *keys)
+    yield from _of_blocks(config, shapes, "")
+    if "head.weight" in shapes and config.norm_placement != "post":
+        yield _after_norm(config, shapes, "norm", "head.weight")
+
+
+def _of_blocks(config: TransformerConfig, shapes: Shapes, prefix: str) -> Iterator[Place]:
+    widths = (
+        config.n_kv_head * config.head_dim,
+        (config.n_head + config.n_kv_head) * config.head_dim,
+    )
+    n_values, before_values = widths
+    for block in (f"{prefix}blocks.{layer}" for layer in range(config.n_layer)):
+        attention, cross, feed = (
+            f"{block}.{part}" for part in ("attention", "cross_attention", "feed_forward")
+        )
+        is_mixture = f"{feed}.router.weight" in shapes
+        up, down = ("expert_up", "expert_down") if is_mixture else ("up", "down")
+        if config.norm_placement in ("pre", "both"):
+            if f"{attention}_norm.weight" in shapes:
+                yield _after_norm(config, shapes, f"{attention}_norm", f"{attention}.qkv.weight")
+            if f"{cross}_norm.weight" in shapes:
+                yield _after_norm(config, shapes, f"{cross}_norm", f"{cross}.query.weight")
+            readers = [f"{feed}.{up}.weight"] + [f"{feed}.router.weight"] * is_mixture
+            yield _after_norm(config, shapes, f"{feed}_norm", *readers)
+        groups = n_values, config.head_dim, config.n_groups
+        yield _between(shapes, f"{attention}.qkv", f"{attention}.output", before_values, 1, *groups)
+        if f"{cross}.key_value.weight" in shapes:
+            yield _between(shapes, f"{cross}.key_value", f"{cross}.output", n_values, 1, *groups)
+        match config.feed_forward:
+            case "swiglu" | "geglu" | "geglu_tanh" if is_mixture:
+                yield _between(shapes, f"{feed}.{up}", f"{feed}.{down}", 1, 2, config.d_expert or 0)
+            case "swiglu" | "geglu" | "geglu_tanh":
+                yield _between(
+                    shapes, f"{feed}.{up}", f"{feed}.{down}", config.d_ff, 1, config.d_ff
+                )
+            case "relu":
+                yield _between(shapes, f"{feed}.{up}", f"{feed}.{down}", 0, 1, config.d_ff)
+
+
+def _after_norm(config: TransformerConfig, shapes: Shapes, norm: str, *readers: str) -> Place:
+    return Place(_makers(shapes, norm, 0, 1), readers, config.d_model)
+
+
+def _between(shapes: Shapes, maker: str, reader: str, first: int, step: int, *sizes: int) -> Place:
+    """Return the place between two products; sizes: its channels, group and repeats."""
+    return Place(_makers(shapes, maker, first, step), (f"{reader}.weight",), *sizes)
+
+
+def _makers(shapes: Shapes, module: str, first: int, step: int) -> tuple[Maker, ...]:
+    names = (f"{module}.{kind}" for kind in ("weight", "bias"))
+    return tuple(Maker(name, first, step) for name in names if name in shapes)
+
+
+def _along(values: Factors, axis: int, shape: tuple[int, ...]) -> Factors:
+    """Return values as an array that broadcasts along an axis of a shape, counted from the end."""
+    sizes = [1] * len(shape)
+    sizes[axis] = len(values)
+    return values.reshape(sizes)
