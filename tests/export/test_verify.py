@@ -205,8 +205,9 @@ def test_divergences_are_those_of_their_definition() -> None:
     generator, shape = np.random.default_rng(0), (300, 70)
     expected = generator.normal(scale=3.0, size=shape)
     errors = generator.normal(scale=10.0 ** -generator.integers(1, 4, size=(300, 1)), size=shape)
-    tally, logits = Tally(), (torch.tensor(x).float() for x in (expected, expected + errors))
-    tally.add(*logits, torch.arange(300) % 70, [(False, 0)] * 300, [(0, 0)] * 300)
+    actual, labels = torch.tensor(expected + errors).float(), torch.arange(300) % 70
+    tally = Tally()
+    tally.add(torch.tensor(expected).float(), actual, labels, [(False, 0)] * 300, [(0, 0)] * 300)
     p, q = (np.exp(x) / np.exp(x).sum(axis=1, keepdims=True) for x in (expected, expected + errors))
     by_definition = (p * np.log(p / q)).sum(axis=1)
     figures = tally.figures()
