@@ -64,6 +64,8 @@ def export(
     top_k: TopK = None,
     top_p: TopP = None,
     max_model_len: int | None = Option(None, min=2, help="Longest sequence. Default: unchanged."),
+    calibrate: Path | None = Option(None, help="Text to round by. Default: as --text, but other."),
+    calibration: bool = Option(True, help="Smooth outliers before rounding, at no cost later."),
     cache_dir: CacheDir = None,
     as_json: Json = False,
 ) -> None:
@@ -86,6 +88,8 @@ def export(
             text=text,
             generation=GenerationDefaults(temperature=temperature, top_k=top_k, top_p=top_p),
             max_model_len=max_model_len,
+            calibrate=calibrate,
+            smooths=calibration,
             progress=progress,
         )
     size = ByteSize(sum(path.stat().st_size for path in out.iterdir()))

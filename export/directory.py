@@ -15,10 +15,11 @@ from kvasir.export.graphs.encoder import export_encoder_graph
 from kvasir.export.graphs.paged import KV_DTYPES, check_pageable, export_paged_graph, speed_notes
 from kvasir.export.graphs.source import export_source_graph, load_both_weights
 from kvasir.export.rounding.kv_cache import KVScales
+from kvasir.export.rounding.smoothing import BITS, Activations, smooth
 from kvasir.export.verification.paged_session import PagedSession, require_device
-from kvasir.export.verification.samples import make_sample
+from kvasir.export.verification.samples import make_sample, sample_calibration
 from kvasir.export.verification.segments import SegmentedGraph
-from kvasir.export.verification.vectors import verify_vectors
+from kvasir.export.verification.vectors import observe_vectors, verify_vectors
 from kvasir.export.verification.verify import Verifier, check
 from kvasir.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from kvasir.model.config import TransformerConfig
@@ -63,6 +64,8 @@ def export_checkpoint(
     text: Path | None = None,
     generation: GenerationDefaults | None = None,
     max_model_len: int | None = None,
+    calibrate: Path | None = None,
+    smooths: bool = True,
     progress: Progress = no_progress,
 ) -> tuple[Manifest, tuple[str, ...]]:
     """Export what `load_checkpoint` opens to a model directory, all or nothing.
@@ -73,9 +76,10 @@ def export_checkpoint(
     device's first. kv_cache: on cuda, one of KV_DTYPES; None is the type of activations.
     int8_prompts: give int4 on the CPU int8 weights as well, for prompts. text: see `make_sample`.
     generation: recommended sampling, which overrides the checkpoint's field by field.
-    max_model_len: the longest row; None is the checkpoint's. Raises CheckpointError,
-    VerificationError, FileExistsError when `out` is in use, and ValueError for text, a precision, a
-    device or a decoder that cannot be used with the others.
+    max_model_len: the longest row; None is the checkpoint's. calibrate: text to smooth outliers by;
+    None is text as for `text`, but other. smooths: rounded weights are smoothed, see `smooth`.
+    Raises CheckpointError, VerificationError, FileExistsError when `out` is in use, and ValueError
+    for text, a precision, a device or a decoder that cannot be used with the others.
     """
     precision = PRECISIONS[device][0] if precision is None else precision
     _check_options(device, precision, kv_cache, int8_prompts=int8_prompts)
@@ -87,29 +91,45 @@ def export_checkpoint(
         check_pageable(config)
         require_device(device)
     sample = None if config.pooling else make_sample(checkpoint, text, precision)
+    calibration = None if calibrate is None else sample_calibration(checkpoint, calibrate)
+    activations = Activations() if smooths and precision in BITS else None
     extra_files = _extra_files(checkpoint, generation)
     with new_directory(out) as part:
         _save_files(checkpoint, extra_files, part)
-        graph = part / GRAPH_FILE
-        arguments = config, weights, graph
-        if config.pooling is not None:
-            export_encoder_graph(*arguments, precision, progress)
-            write_attention_graph(part)
-            figures = verify_vectors(*arguments, checkpoint.tokenizer, precision, progress)
+        verifier, scales = None, KVScales(config)
+        if config.pooling is None:
+            verifier = Verifier(config, weights, sample, device, calibration)
+            verifier.compute(progress, scales.observe, activations)
+        elif activations is not None:
+            observe_vectors(config, weights, checkpoint.tokenizer, activations, calibration)
+        if activations is not None:
+            rounds_values = kv_cache is not None or (device == "cpu" and config.causal)
+            weights = smooth(
+                config, weights, activations, device, precision, progress,
+                keeps_values=rounds_values and config.encoder is None,
+            )  # fmt: skip
+        graph, steps = part / GRAPH_FILE, scales.steps()
+        arguments = config, weights, graph, precision
+        if device != "cpu":
+            export_paged_graph(*arguments, kv_cache, steps, progress, device)
+        elif config.pooling is not None:
+            export_encoder_graph(*arguments, progress)
         else:
-            verifier, scales = Verifier(config, weights, sample, device), KVScales(config)
-            verifier.compute(progress, scales.observe)
-            steps = scales.steps()
-            if device != "cpu":
-                export_paged_graph(*arguments, precision, kv_cache, steps, progress, device)
-            else:
-                export_graph(*arguments, precision, steps, progress, int8_prompts=int8_prompts)
-                write_attention_graph(part)
-            if config.encoder is not None:
-                export_source_graph(config, weights, part / ENCODER_GRAPH_FILE, precision, progress)
+            export_graph(*arguments, steps, progress, int8_prompts=int8_prompts)
+        if config.encoder is not None:
+            export_source_graph(config, weights, part / ENCODER_GRAPH_FILE, precision, progress)
+        if device == "cpu":
+            write_attention_graph(part)
+        if verifier is not None:
             figures = _verify(verifier, graph, config, device, precision, progress)
-        source_facts = _describe_source(checkpoint)
-        manifest = make_manifest(config, part, precision, source_facts, figures, device)
+        else:
+            measured = config, checkpoint.weights, graph, checkpoint.tokenizer
+            figures = verify_vectors(*measured, precision, progress)
+        manifest = make_manifest(
+            config, part, precision, _describe_source(checkpoint), figures, device
+        )
+        if activations is not None:
+            manifest = manifest.model_copy(update={"calibration": activations.report})
         manifest.save(part / MANIFEST_FILE)
     return manifest, checkpoint.notes + (speed_notes(config) if device == "cuda" else ())
 

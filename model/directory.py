@@ -74,8 +74,9 @@ class ModelDirectoryError(Exception):
 class Manifest(Record):
     """The contents of manifest.json; files: the SHA-256, in hex, of every other file by name.
 
-    fits_16_bits: in the encoder's graph two neighbouring products of uint8 and int8 sum to less
-    than 2^15, so every CPU computes them exactly.
+    calibration: the text by which outliers were smoothed, its tokens and their SHA-256, and at how
+    many places of how many. fits_16_bits: in the encoder's graph two neighbouring products of uint8
+    and int8 sum to less than 2^15, so every CPU computes them exactly.
     """
 
     format_version: int
@@ -90,6 +91,7 @@ class Manifest(Record):
     versions: dict[str, str]
     files: dict[str, str]
     source: dict[str, str | int | float] = Field(default_factory=dict)
+    calibration: dict[str, str | int] | None = None
     verification: Verification
 
     def save(self, path: Path) -> None:

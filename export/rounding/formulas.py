@@ -70,6 +70,12 @@ def quantize_blocks(matrix: Tensor, bits: int = 4) -> tuple[Tensor, Tensor]:
     return packed, scales[..., 0]
 
 
+def restore_blocks(packed: Tensor, scales: Tensor, bits: int = 4) -> Tensor:
+    """Return the matrix [out, blocks · BLOCK] that `quantize_blocks` has rounded."""
+    halves = packed if bits == 8 else torch.stack((packed & 15, packed >> 4), dim=-1).flatten(2)
+    return ((halves - 2.0 ** (bits - 1)) * scales[..., None]).flatten(1)
+
+
 def _earlier_scales(blocks: Tensor, largest: Tensor, scales: Tensor) -> Tensor:
     """Return scales [out, blocks, 1] of which a block's values are multiples, where there are any.
 

@@ -5,7 +5,8 @@ Weights are read when they are needed, in whatever type they are stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from itertools import groupby
 
@@ -29,15 +30,24 @@ _WEIGHTS = 2**24  # of the head in float32 at a time
 Ids = NDArray[np.int64]
 # Called with a layer, the number of a row, and its keys and values [n_kv_head, tokens, head_dim].
 Observer = Callable[[int, int, LayerCache], None]
+# Called with a block, and what its parameters' names begin with, to watch what it computes.
+Watch = Callable[[torch.nn.Module, str], AbstractContextManager[None]]
 
 
 class LayeredDecoder:
-    """`Transformer.forward` of whole rows; weights: by the decoder's names, each read on access."""
+    """`Transformer.forward` of whole rows; weights: by the decoder's names, each read on access.
+
+    prefix: of the names in the model that it is a part of.
+    """
 
     def __init__(
-        self, config: TransformerConfig, weights: Mapping[str, Tensor], device: str = "cpu"
+        self,
+        config: TransformerConfig,
+        weights: Mapping[str, Tensor],
+        device: str = "cpu",
+        prefix: str = "",
     ) -> None:
-        self.config = config
+        self.config, self._prefix = config, prefix
         self._weights, self._device = weights, device
         self._decoder = make_target_skeleton(config)
         for name, table in list(self._decoder.named_buffers()):
@@ -53,14 +63,22 @@ class LayeredDecoder:
         progress: Progress = no_progress,
         observe: Observer | None = None,
         sources: Sequence[Tensor] = (),
+        *,
+        watch: Watch | None = None,
+        observed: Container[int] | None = None,
     ) -> list[Tensor]:
         """Return the last block's output for each row of tokens, [tokens, d_model].
 
         observe: is called for each row of a decoder's layer, and then for those of the next.
         sources: of a decoder with an encoder, the vectors of each row's, as `encode` returns them.
+        watch: is entered while a layer computes. observed: the rows for both; None is all.
         """
+
+        def kind(i: int) -> tuple[int, bool]:
+            return len(rows[i]), observed is None or i in observed
+
         groups: list[list[int]] = []
-        for length, places in groupby(range(len(rows)), lambda i: len(rows[i])):
+        for (length, _), places in groupby(range(len(rows)), kind):
             alike, size = list(places), max(1, _TOKENS // length)
             groups += [alike[i : i + size] for i in range(0, len(alike), size)]
         batches = [torch.from_numpy(np.stack([rows[i] for i in group])) for group in groups]
@@ -72,28 +90,41 @@ class LayeredDecoder:
             block = make_block(self.config, layer)
             self._load(block, f"blocks.{layer}")
             for i, group in enumerate(groups):
-                if sources or not self.config.causal:
-                    in_row = torch.arange(hidden[i].shape[1], device=self._device)
-                    positions = self._decoder.positions(in_row[None], in_row.clone)
-                    hidden[i] = block(hidden[i], positions, given[i])
-                    continue
-                hidden[i], cache = self._run_block(block, hidden[i])
-                if observe is not None:
+                _, is_observed = kind(group[0])
+                watching = (
+                    watch(block, f"{self._prefix}blocks.{layer}.")
+                    if watch and is_observed
+                    else None
+                )
+                with watching or nullcontext():
+                    hidden[i], cache = self._compute(block, hidden[i], given[i])
+                if observe is not None and is_observed and cache is not None:
                     for place, key, value in zip(group, *cache, strict=True):
                         observe(layer, place, LayerCache(key, value))
         return [x for batch in hidden for x in batch]
 
     @torch.inference_mode()
-    def encode(self, rows: Sequence[Ids], progress: Progress = no_progress) -> list[Tensor]:
+    def encode(
+        self,
+        rows: Sequence[Ids],
+        progress: Progress = no_progress,
+        watch: Watch | None = None,
+    ) -> list[Tensor]:
         """Return the vectors of each row's tokens after the last norm, [tokens, d_model]."""
-        return [self._decoder.norm(hidden) for hidden in self.run(rows, progress)]
+        return [self.normed(hidden) for hidden in self.run(rows, progress, watch=watch)]
+
+    @torch.inference_mode()
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Return what the head reads of last outputs [tokens, d_model]."""
+        normed: Tensor = self._decoder.norm(hidden)
+        return normed
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [tokens, vocab] of last outputs [tokens, d_model]."""
         head = self._head
         bias = self._weights["head.bias"] if self.config.head_bias else None
-        normed = self._decoder.norm(hidden)
+        normed = self.normed(hidden)
         logits = torch.empty(len(hidden), self.config.vocab_size, device=self._device)
         step = max(1, _WEIGHTS // self.config.d_model)
         for start in range(0, len(head), step):
@@ -117,8 +148,13 @@ class LayeredDecoder:
         place = torch.arange(input_ids.shape[1], device=self._device)
         return self._decoder.embed(places.to(self._device), place[None])
 
-    def _run_block(self, block: Block, x: Tensor) -> tuple[Tensor, LayerCache]:
-        """Run x [batch, sequence, d_model] in chunks, since scores are [chunk, sequence]."""
+    def _compute(
+        self, block: Block, x: Tensor, source: Source | None
+    ) -> tuple[Tensor, LayerCache | None]:
+        """Run x [batch, sequence, d_model]; a decoder's in chunks: scores are [chunk, sequence]."""
+        if source is not None or not self.config.causal:
+            in_row = torch.arange(x.shape[1], device=self._device)
+            return block(x, self._decoder.positions(in_row[None], in_row.clone), source), None
         batch, sequence, _ = x.shape
         empty = x.new_zeros(batch, self.config.n_kv_head, sequence, self.config.head_dim)
         cache, outputs = LayerCache(empty, empty), list[Tensor]()

@@ -70,11 +70,17 @@ class Plan:
     """The rows that PyTorch computes, each with one token more than is run, and the graph's tests.
 
     long_rows: the places of rows of the text's second half, the others being of its first; of
-    random tokens where there is no text of FEWEST_TOKENS. text: the name of what perplexity is
-    measured on.
+    random tokens where there is no text of FEWEST_TOKENS. observed: the places of rows that choose
+    how weights are rounded: those of `calibration`, or else the long ones. text: the name of what
+    perplexity is measured on.
     """
 
-    def __init__(self, config: TransformerConfig, text: SampleText | None) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        text: SampleText | None,
+        calibration: SampleText | None = None,
+    ) -> None:
         self._config, self._generator = config, np.random.default_rng(0)
         n_parameters = count_parameters(config)
         long_rows = self._make_long_rows(text, affordable_tokens(n_parameters, *_OF_LONG_ROWS))
@@ -100,6 +106,13 @@ class Plan:
             self.tests.append(Test(_decoded(stretches[:, :-1], n_given), places, True))
             self.rows += list(stretches)
             self.text = f"{text.name}, {len(stretches)} x {stretches.shape[1] - 1} tokens"
+        self.observed = self.long_rows
+        if calibration is not None:
+            n_tokens = len(self.rows[self.long_rows.start])
+            n_rows = max(1, affordable_tokens(n_parameters, *_OF_LONG_ROWS) // n_tokens)
+            chosen = calibration.rows(n_rows, n_tokens)
+            self.observed = range(len(self.rows), len(self.rows) + len(chosen))
+            self.rows += list(chosen)
 
     @property
     def longest(self) -> int:

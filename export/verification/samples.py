@@ -90,6 +90,33 @@ def sample_pairs(checkpoint: Checkpoint, file: Path | None, precision: str) -> S
     return SamplePairs(name, kept, are_translations)
 
 
+def sample_calibration(checkpoint: Checkpoint, file: Path) -> SampleText:
+    """Return a file's tokens, to choose how weights are rounded.
+
+    Raises ValueError for a file that is not UTF-8 text, has too few tokens, or is not in what the
+    tokenizer knows.
+    """
+    tokenizer, config = checkpoint.tokenizer, checkpoint.config
+    if config.encoder is not None:
+        raise ValueError("an encoder-decoder is calibrated on what it is measured on: give --text")
+    token_ids = np.array(
+        tokenizer.encode(_read(file), add_special_tokens=False).ids, dtype=np.int64
+    )
+    if len(token_ids) < FEWEST_TOKENS:
+        raise ValueError(
+            f"{file.name} has {len(token_ids)} tokens, too few to calibrate on; "
+            f"give --calibrate FILE with at least {FEWEST_TOKENS}"
+        )
+    unknown = getattr(tokenizer.model, "unk_token", None)
+    n_unknown = int((token_ids == tokenizer.token_to_id(unknown or "")).sum()) if unknown else 0
+    if 2 * n_unknown > len(token_ids):
+        raise ValueError(
+            f"the tokenizer does not know {n_unknown} of {len(token_ids)} tokens of {file.name}; "
+            "give --calibrate FILE with text in the model's languages"
+        )
+    return SampleText(file.name, token_ids, tuple(leading_ids(tokenizer)))
+
+
 def _prose(precision: str) -> str:
     """Return half a million characters on the language. Raises VerificationError for none."""
     try:  # some distributions leave them out

@@ -9,6 +9,7 @@ import ast
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from kvasir.export.verification.plan import affordable_tokens
+from kvasir.export.rounding.smoothing import Activations
+from kvasir.export.verification.plan import SampleText, affordable_tokens
 from kvasir.export.verification.verify import MAX_LOGIT_ERROR, VerificationError
 from kvasir.model.config import TransformerConfig
 from kvasir.model.network.skeleton import build_decoder, count_parameters
@@ -32,6 +34,7 @@ _LEAST_COSINE = {"fp32": 0.99999, "int8": 0.995}
 _MAX_RETRIEVAL_LOSS = 0.005
 _TOKENS = 64  # of a text at most
 _FEWEST, _MOST = 50, 400  # pairs
+_OBSERVED = 50  # pairs
 _BATCH = 16  # texts
 _LEAST_QUERY, _LEAST_DOCUMENT = 20, 100  # characters
 _PAIRS = f"Python {sys.version_info[0]}.{sys.version_info[1]}'s docstrings"
@@ -55,15 +58,8 @@ def verify_vectors(
     assert config.pooling is not None
     labels = config.pooling.labels
     n_pairs = affordable_tokens(count_parameters(config), _FEWEST, _MOST)
-    texts = [text for pair in _docstrings(n_pairs) for text in pair]
-    shorter = Tokenizer.from_str(tokenizer.to_str())
-    shorter.enable_truncation(min(_TOKENS, config.max_model_len))
-    shorter.no_padding()
-    ids = [encoding.ids for encoding in shorter.encode_batch_fast(texts)]
-    if not texts:
-        generator = np.random.default_rng(0)
-        lengths = generator.integers(2, min(_TOKENS, config.max_model_len) + 1, size=2 * _FEWEST)
-        ids = [generator.integers(config.vocab_size, size=n).tolist() for n in lengths]
+    texts = _docstrings(0, n_pairs)
+    ids = _ids(config, tokenizer, texts)
     expected, hidden = _run(_in_torch(config, weights), ids, "running PyTorch", progress)
     actual, made = _run(_in_onnx(path), ids, "running ONNX Runtime", progress)
     cosines = _cosines(hidden, made) if labels else _cosines(expected, actual)
@@ -82,6 +78,39 @@ def verify_vectors(
     measured = Verification.model_construct(**figures)
     _check(measured, precision)
     return Verification(**figures)
+
+
+def observe_vectors(
+    config: TransformerConfig,
+    weights: Mapping[str, Tensor],
+    tokenizer: Tokenizer,
+    activations: Activations,
+    calibration: SampleText | None = None,
+) -> None:
+    """Note what products read of docstrings that nothing is measured on, or of a calibration."""
+    if calibration is None:
+        n_pairs = affordable_tokens(count_parameters(config), _FEWEST, _MOST)
+        name, ids = _PAIRS, _ids(config, tokenizer, _docstrings(n_pairs, n_pairs + _OBSERVED))
+    else:
+        name, length = calibration.name, min(_TOKENS, config.max_model_len)
+        ids = calibration.rows(2 * _OBSERVED, length).tolist()
+    activations.describe(name, ids)
+    network = build_decoder(config, weights)
+    with torch.inference_mode(), activations.watch(network, ""):
+        for text in ids:
+            network.hidden(torch.tensor([text]), torch.tensor([len(text)]))
+
+
+def _ids(config: TransformerConfig, tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    """Return the tokens of texts, cut to _TOKENS; random ones if there are no texts."""
+    shorter = Tokenizer.from_str(tokenizer.to_str())
+    shorter.enable_truncation(min(_TOKENS, config.max_model_len))
+    shorter.no_padding()
+    if texts:
+        return [encoding.ids for encoding in shorter.encode_batch_fast(texts)]
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(2, min(_TOKENS, config.max_model_len) + 1, size=2 * _FEWEST)
+    return [generator.integers(config.vocab_size, size=n).tolist() for n in lengths]
 
 
 def _check(figures: Verification, precision: str) -> None:
@@ -168,8 +197,8 @@ def _found(vectors: Floats) -> NDArray[np.bool_]:
     return found
 
 
-def _docstrings(count: int) -> list[tuple[str, str]]:
-    """Return the first lines of so many docstrings, all different, and the rest of each."""
+def _docstrings(start: int, stop: int) -> list[str]:
+    """Return the first line of each of some docstrings, all different, and then its rest."""
     pairs: dict[str, str] = {}
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         for node in ast.walk(ast.parse(file.read_bytes())):
@@ -179,6 +208,6 @@ def _docstrings(count: int) -> list[tuple[str, str]]:
             query, _, document = (part.strip() for part in text.partition("\n\n"))
             if len(query) >= _LEAST_QUERY and len(document) >= _LEAST_DOCUMENT:
                 pairs.setdefault(query, document)
-        if len(pairs) >= count:
+        if len(pairs) >= stop:
             break
-    return list(pairs.items())[:count]
+    return [text for pair in islice(pairs.items(), start, stop) for text in pair]

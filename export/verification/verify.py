@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvasir.export.graphs.source import encoder_weights
+from kvasir.export.rounding.smoothing import Activations
 from kvasir.export.verification.layers import LayeredDecoder, Observer
 from kvasir.export.verification.pair_plan import PairPlan, SamplePairs
 from kvasir.export.verification.plan import Plan, SampleText
@@ -20,7 +21,6 @@ from kvasir.export.verification.segments import Case, Floats
 from kvasir.export.verification.tally import NO_LABEL, SPAN, Tally
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import Device
-from kvasir.model.network.attention import LayerCache
 from kvasir.model.platform.progress import Progress, no_progress
 from kvasir.model.records import Verification
 
@@ -30,6 +30,8 @@ MAX_PERPLEXITY_LOSS = {"bf16": 0.01, "fp16": 0.01, "int8": 0.01, "int4": 0.05}  
 MAX_EXACT_LOSS = 0.005  # of the share of pairs whose target is the greedy answer
 MAX_ERROR_GROWTH = 2.0  # of rounded precisions, in long rows
 _LOGITS = 2**24  # numbers at a time, in PyTorch and in ONNX Runtime each
+
+_RANDOM = SampleText("random tokens", np.empty(0, dtype=np.int64))
 
 # Runs an exported graph; yields the logits [wanted, vocab] of each step of all cases.
 Run = Callable[[Sequence[Case], Progress], Iterator[Floats]]
@@ -48,34 +50,45 @@ class Verifier:
         weights: Mapping[str, Tensor],
         text: SampleText | SamplePairs | None = None,
         device: Device = "cpu",
+        calibration: SampleText | None = None,
     ) -> None:
         in_torch = "cuda" if device == "cuda" and torch.cuda.is_available() else "cpu"
         self._sample, self._encoder = text, None
+        self._calibrates_on = (calibration or text or _RANDOM).name
         self._plan: Plan | PairPlan
         if isinstance(text, SamplePairs):
             assert config.encoder is not None
             self._plan = PairPlan(config, text)
-            self._encoder = LayeredDecoder(config.encoder, encoder_weights(config, weights))
+            of_encoder = encoder_weights(config, weights)
+            self._encoder = LayeredDecoder(config.encoder, of_encoder, prefix="encoder.")
         else:
-            self._plan = Plan(config, text)
+            self._plan = Plan(config, text, calibration)
         self._decoder = LayeredDecoder(config, weights, in_torch)
         self._hidden: list[Tensor] = []  # the last block's output for each row
 
-    def compute(self, progress: Progress = no_progress, observe: Observer | None = None) -> None:
-        """Compute all rows in PyTorch; observe: is called for a decoder's long rows."""
+    def compute(
+        self,
+        progress: Progress = no_progress,
+        observe: Observer | None = None,
+        activations: Activations | None = None,
+    ) -> None:
+        """Compute all rows in PyTorch; observe, activations: of a decoder's observed rows."""
+        watch = None if activations is None else activations.watch
         rows = [row[:-1] for row in self._plan.rows]
         if isinstance(self._plan, PairPlan):
             assert self._encoder is not None
-            sources = self._encoder.encode(self._plan.sources, progress)
-            self._hidden = self._decoder.run(rows, progress, sources=sources)
-            return
-        long_rows = self._plan.long_rows
-
-        def observe_long(layer: int, row: int, cache: LayerCache) -> None:
-            if observe is not None and row in long_rows:
-                observe(layer, row, cache)
-
-        self._hidden = self._decoder.run(rows, progress, observe_long)
+            sources = self._encoder.encode(self._plan.sources, progress, watch)
+            observed = range(len(rows))
+            self._hidden = self._decoder.run(rows, progress, sources=sources, watch=watch)
+        else:
+            observed = self._plan.observed
+            self._hidden = self._decoder.run(
+                rows, progress, observe, watch=watch, observed=observed
+            )
+        if activations is not None:
+            activations.describe(self._calibrates_on, [rows[row] for row in observed])
+            for row in observed:
+                activations.add("head.weight", self._decoder.normed(self._hidden[row]))
 
     def verify(self, run: Run, progress: Progress = no_progress) -> Verification:
         """Measure everything; see `Verification` for the figures' meaning."""
