@@ -14,10 +14,10 @@ from typing import Any
 
 import psutil
 from pydantic import ByteSize
-from typer import Exit
+from typer import Argument, Exit
 
 from kvasir.commands.console.options import Json
-from kvasir.commands.console.output import make_table, show
+from kvasir.commands.console.output import make_table, one_line_errors, show
 from kvasir.model.platform.suggestions import install_command
 
 # The kernel's names of CPU features, and the usual ones.
@@ -38,7 +38,7 @@ _PURPOSES = {
     "cpu": "serve, generate, explain on the CPU",
     "cuda": "the same on an NVIDIA GPU, in place of cpu",
     "webgpu": "the same on any GPU that WebGPU reaches",
-    "train": "train, import, export, verify",
+    "train": "train, import, export, eval",
     "hub": "pull hf://…",
     "oci": "pull oci://…",
     "s3": "pull s3://…",
@@ -53,12 +53,18 @@ _NVIDIA = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--form
 _NVIDIA_SECONDS = 20  # the driver may have to start
 
 
-def doctor(as_json: Json = False) -> None:
+def doctor(
+    model: Path | None = Argument(None, help="A model directory, to say what its rounding costs."),
+    as_json: Json = False,
+) -> None:
     """Show versions, the machine, what to expect of each precision, and what is missing.
 
     Exits with 1 if no ONNX Runtime is installed, without which nothing is served.
     """
     facts = examine()
+    if model is not None:
+        with one_line_errors():
+            facts["notes"] = [_cost(model), *facts["notes"]]
     tables = [make_table(title, ("", ""), facts[title].items()) for title in _SECTIONS]
     for table in tables:
         table.columns[1].justify = "left"  # words
@@ -66,6 +72,16 @@ def doctor(as_json: Json = False) -> None:
     show(as_json, facts, *tables, *notes, then=("bench", "engine"))
     if not facts["can_serve"]:
         raise Exit(1)
+
+
+def _cost(model: Path) -> str:
+    """Say what rounding cost a model, as `kvasir export` measured it."""
+    from kvasir.model.directory import load_model_dir
+
+    manifest = load_model_dir(model).manifest
+    figures = manifest.verification
+    verdict = figures.verdict or f"{figures.greedy_agreement:.1%} of its answers are PyTorch's"
+    return f"{model.name} in {manifest.precision}: {verdict}"
 
 
 def examine() -> dict[str, Any]:

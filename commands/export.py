@@ -1,8 +1,9 @@
-"""kvasir export and kvasir verify: a model directory, and its measurements against PyTorch."""
+"""kvasir export and kvasir eval: a model directory, and its measurements against PyTorch."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from kvasir.commands.console.options import (
 from kvasir.commands.console.output import cost_since, make_table, one_line_errors, show
 from kvasir.commands.console.progress import ProgressBar, loading
 from kvasir.commands.pull import on_this_machine
-from kvasir.model.records import GenerationDefaults, Verification
+from kvasir.model.records import GenerationDefaults, SpanFigures, Verification
 
 _TEXT = Option(None, help="Text for perplexity. Default: held-out text, or English.")
 _SOURCE = "A training run, a checkpoint, a Hugging Face folder, a .gguf file, or hf://org/name."
@@ -100,36 +101,60 @@ def export(
     summary = f"{made}; took {took}"
     table = _tables(out.name, exported=manifest.verification)
     wrote = f"wrote {out}: {summary}"
-    lines = (*(f"note: {note}" for note in notes), wrote)
+    verdict = manifest.verification.verdict
+    values |= {"verdict": verdict}
+    lines = (*(f"note: {note}" for note in notes), *([verdict] if verdict else []), wrote)
     show(as_json, values | cost, *table, *lines, then=("serve", out))
 
 
-def verify(
+def evaluate(
     directory: ModelDirectory,
-    checkpoint: Path | None = Option(None, help="What it was exported from."),
+    against: Path | None = Option(None, help="What it was exported from."),
     text: Path | None = _TEXT,
+    plot: Path | None = Option(None, help="A picture to write: the loss by position."),
     as_json: Json = False,
 ) -> None:
-    """Check a model directory's hashes, and measure it against PyTorch again.
+    """Check a model directory's hashes, and measure what it loses against PyTorch.
 
-    Rounded weights need --checkpoint: the directory does not hold the decoder's own.
+    Rounded weights need --against: the directory does not hold the decoder's own.
     """
     with loading(quiet=as_json):
         from kvasir.export.directory import verify_directory
 
     with one_line_errors(), ProgressBar(quiet=as_json, takes_minutes=True) as progress:
-        manifest, measured = verify_directory(directory, checkpoint, text, progress)
+        manifest, measured = verify_directory(directory, against, text, progress)
     columns = {"manifest": manifest.verification} | ({"measured": measured} if measured else {})
     parts = _tables(directory.name, **columns)
     if measured is None:
-        note = f"hashes are right; to measure {manifest.precision} again, give its --checkpoint"
-        parts.append(Text(note))
+        note = f"hashes are right; to measure {manifest.precision} again, give it --against"
+        parts.append(Text(f"{note} its checkpoint"))
+    figures = measured or manifest.verification
+    if figures.by_position:
+        parts.append(_by_position(figures.by_position))
+        if plot is not None:
+            from kvasir.commands.console.plot import draw_losses
+
+            draw_losses(f"{directory.name} in {manifest.precision}", figures.by_position, plot)
+    if verdict := figures.verdict:
+        parts.append(Text(f"{directory.name}: {verdict}"))
     values: dict[str, Any] = {
         "directory": str(directory),
         "manifest": manifest.verification.model_dump(),
     }
     values |= {"measured": measured and measured.model_dump()}
     show(as_json, values, *parts, then=("serve", directory))
+
+
+def _by_position(spans: Sequence[SpanFigures]) -> Table:
+    rows = [
+        (
+            f"{span.first:,} to {span.last:,}",
+            *(f"{span.tokens:,}", f"{span.mean_kl:.2e}", f"{span.kl_99:.2e}"),
+            f"{span.greedy_agreement:.1%}",
+        )
+        for span in spans
+    ]
+    return make_table("by position", ("position", "tokens", "mean kl", "kl 99", "agreement"), rows)
 
 
 def _tables(title: str, **columns: Verification) -> list[Table | Text]:

@@ -20,7 +20,7 @@ from kvasir.export.verification.paged_session import PagedSession, require_devic
 from kvasir.export.verification.samples import make_sample, sample_calibration
 from kvasir.export.verification.segments import SegmentedGraph
 from kvasir.export.verification.vectors import observe_vectors, verify_vectors
-from kvasir.export.verification.verify import Verifier, check
+from kvasir.export.verification.verify import MAX_LOGIT_ERROR, Verifier, check
 from kvasir.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import (
@@ -215,7 +215,7 @@ def verify_directory(
     elif text is not None:
         raise ValueError(
             f"perplexity on {text} is measured against the weights before rounding: "
-            "name --checkpoint"
+            "name it with --against"
         )
     else:
         return manifest, None
@@ -240,7 +240,8 @@ def _verify(
     on_cpu = device == "cpu"
     graph = SegmentedGraph(path, config) if on_cpu else PagedSession.open(path, config, device)
     figures = verifier.verify(graph.logits, progress)
-    check(figures, precision)
+    is_far = precision == "fp32" and figures.max_logit_error > MAX_LOGIT_ERROR
+    check(figures, precision, verifier.float32_error(progress) if is_far else 0.0)
     return figures
 
 

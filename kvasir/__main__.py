@@ -16,7 +16,7 @@ with on_interrupt(signal.SIG_DFL):
     from kvasir.commands.console.output import Command, CommandGroup
     from kvasir.commands.doctor import doctor
     from kvasir.commands.explain import explain
-    from kvasir.commands.export import export, verify
+    from kvasir.commands.export import evaluate, export
     from kvasir.commands.generate import generate
     from kvasir.commands.pull import pull
     from kvasir.commands.serve import serve
@@ -27,7 +27,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
     ("Make a model", train, "kvasir train my-texts/ --out runs/mine"),
     ("Make a model", pull, "kvasir pull hf://HuggingFaceTB/SmolLM2-135M-Instruct"),
     ("Make a model", export, "kvasir export runs/mine --out artifacts/mine"),
-    ("Make a model", verify, "kvasir verify artifacts/mine --checkpoint runs/mine"),
+    ("Make a model", evaluate, "kvasir eval artifacts/mine --against runs/mine"),
     ("Use it", serve, "kvasir serve artifacts/mine"),
     ("Use it", chat, "kvasir chat artifacts/mine"),
     ("Use it", generate, 'kvasir generate artifacts/mine "Once upon a time"'),

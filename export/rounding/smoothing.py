@@ -1,8 +1,8 @@
 """Smoothing: outliers of activations move into the weights that read them, before rounding.
 
 A token in 8 bits loses what is small beside its largest number. Published models have channels that
-are 20 to 100 times the others. With a_j the largest magnitude of channel j in activations, and w_j
-that in the rows of weights that read it, relative to each row's largest, channel j is divided by
+are 20 to 100 times the others. With a_j the size of channel j in activations, and w_j that of its
+largest weight, relative to the size of the output to which the weight belongs, channel j is divided by
 
     k_j = a_j^p / w_j^(1 - p)
 
@@ -45,6 +45,7 @@ from kvasir.model.tensor_files import LazyWeights
 _POWERS = (0.3, 0.5, 0.7, 0.85, 1.0)
 _EVERY = 16  # of so many tokens one is kept
 _TOKENS, _ROWS = 256, 128  # of the sample, and of each matrix, that products are measured on
+_FEWER = 4  # of the tokens, for the size of outputs
 _SMALLEST = 1e-6  # of the largest magnitude: channels below it count as silent
 
 Change = Callable[[Tensor], Tensor]
@@ -183,8 +184,9 @@ def choose_factors(
         stored = weights[name]
         is_expert, stored = stored.dim() == 3, stored.flatten(0, -2)
         for part in stored.split(2**12):
-            reach = part.abs().float()
-            reach /= reach.amax(dim=1, keepdim=True).clamp(min=SMALLEST_SCALE)
+            rows = part.float()
+            outputs = (x[::_FEWER] @ rows.t()).square().mean(dim=0).sqrt()
+            reach = rows.abs() / outputs.clamp(min=SMALLEST_SCALE)[:, None]
             widest = torch.maximum(widest, reach.amax(dim=0))
         if not name.endswith("router.weight"):
             some = stored[:: -(-len(stored) // _ROWS)].float()

@@ -1,4 +1,4 @@
-"""The network in float32, a layer at a time: its memory is one layer, and its sums are PyTorch's.
+"""The network in float32 or float64, a layer at a time: its memory is one layer.
 
 Weights are read when they are needed, in whatever type they are stored.
 """
@@ -46,12 +46,14 @@ class LayeredDecoder:
         weights: Mapping[str, Tensor],
         device: str = "cpu",
         prefix: str = "",
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.config, self._prefix = config, prefix
+        self.config, self._prefix, self._dtype = config, prefix, dtype
         self._weights, self._device = weights, device
         self._decoder = make_target_skeleton(config)
         for name, table in list(self._decoder.named_buffers()):
-            setattr(self._decoder, name, table.to(device))
+            in_dtype = table.to(dtype) if table.is_floating_point() else table
+            setattr(self._decoder, name, in_dtype.to(device))
         for name in ("embedding_norm", "position_embedding", "relative_bias", "norm"):
             if isinstance(module := getattr(self._decoder, name, None), torch.nn.Module):
                 self._load(module, name)
@@ -125,7 +127,8 @@ class LayeredDecoder:
         head = self._head
         bias = self._weights["head.bias"] if self.config.head_bias else None
         normed = self.normed(hidden)
-        logits = torch.empty(len(hidden), self.config.vocab_size, device=self._device)
+        shape = len(hidden), self.config.vocab_size
+        logits = torch.empty(shape, dtype=self._dtype, device=self._device)
         step = max(1, _WEIGHTS // self.config.d_model)
         for start in range(0, len(head), step):
             rows = slice(start, start + step)
@@ -176,7 +179,7 @@ class LayeredDecoder:
         module.load_state_dict(tensors, assign=True)
 
     def _float(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, torch.float32)
+        return tensor.to(self._device, self._dtype)
 
 
 def _pad(sources: Sequence[Tensor]) -> Source:

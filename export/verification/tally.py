@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from kvasir.model.records import SpanFigures
+
 NO_LABEL = -100
 _NEAR_TIE = 0.1  # of a position's deviation, between its two likeliest tokens
 SPAN = 128  # positions of which errors are added up
@@ -44,7 +46,8 @@ class Tally:
         self.losses = np.zeros(2)  # in PyTorch and in ONNX Runtime
         self.labelled, self.missed = set[int](), (set[int](), set[int]())  # rows
         self.squares = 0.0  # of the differences between both
-        self.divergences = list[Tensor]()
+        self.divergences, self.differ = list[Tensor](), list[Tensor]()
+        self.positions = list[int]()
         # By span: squares of the logits' errors, and of the reference's deviations from its mean.
         self.by_span = defaultdict[tuple[bool, int], Pair](lambda: np.zeros(2))
 
@@ -62,6 +65,7 @@ class Tally:
         and its position // SPAN. places: each token's row, and its position.
         """
         self.n_tokens += len(labels)
+        self.positions += [position for _, position in places]
         differ = expected.argmax(dim=1) != actual.argmax(dim=1)
         self.n_equal += int((~differ).sum())
         if differ.any():
@@ -85,6 +89,7 @@ class Tally:
         self.losses += losses.sum(dim=1).numpy()
         self.squares += (losses[1] - losses[0]).square().sum().item()
         self.divergences.append(divergences(expected, actual))
+        self.differ.append(differ)
         errors = actual - expected
         error = torch.linalg.vector_norm(errors, torch.inf).item()
         self.largest_error = float(np.maximum(self.largest_error, error))  # max() may pass a NaN
@@ -106,6 +111,29 @@ class Tally:
             "exact_match_error": error,
         }
 
+    def by_position(self) -> list[SpanFigures]:
+        """Return what rounding costs by position; of a span, all after it is four times as long."""
+        positions = torch.tensor(self.positions)
+        divergences, differ = torch.cat(self.divergences), torch.cat(self.differ)
+        spans, first = list[SpanFigures](), 0
+        while first <= max(self.positions):
+            end = 4 * first or SPAN
+            chosen = (positions >= first) & (positions < end)
+            if n_tokens := int(chosen.sum()):
+                of_span = divergences[chosen]
+                spans.append(
+                    SpanFigures.model_construct(
+                        first=first,
+                        last=min(end - 1, max(self.positions)),
+                        tokens=n_tokens,
+                        mean_kl=of_span.mean().item(),
+                        kl_99=of_span.quantile(0.99).item(),
+                        greedy_agreement=1.0 - differ[chosen].double().mean().item(),
+                    )
+                )
+            first = end
+        return spans
+
     def figures(self) -> dict[str, Any]:
         """Return the fields of `Verification`, without the text."""
         mean, square = self.sums / self.n_logits
@@ -118,6 +146,7 @@ class Tally:
             "greedy_agreement": self.n_equal / self.n_tokens,
             "near_ties": self.n_near_ties,
             "positions": self.n_tokens,
+            "by_position": self.by_position(),
         }
         errors = {span: np.sqrt(error / total) for span, (error, total) in self.by_span.items()}
         growths = [

@@ -6,6 +6,7 @@ Both compute a layer at a time over the same given tokens; on a GPU the graph ru
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from kvasir.model.platform.progress import Progress, no_progress
 from kvasir.model.records import Verification
 
 MAX_LOGIT_ERROR = 1e-3  # fp32, relative to the standard deviation of the logits
+_MOST_OF_NOISE = 2.0  # times float32's own error, where that is larger
+MAX_KL = {"bf16": 0.01, "fp16": 0.01, "int8": 0.01, "int4": 0.2}  # nats, mean
 _MOST_DOUBT = 0.05  # of a perplexity loss that was measured on few tokens
 MAX_PERPLEXITY_LOSS = {"bf16": 0.01, "fp16": 0.01, "int8": 0.01, "int4": 0.05}  # relative
 MAX_EXACT_LOSS = 0.005  # of the share of pairs whose target is the greedy answer
@@ -51,6 +54,7 @@ class Verifier:
         text: SampleText | SamplePairs | None = None,
         device: Device = "cpu",
         calibration: SampleText | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         in_torch = "cuda" if device == "cuda" and torch.cuda.is_available() else "cpu"
         self._sample, self._encoder = text, None
@@ -60,10 +64,15 @@ class Verifier:
             assert config.encoder is not None
             self._plan = PairPlan(config, text)
             of_encoder = encoder_weights(config, weights)
-            self._encoder = LayeredDecoder(config.encoder, of_encoder, prefix="encoder.")
+            self._encoder = LayeredDecoder(
+                config.encoder, of_encoder, prefix="encoder.", dtype=dtype
+            )
         else:
             self._plan = Plan(config, text, calibration)
-        self._decoder = LayeredDecoder(config, weights, in_torch)
+        self._decoder = LayeredDecoder(config, weights, in_torch, dtype=dtype)
+        self._in_float64 = partial(
+            Verifier, config, weights, text, device, calibration, torch.float64
+        )
         self._hidden: list[Tensor] = []  # the last block's output for each row
 
     def compute(
@@ -89,6 +98,19 @@ class Verifier:
             activations.describe(self._calibrates_on, [rows[row] for row in observed])
             for row in observed:
                 activations.add("head.weight", self._decoder.normed(self._hidden[row]))
+
+    def float32_error(self, progress: Progress = no_progress) -> float:
+        """Return how far PyTorch's logits are from those in float64, as `max_logit_error`."""
+        exact = self._in_float64()
+        exact.compute(progress)
+        largest, deviation = 0.0, 0.0
+        for hidden, in_float64 in zip(self._hidden, exact._hidden, strict=True):
+            for some, same in zip(hidden.split(SPAN), in_float64.split(SPAN), strict=True):
+                logits = exact._decoder.logits(same)
+                error = (self._decoder.logits(some) - logits).abs().max().item()
+                largest = float(np.maximum(largest, error))
+                deviation = max(deviation, logits.std().item())
+        return largest / deviation if deviation else 0.0
 
     def verify(self, run: Run, progress: Progress = no_progress) -> Verification:
         """Measure everything; see `Verification` for the figures' meaning."""
@@ -124,12 +146,19 @@ class Verifier:
         return Verification.model_construct(**figures)
 
 
-def check(verification: Verification, precision: str) -> None:
-    """Raise VerificationError over a limit: on logits for fp32, else on perplexity and errors."""
+def check(verification: Verification, precision: str, float32_error: float = 0.0) -> None:
+    """Raise VerificationError over a limit: on logits for fp32, else on what rounding costs.
+
+    float32_error: what PyTorch's own logits differ by from those in float64.
+    """
     doubt = 0.0  # two standard errors, since a large model is measured on few tokens
     if precision == "fp32" or np.isnan(verification.max_logit_error):
-        error, limit = verification.max_logit_error, MAX_LOGIT_ERROR
+        error = verification.max_logit_error
+        limit = max(MAX_LOGIT_ERROR, _MOST_OF_NOISE * float32_error)
         what = "logits differ from PyTorch's, relative to their standard deviation,"
+    elif verification.mean_kl is not None and not verification.mean_kl <= MAX_KL[precision]:
+        error, limit = verification.mean_kl, MAX_KL[precision]
+        what = "next tokens diverge from PyTorch's (mean KL, in nats)"
     else:
         in_torch, in_onnx = verification.perplexity_torch, verification.perplexity_onnx
         assert in_torch is not None

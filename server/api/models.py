@@ -218,7 +218,8 @@ def model_card(served: NamedModel) -> ModelCard:  # no coroutine: it asks the fi
         config=asdict(model_dir.config),
         generation=model_dir.default_sampling.given(),
         examples=list(model_dir.examples),
-        verification=manifest.verification.model_dump(),
+        verification=manifest.verification.model_dump()
+        | {"verdict": manifest.verification.verdict},
         versions=manifest.versions,
         source=manifest.source,
         files=files,

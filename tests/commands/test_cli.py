@@ -26,7 +26,7 @@ from kvasir.server.settings import Settings
 ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples/stdlib")
 COMMANDS = (
-    *("train", "pull", "export", "verify"),
+    *("train", "pull", "export", "eval"),
     *("serve", "chat", "generate", "explain", "doctor", "bench serve"),
 )
 BENCHES = ("bench model", "bench engine", "bench serve")
@@ -147,7 +147,7 @@ def test_output_that_cannot_be_written_ends_in_one_line(arguments: list[str]) ->
 
 def test_a_package_that_an_image_leaves_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvasir.export.directory", None)
-    result = kvasir("verify", EXAMPLE)
+    result = kvasir("eval", EXAMPLE)
     message = "this needs export/, which is not installed here; run it in a checkout of Kvasir"
     assert (result.exit_code, result.stdout, result.stderr) == (1, "", f"kvasir: {message}\n")
 

@@ -1,4 +1,4 @@
-"""`kvasir export` and `kvasir verify`: a verified model directory, or none."""
+"""`kvasir export` and `kvasir eval`: a verified model directory, or none."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from typing import Any
 import onnx_ir
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from typer.testing import CliRunner
 
 from kvasir.__main__ import app
 from kvasir.export import directory as export_directory
 from kvasir.export.directory import export_checkpoint, verify_directory
 from kvasir.export.graphs.decoder import STEP_INPUTS, export_graph
-from kvasir.export.verification.samples import make_sample
+from kvasir.export.verification.samples import make_sample, sample_calibration
 from kvasir.export.verification.verify import VerificationError
 from kvasir.model.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from kvasir.model.config import TransformerConfig
@@ -168,6 +171,59 @@ def test_int8_is_smaller_and_as_good(
     assert verify_directory(out, run)[1] == figures
 
 
+def test_what_rounding_costs_is_told_by_position_in_a_picture_and_in_words(
+    run: Path, rounded: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    (out, made), picture = rounded, tmp_path / "losses.png"
+    figures, report = load_model_dir(out).manifest.verification, load_model_dir(out).manifest
+    spans = figures.by_position
+    assert spans is not None
+    assert sum(span.tokens for span in spans) == figures.positions
+    mean = sum(span.tokens * span.mean_kl for span in spans) / sum(span.tokens for span in spans)
+    assert mean == pytest.approx(figures.mean_kl)
+    told = kvasir("eval", out, "--against", run, "--plot", picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "0 to 95" in told
+    assert made["verdict"] == figures.verdict
+    for answer in (told, kvasir("doctor", out), kvasir("export", run, "--out", tmp_path / "a")):
+        assert str(figures.verdict) in " ".join(answer.split())
+    assert report.calibration is not None
+    assert report.calibration["text"] == "held-out text of tale"
+    assert report.calibration["places"] == 3  # of one layer, whose values have scales of their own
+
+
+def test_calibration_is_on_text_of_ones_own_or_left_out(run: Path, tmp_path: Path) -> None:
+    text, options = tmp_path / "text.txt", ("export", run, "--precision", "int8", "--out")
+    text.write_text(TEXT[5000:12000])
+    kvasir(*options, tmp_path / "own", "--calibrate", text)
+    kvasir(*options, tmp_path / "none", "--no-calibration")
+    own, none = (load_model_dir(tmp_path / name).manifest for name in ("own", "none"))
+    assert none.calibration is None
+    assert own.calibration is not None
+    assert own.calibration["text"] == "text.txt"
+    assert int(own.calibration["tokens"]) >= 1000
+    for content, problem in (
+        (b"", "text.txt has 0 tokens, too few to calibrate on"),
+        (b"a few words", "tokens, too few to calibrate on"),
+        (b"\xff", "text.txt is not UTF-8"),
+    ):
+        text.write_bytes(content)
+        assert problem in kvasir(*options, tmp_path / "no", "--calibrate", text, fails=True)
+    assert not (tmp_path / "no").exists()
+
+
+def test_calibration_wants_text_that_the_tokenizer_knows(tmp_path: Path) -> None:
+    words = WordLevel({"<unk>": 0, "known": 1}, unk_token="<unk>")  # noqa: S106
+    tokenizer = Tokenizer(words)
+    tokenizer.pre_tokenizer = Whitespace()
+    decoder = make_decoder(make_config(n_layer=1))
+    save_checkpoint(tmp_path / "run", 1, decoder, tokenizer, {}, {})
+    (tmp_path / "text.txt").write_text("known " * 300 + "foreign words " * 200)
+    checkpoint = load_checkpoint(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"does not know 400 of 700 tokens of text\.txt"):
+        sample_calibration(checkpoint, tmp_path / "text.txt")
+
+
 def test_perplexity_can_be_measured_on_a_text_of_ones_own(
     run: Path, exported: Path, tmp_path: Path
 ) -> None:
@@ -248,17 +304,17 @@ def test_commands_in_one_line_each(
     run: Path, exported: Path, rounded: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     (advised, made), out = rounded, tmp_path / "out"
-    assert "greedy agreement" in kvasir("verify", exported)
-    measured = json.loads(kvasir("verify", exported, "--json"))
+    assert "greedy agreement" in kvasir("eval", exported)
+    measured = json.loads(kvasir("eval", exported, "--json"))
     assert measured["manifest"] == load_model_dir(exported).manifest.verification.model_dump()
     assert load_model_dir(advised).generation.given() == {"temperature": 0.5, "top_p": 0.9}
     assert load_model_dir(exported).generation.given() == {}
-    assert "held-out text of tale" in kvasir("verify", exported, "--checkpoint", run)
-    assert "to measure int8 again" in kvasir("verify", advised)
-    found = json.loads(kvasir("verify", advised, "--json"))
+    assert "held-out text of tale" in kvasir("eval", exported, "--against", run)
+    assert "to measure int8 again" in kvasir("eval", advised)
+    found = json.loads(kvasir("eval", advised, "--json"))
     assert (found["manifest"], found["measured"]) == (made["verification"], None)
-    assert json.loads(kvasir("verify", advised, "--checkpoint", run, "--json"))["measured"]
-    assert "name --checkpoint" in kvasir("verify", advised, "--text", "x", fails=True)
+    assert json.loads(kvasir("eval", advised, "--against", run, "--json"))["measured"]
+    assert "name it with --against" in kvasir("eval", advised, "--text", "x", fails=True)
     assert "is not empty" in kvasir("export", run, "--out", exported, fails=True)
     assert "no precision 'int3'" in kvasir(
         "export", run, "--out", out, "--precision", "int3", fails=True
@@ -269,11 +325,11 @@ def test_commands_in_one_line_each(
             "export", run, "--out", out, *options, fails=True
         )
     assert "holds no checkpoint" in kvasir("export", run.parent, "--out", out, fails=True)
-    assert "is not a directory" in kvasir("verify", run.parent / "absent", fails=True)
+    assert "is not a directory" in kvasir("eval", run.parent / "absent", fails=True)
     assert "is not a directory" in kvasir("generate", run.parent / "absent", "prompt", fails=True)
     other = run.parent / "other"
     save_checkpoint(
         other, 1, make_decoder(make_config(), seed=2), train_tokenizer([TEXT], 300), {}, {}
     )
-    assert "was not exported from" in kvasir("verify", exported, "--checkpoint", other, fails=True)
+    assert "was not exported from" in kvasir("eval", exported, "--against", other, fails=True)
     assert not list(tmp_path.iterdir())

@@ -25,13 +25,13 @@ MODELS = {**DECODERS, **{name: make_config(**shape) for name, shape in ENCODERS.
 MODELS["encoder-decoder"] = small_config()
 
 
-def outputs(model: Transformer) -> Tensor:
+def outputs(model: Transformer, seed: int = 1, n_rows: int = 2) -> Tensor:
     """Return what a model makes of random tokens."""
-    config, generator = model.config, torch.Generator().manual_seed(1)
-    ids = torch.randint(config.vocab_size, (2, 18), generator=generator)
-    lengths = torch.tensor([18, 11])
-    source = model.read(ids[:, :12], lengths.clamp(max=12)) if model.encoder else None
+    config, generator = model.config, torch.Generator().manual_seed(seed)
+    ids = torch.randint(config.vocab_size, (n_rows, 18), generator=generator)
+    lengths = torch.tensor([18, 11]).repeat(n_rows // 2)
     with torch.inference_mode():
+        source = model.read(ids[:, :12], lengths.clamp(max=12)) if model.encoder else None
         if config.pooling is not None:
             return model.encode(ids, lengths)
         logits: Tensor = model(ids, source=source)

@@ -89,7 +89,7 @@ def test_the_command_prints_notes_and_names_the_source(
     assert "note: generation_config.json's top_k is left out" in result.stdout
     manifest = json.loads((tmp_path / "a" / MANIFEST).read_text())
     assert manifest["source"]["name"] == "tiny"
-    assert kvasir("verify", tmp_path / "a", "--checkpoint", ".").exit_code == 0
+    assert kvasir("eval", tmp_path / "a", "--against", ".").exit_code == 0
 
 
 def test_what_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> None:

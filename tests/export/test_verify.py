@@ -15,13 +15,26 @@ from tokenizers import processors
 from kvasir.export.verification import plan
 from kvasir.export.verification.plan import Plan, SampleText
 from kvasir.export.verification.samples import sample_text
+from kvasir.export.verification.segments import SegmentedGraph
 from kvasir.export.verification.tally import Tally
-from kvasir.export.verification.verify import VerificationError, check
+from kvasir.export.verification.verify import (
+    MAX_LOGIT_ERROR,
+    VerificationError,
+    Verifier,
+    check,
+)
 from kvasir.model.checkpoint import Checkpoint
 from kvasir.model.directory import GRAPH_FILE, WEIGHTS_FILE
 from kvasir.model.records import Verification
 from kvasir.model.tokenizer import train_tokenizer
-from tests.kit.random_models import RandomModel, export_random, make_config
+from tests.kit.random_models import (
+    RandomModel,
+    export_decoder,
+    export_random,
+    make_config,
+    make_decoder,
+)
+from tests.model.variants import VARIANTS
 
 TEXT = np.random.default_rng(5).integers(10, 300, size=500)
 
@@ -183,6 +196,48 @@ def test_a_loss_is_refused_beyond_doubt(loss: float, error: float | None, is_ref
     figures = figures.model_copy(update={"perplexity_error": error})
     with pytest.raises(VerificationError) if is_refused else contextlib.nullcontext():
         check(figures, "int8")
+
+
+@pytest.mark.parametrize(("precision", "kl", "is_refused"), [
+    ("int8", 0.009, False),
+    ("int8", 0.019, True),  # one likeliest token of eight is another
+    ("int8", math.nan, True),
+    ("int4", 0.05, False),
+])  # fmt: skip
+def test_a_divergence_is_refused_whatever_the_perplexity(
+    precision: str, kl: float, is_refused: bool
+) -> None:
+    figures = Verification(
+        max_logit_error=0.3, greedy_agreement=0.9, perplexity_torch=5.0, perplexity_onnx=5.0
+    )
+    figures = figures.model_copy(update={"mean_kl": kl})
+    with pytest.raises(VerificationError) if is_refused else contextlib.nullcontext():
+        check(figures, precision)
+
+
+def test_an_fp32_graph_may_be_as_far_as_pytorch_is_from_float64(tmp_path: Path) -> None:
+    """Large weights make sums of float32 differ by more than 0.1 %, in PyTorch as in a graph."""
+    decoder = make_decoder(make_config(**VARIANTS["gpt2"]))
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.mul_(64 if parameter.dim() > 1 else 1)
+    model = export_decoder(decoder, tmp_path)
+    verifier = Verifier(model.config, decoder.state_dict())
+    figures = verifier.verify(SegmentedGraph(model.graph, model.config).logits)
+    noise = verifier.float32_error()
+    assert noise > MAX_LOGIT_ERROR
+    with pytest.raises(VerificationError):
+        check(figures, "fp32")
+    check(figures, "fp32", noise)
+    with pytest.raises(VerificationError):
+        check(figures.model_copy(update={"max_logit_error": 3 * noise}), "fp32", noise)
+
+
+def test_float64_finds_nothing_wrong_with_small_sums() -> None:
+    decoder = make_decoder(make_config(n_layer=1))
+    verifier = Verifier(decoder.config, decoder.state_dict())
+    verifier.compute()
+    assert 0.0 < verifier.float32_error() < 1e-4
 
 
 def test_the_error_of_a_perplexity_is_that_of_its_tokens() -> None:

@@ -71,6 +71,7 @@ function verificationFacts(verification) {
     agreement: orNone(verification.greedy_agreement, formatShare),
     "perplexity-torch": orNone(before, (value) => value.toFixed(3)),
     "perplexity-onnx": orNone(after, (value) => value.toFixed(3) + change),
+    verdict: verification.verdict ?? null,
     "mean-cosine": orNone(verification.mean_cosine, (value) => value.toFixed(5)),
     text,
   };

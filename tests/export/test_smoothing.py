@@ -1,0 +1,190 @@
+"""Rounded graphs lose as much with outliers as without, since these move into the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kvasir.export.graphs.decoder import export_graph
+from kvasir.export.graphs.encoder import export_encoder_graph
+from kvasir.export.graphs.source import export_source_graph
+from kvasir.export.rounding.formulas import BLOCK, quantize_blocks, restore_blocks
+from kvasir.export.rounding.kv_cache import KVScales
+from kvasir.export.rounding.places import Place
+from kvasir.export.rounding.smoothing import (
+    Activations,
+    Change,
+    choose_factors,
+    roundings,
+    smooth,
+)
+from kvasir.export.verification.pair_plan import SamplePairs
+from kvasir.export.verification.segments import SegmentedGraph
+from kvasir.export.verification.vectors import observe_vectors, verify_vectors
+from kvasir.export.verification.verify import Verifier
+from kvasir.loadtest.random_model import dummy_tokenizer
+from kvasir.model.config import TransformerConfig
+from kvasir.model.directory import ENCODER_GRAPH_FILE, GRAPH_FILE
+from kvasir.model.network.feed_forward import ExpertLinear
+from kvasir.model.network.transformer import Transformer
+from tests.export.test_places import MODELS, outputs
+from tests.kit.encoders import BERT, MODERN
+from tests.kit.outliers import make_outliers
+from tests.kit.random_models import make_config, make_decoder
+
+
+def divergence(network: Transformer, folder: Path, precision: str = "int8") -> float:
+    """Export a decoder, smoothed, and return its mean KL from PyTorch."""
+    folder.mkdir()
+    config, weights, sample = network.config, network.state_dict(), None
+    if config.encoder is not None:
+        ids = np.random.default_rng(0).integers(config.vocab_size, size=(40, 2, 12))
+        sample = SamplePairs("random tokens", [(source, target) for source, target in ids])
+    activations, scales = Activations(), KVScales(config)
+    verifier = Verifier(config, weights, sample)
+    verifier.compute(observe=scales.observe, activations=activations)
+    keeps_values = config.encoder is None
+    smoothed = smooth(config, weights, activations, "cpu", precision, keeps_values=keeps_values)
+    export_graph(config, smoothed, folder / GRAPH_FILE, precision, scales.steps())
+    if config.encoder is not None:
+        export_source_graph(config, smoothed, folder / ENCODER_GRAPH_FILE, precision)
+    figures = verifier.verify(SegmentedGraph(folder / GRAPH_FILE, config).logits)
+    assert figures.mean_kl is not None
+    return figures.mean_kl
+
+
+def with_outliers(config: TransformerConfig) -> Transformer:
+    network = make_decoder(config)
+    make_outliers(network, config)
+    return network
+
+
+@contextmanager
+def rounded_products(network: Transformer, precision: str) -> Iterator[None]:
+    """Round what every product reads and its weights, in PyTorch."""
+    with ExitStack() as hooks, torch.no_grad():
+        for name, module in network.named_modules():
+            if isinstance(module, nn.Linear | ExpertLinear) and "router" not in name:
+                is_expert = isinstance(module, ExpertLinear)
+                of_inputs, of_weights = roundings("cpu", precision, is_expert=is_expert)[0]
+                rows = module.weight.flatten(0, -2)
+                module.weight.copy_(of_weights(rows).view_as(module.weight))
+
+                def round_inputs(
+                    _: nn.Module, inputs: tuple[Tensor, ...], change: Change = of_inputs
+                ) -> tuple[Tensor, ...]:
+                    x, *others = inputs
+                    return (change(x.flatten(0, -2)).view_as(x), *others)
+
+                hooks.enter_context(module.register_forward_pre_hook(round_inputs))
+        yield
+
+
+def loss(network: Transformer, precision: str) -> float:
+    """Return the squares of errors of rounded outputs, over the outputs' variance."""
+    expected, activations = outputs(network), Activations()
+
+    def note_head(_: nn.Module, inputs: object, normed: Tensor) -> None:
+        activations.add("head.weight", normed)
+
+    with activations.watch(network, ""), network.norm.register_forward_hook(note_head):
+        outputs(network, seed=2, n_rows=40)
+    weights = {name: weight.clone() for name, weight in network.state_dict().items()}
+    smoothed = smooth(network.config, weights, activations, "cpu", precision)
+    network.load_state_dict({name: smoothed[name] for name in weights})
+    with rounded_products(network, precision):
+        errors = outputs(network) - expected
+    return (errors.square().mean() / expected.var()).item()
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS.keys())
+@pytest.mark.parametrize("seed", [0, 1])
+def test_outliers_cost_at_most_half_as_much_again(
+    config: TransformerConfig, precision: str, seed: int
+) -> None:
+    """With products rounded in PyTorch, for every layout."""
+    plain, outliers = make_decoder(config, seed), make_decoder(config, seed)
+    make_outliers(outliers, config, seed)
+    assert loss(outliers, precision) <= 1.5 * loss(plain, precision)
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["llama", "gemma", "qwen3 mixture", "encoder-decoder"])
+def test_outliers_cost_a_graph_at_most_half_as_much_again(
+    name: str, precision: str, tmp_path: Path
+) -> None:
+    if name == "encoder-decoder" and precision == "int4":
+        pytest.skip("there is none")
+    config = MODELS[name]
+    plain = divergence(make_decoder(config), tmp_path / "plain", precision)
+    assert divergence(with_outliers(config), tmp_path / "outliers", precision) <= 1.5 * plain
+
+
+@pytest.mark.parametrize("shape", [BERT, MODERN], ids=["bert", "modernbert"])
+def test_outliers_cost_vectors_at_most_half_as_much_again(
+    shape: dict[str, object], tmp_path: Path
+) -> None:
+    config = make_config(**shape)
+    tokenizer, losses = dummy_tokenizer(config.vocab_size), []
+    for network in (make_decoder(config), with_outliers(config)):
+        weights, activations = network.state_dict(), Activations()
+        observe_vectors(config, weights, tokenizer, activations)
+        smoothed = smooth(config, weights, activations, "cpu", "int8")
+        export_encoder_graph(config, smoothed, tmp_path / GRAPH_FILE, "int8")
+        figures = verify_vectors(config, weights, tmp_path / GRAPH_FILE, tokenizer, "int8")
+        assert figures.mean_cosine is not None
+        losses.append(1.0 - figures.mean_cosine)
+    assert losses[1] <= 1.5 * losses[0]
+
+
+def place_of(matrix: Tensor, x: Tensor) -> tuple[Place, Mapping[str, Tensor], Activations]:
+    place = Place((), ("reader.weight",), matrix.shape[1])
+    activations = Activations()
+    activations.add("reader.weight", x)
+    return place, {"reader.weight": matrix}, activations
+
+
+def test_a_matrix_that_was_rounded_before_stays_as_it_is() -> None:
+    """Blocks of 4 bits are found again, which no factors could improve."""
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(64, 2 * BLOCK, generator=generator)
+    rounded = restore_blocks(*quantize_blocks(matrix))
+    x = torch.randn(640, 2 * BLOCK, generator=generator) * torch.linspace(0.1, 9.0, 2 * BLOCK)
+    assert choose_factors(*place_of(rounded, x), "cuda", "int4") is None
+    assert choose_factors(*place_of(matrix, x), "cuda", "int4") is not None
+
+
+def test_silent_channels_stay_as_they_are() -> None:
+    x = torch.randn(640, 32, generator=torch.Generator().manual_seed(0))
+    x[:, 3], x[:, 5], x[:, 7] = 0.0, 40.0, 1e-9
+    matrix = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+    matrix[:, 9] = 0.0
+    factors = choose_factors(*place_of(matrix, x), "cpu", "int8")
+    assert factors is not None
+    assert np.isfinite(factors).all()
+    assert factors[[3, 7, 9]].tolist() == [1.0, 1.0, 1.0]
+    assert factors[5] > 2.0
+
+
+def test_activations_that_are_not_finite_are_refused() -> None:
+    x = torch.ones(64, 32)
+    x[5, 5] = torch.inf
+    with pytest.raises(ValueError, match=r"inputs of reader\.weight are not all finite"):
+        choose_factors(*place_of(torch.ones(64, 32), x), "cpu", "int8")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_blocks_are_restored_to_what_they_stand_for(bits: int) -> None:
+    matrix = torch.randn(5, 3 * BLOCK, generator=torch.Generator().manual_seed(0))
+    packed, scales = quantize_blocks(matrix, bits)
+    restored = restore_blocks(packed, scales, bits)
+    steps = scales.abs().repeat_interleave(BLOCK, dim=1)
+    assert ((restored - matrix).abs() <= 1.001 * steps).all()  # a largest value may be cut by one
+    assert torch.equal(restore_blocks(*quantize_blocks(restored, bits), bits), restored)
