@@ -90,7 +90,7 @@ def loss(network: Transformer, precision: str) -> float:
     """Return the squares of errors of rounded outputs, over the outputs' variance."""
     expected, activations = outputs(network), Activations()
 
-    def note_head(_: nn.Module, inputs: object, normed: Tensor) -> None:
+    def note_head(_: nn.Module, _inputs: object, normed: Tensor) -> None:
         activations.add("head.weight", normed)
 
     with activations.watch(network, ""), network.norm.register_forward_hook(note_head):
