@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
+import numpy as np
 import onnx_ir
+from numpy.typing import NDArray
 from pydantic import ValidationError
+from torch import Tensor
 
 from kvasir.export.graphs.attention import write_attention_graph
 from kvasir.export.graphs.decoder import export_graph, load_weights
@@ -16,6 +23,7 @@ from kvasir.export.graphs.paged import KV_DTYPES, check_pageable, export_paged_g
 from kvasir.export.graphs.source import export_source_graph, load_both_weights
 from kvasir.export.rounding.kv_cache import KVScales
 from kvasir.export.rounding.smoothing import BITS, Activations, smooth
+from kvasir.export.rounding.weights import Inputs
 from kvasir.export.verification.paged_session import PagedSession, require_device
 from kvasir.export.verification.samples import make_sample, sample_calibration
 from kvasir.export.verification.segments import SegmentedGraph
@@ -92,46 +100,90 @@ def export_checkpoint(
         require_device(device)
     sample = None if config.pooling else make_sample(checkpoint, text, precision)
     calibration = None if calibrate is None else sample_calibration(checkpoint, calibrate)
-    activations = Activations() if smooths and precision in BITS else None
     extra_files = _extra_files(checkpoint, generation)
+    target = _Target(device, precision, kv_cache, int8_prompts)
     with new_directory(out) as part:
         _save_files(checkpoint, extra_files, part)
-        verifier, scales = None, KVScales(config)
+        verifier = None
         if config.pooling is None:
-            verifier = Verifier(config, weights, sample, device, calibration)
-            verifier.compute(progress, scales.observe, activations)
-        elif activations is not None:
-            observe_vectors(config, weights, checkpoint.tokenizer, activations, calibration)
-        if activations is not None:
-            rounds_values = kv_cache is not None or (device == "cpu" and config.causal)
-            weights = smooth(
-                config, weights, activations, device, precision, progress,
-                keeps_values=rounds_values and config.encoder is None,
-            )  # fmt: skip
-        graph, steps = part / GRAPH_FILE, scales.steps()
-        arguments = config, weights, graph, precision
-        if device != "cpu":
-            export_paged_graph(*arguments, kv_cache, steps, progress, device)
-        elif config.pooling is not None:
-            export_encoder_graph(*arguments, progress)
-        else:
-            export_graph(*arguments, steps, progress, int8_prompts=int8_prompts)
-        if config.encoder is not None:
-            export_source_graph(config, weights, part / ENCODER_GRAPH_FILE, precision, progress)
-        if device == "cpu":
-            write_attention_graph(part)
+            verifier = Verifier(config, checkpoint.weights, sample, device, calibration)
+        with _observing(part, precision if smooths else "fp32") as activations:
+            if verifier is None and activations is not None:
+                observe_vectors(config, weights, checkpoint.tokenizer, activations, calibration)
+            scales = KVScales(config)
+            if verifier is not None:
+                verifier.compute(progress, scales.observe, activations)
+            if activations is not None:
+                rounded = config, weights, activations, device, precision, progress
+                weights = smooth(*rounded, keeps_values=target.rounds_values(config))
+            inputs = None if activations is None else activations.inputs
+            _write_graphs(config, weights, part, target, scales.steps(), inputs, progress)
         if verifier is not None:
-            figures = _verify(verifier, graph, config, device, precision, progress)
+            figures = _verify(verifier, part / GRAPH_FILE, config, device, precision, progress)
         else:
-            measured = config, checkpoint.weights, graph, checkpoint.tokenizer
+            measured = config, checkpoint.weights, part / GRAPH_FILE, checkpoint.tokenizer
             figures = verify_vectors(*measured, precision, progress)
-        manifest = make_manifest(
-            config, part, precision, _describe_source(checkpoint), figures, device
-        )
+        facts = _describe_source(checkpoint)
+        manifest = make_manifest(config, part, precision, facts, figures, device)
         if activations is not None:
             manifest = manifest.model_copy(update={"calibration": activations.report})
         manifest.save(part / MANIFEST_FILE)
     return manifest, checkpoint.notes + (speed_notes(config) if device == "cuda" else ())
+
+
+class _Target(NamedTuple):
+    """What graphs are for; see `export_checkpoint`."""
+
+    device: Device
+    precision: str
+    kv_cache: str | None
+    int8_prompts: bool
+
+    def rounds_values(self, config: TransformerConfig) -> bool:
+        """Return whether values that are cached have 8 bits, and scales of their own."""
+        in_cache = self.kv_cache is not None or (self.device == "cpu" and config.causal)
+        return in_cache and config.encoder is None
+
+
+@contextmanager
+def _observing(folder: Path, precision: str) -> Iterator[Activations | None]:
+    """Yield what notes activations, for a precision that rounds weights.
+
+    int4 looks at every token while weights are written; the tokens wait in files of the folder.
+    """
+    if precision not in BITS:
+        yield None
+    elif precision != "int4":
+        yield Activations()
+    else:
+        with TemporaryDirectory(dir=folder) as tokens:
+            yield Activations(Path(tokens))
+
+
+def _write_graphs(
+    config: TransformerConfig,
+    weights: Mapping[str, Tensor],
+    part: Path,
+    target: _Target,
+    steps: NDArray[np.float32],
+    inputs: Inputs | None,
+    progress: Progress,
+) -> None:
+    """Write all graphs of a model; steps: of keys and values. inputs: see `Weights`."""
+    arguments = config, weights, part / GRAPH_FILE, target.precision
+    if target.device != "cpu":
+        in_cache = target.kv_cache, steps, progress, target.device
+        export_paged_graph(*arguments, *in_cache, inputs=inputs)
+        return
+    if config.pooling is not None:
+        export_encoder_graph(*arguments, progress)
+    else:
+        prompts = target.int8_prompts
+        export_graph(*arguments, steps, progress, int8_prompts=prompts, inputs=inputs)
+    if config.encoder is not None:
+        file = part / ENCODER_GRAPH_FILE
+        export_source_graph(config, weights, file, target.precision, progress)
+    write_attention_graph(part)
 
 
 def _save_files(checkpoint: Checkpoint, files: dict[str, bytes], part: Path) -> None:

@@ -33,7 +33,7 @@ from kvasir.export.rewrite import contents, save
 from kvasir.export.rounding.experts import place_experts
 from kvasir.export.rounding.kv_cache import quantize_kv_cache, scale_kv_channels
 from kvasir.export.rounding.quantize import quantize
-from kvasir.export.rounding.weights import TRANSPOSED, Weights
+from kvasir.export.rounding.weights import TRANSPOSED, Inputs, Weights
 from kvasir.model.config import TransformerConfig
 from kvasir.model.network.run_inputs import StepInputs
 from kvasir.model.network.skeleton import make_target_skeleton
@@ -60,14 +60,15 @@ def export_graph(
     progress: Progress = no_progress,
     *,
     int8_prompts: bool = True,
+    inputs: Inputs | None = None,
 ) -> None:
     """Write the graph to `path` and its weights beside it, as external data.
 
     weights: the decoder's parameters, each read when it is written. precision: one of PRECISIONS
     for the CPU. kv_scales: of `KVScales.steps`, for int8 and int4, which round keys and values.
-    int8_prompts: prompts of int4 have int8 weights.
+    int8_prompts: prompts of int4 have int8 weights. inputs: of `Weights`, to round to int4 by.
     """
-    scaled, decoder = Weights(weights), make_target_skeleton(config)
+    scaled, decoder = Weights(weights, inputs=inputs), make_target_skeleton(config)
     # Put attention's scale into the weights that make queries; the operator's own is 1. ONNX
     # Runtime's product of one query and the cached keys reads the keys in place only where there is
     # no scale to apply; otherwise it copies them first.
@@ -79,8 +80,8 @@ def export_graph(
         scale_kv_channels(scaled, config, kv_scales)
     progress("tracing PyTorch", 0, 0)
     rows: list[int | str] = ["batch", config.n_kv_head, "n_positions", config.head_dim]
-    inputs = STEP_INPUTS if config.encoder is None else STEP_INPUTS | SOURCE_INPUTS
-    model = trace(decoder, scaled, StepInputs, inputs, (torch.float32, rows))
+    of_step = STEP_INPUTS if config.encoder is None else STEP_INPUTS | SOURCE_INPUTS
+    model = trace(decoder, scaled, StepInputs, of_step, (torch.float32, rows))
     place_experts(model, scaled, precision)
     if precision == "fp32":
         record_parameters(model, decoder)

@@ -22,7 +22,7 @@ from kvasir.export.graphs.trace import TensorSpec, trace
 from kvasir.export.rewrite import save
 from kvasir.export.rounding.kv_cache import scale_kv_channels
 from kvasir.export.rounding.quantize import quantize_in_blocks
-from kvasir.export.rounding.weights import Weights
+from kvasir.export.rounding.weights import Inputs, Weights
 from kvasir.model.config import ConfigError, TransformerConfig
 from kvasir.model.directory import KV_BLOCK_SIZE, Device
 from kvasir.model.network.attention import Attention
@@ -80,20 +80,22 @@ def export_paged_graph(
     kv_scales: NDArray[np.float32] | None = None,
     progress: Progress = no_progress,
     device: Device = "cuda",
+    inputs: Inputs | None = None,
 ) -> None:
     """Write the graph to `path` and its weights beside it, as external data.
 
     precision: one of DTYPES; WebGPU has no bfloat16, so activations there are float16. kv_cache:
-    one of KV_DTYPES; None is the activations' own type. weights and kv_scales, which a kv_cache
-    needs: see `export.graphs.decoder.export_graph`. Raises ConfigError as `check_pageable`.
+    one of KV_DTYPES; None is the activations' own type. weights, inputs and kv_scales, which a
+    kv_cache needs: see `export.graphs.decoder.export_graph`. Raises ConfigError as
+    `check_pageable`.
     """
     on_webgpu = device == "webgpu"
     dtype = torch.float16 if on_webgpu else DTYPES[precision]
-    inputs = dict(RUN_INPUTS)
+    of_run = dict(RUN_INPUTS)
     if on_webgpu:
-        del inputs[_NOT_IN_WEBGPU]
+        del of_run[_NOT_IN_WEBGPU]
     check_pageable(config)
-    converted = Weights(weights, dtype)
+    converted = Weights(weights, dtype, inputs)
     if kv_cache is not None:
         assert kv_scales is not None, f"{kv_cache} keys and values need scales"
         scale_kv_channels(converted, config, kv_scales)
@@ -105,7 +107,7 @@ def export_paged_graph(
             module.norms_in_operator = all(bool((norm == norm[0]).all()) for norm in norms)
     kv_dtype = dtype if kv_cache is None else KV_DTYPES[kv_cache]
     blocks: list[int | str] = ["num_blocks", KV_BLOCK_SIZE, config.n_kv_head, config.head_dim]
-    model = trace(decoder, converted, PagedInputs, inputs, (kv_dtype, blocks))
+    model = trace(decoder, converted, PagedInputs, of_run, (kv_dtype, blocks))
     if precision in ("int8", "int4"):
         quantize_in_blocks(model, converted, bits=8 if precision == "int8" else 4)
     if not on_webgpu:

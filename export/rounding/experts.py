@@ -19,8 +19,8 @@ from onnx_ir.tape import Tape
 from torch import Tensor
 
 from kvasir.export.rewrite import MICROSOFT, remove_unused_constants, replace_node
-from kvasir.export.rounding.formulas import BLOCK, quantize_blocks
-from kvasir.export.rounding.quantize import rounded_weight
+from kvasir.export.rounding.formulas import BLOCK
+from kvasir.export.rounding.quantize import Rounder, block_rounder, rounded_weight
 from kvasir.export.rounding.weights import Weights
 
 _BITS = {"int8": 8, "int4": 4}
@@ -58,9 +58,14 @@ def _round(
     assert weight.shape is not None
     n_experts, n_out, n_in = weight.shape.numpy()
 
-    def rounder(experts: Tensor) -> tuple[Tensor, Tensor]:
-        packed, scales = quantize_blocks(experts.flatten(0, 1), bits)
-        return packed.view(len(experts), n_out, -1), scales.view(len(experts), n_out, -1)
+    def make_rounder() -> Rounder:
+        in_blocks = block_rounder(weights, str(weight.name), bits)
+
+        def rounder(experts: Tensor) -> tuple[Tensor, Tensor]:
+            packed, scales = in_blocks(experts.flatten(0, 1))
+            return packed.view(len(experts), n_out, -1), scales.view(len(experts), n_out, -1)
+
+        return rounder
 
     shapes = (n_experts, n_out, n_in * bits // 8), (n_experts, n_out, n_in // BLOCK)
-    return rounded_weight(graph, weights, weight, f"int{bits}", rounder, torch.uint8, shapes)
+    return rounded_weight(graph, weights, weight, f"int{bits}", make_rounder, torch.uint8, shapes)

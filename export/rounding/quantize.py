@@ -46,6 +46,7 @@ from kvasir.export.rewrite import (
     replace_node,
 )
 from kvasir.export.rounding.formulas import BLOCK, quantize_blocks, quantize_pairs, quantize_rows
+from kvasir.export.rounding.gptq import inverse_factor, quantize_columns
 from kvasir.export.rounding.weights import TRANSPOSED, Weights
 
 _EMBEDDING = "embedding.weight"  # the decoder's name, which the graph keeps
@@ -112,18 +113,27 @@ def _round_in_blocks(
 ) -> None:
     """Replace a product by MatMulNBits."""
     x, weight, *bias = cast("tuple[ir.Value, ...]", node.inputs)
-    rounder = partial(quantize_blocks, bits=bits)
+    name = str(weight.name).removesuffix(TRANSPOSED)
+    make_rounder = partial(block_rounder, weights, name, bits)
     n_in, n_out = _sizes(weight)
     n_blocks = -(-n_in // BLOCK)
     shapes = (n_out, n_blocks, BLOCK * bits // 8), (n_out, n_blocks)
     integers, scales = rounded_weight(
-        graph, weights, weight, f"int{bits}", rounder, torch.uint8, shapes
+        graph, weights, weight, f"int{bits}", make_rounder, torch.uint8, shapes
     )
     sizes = {"K": n_in, "N": n_out, "bits": bits, "block_size": BLOCK}
     tape = Tape()
     product = tape.op("MatMulNBits", [x, integers, scales], sizes | attributes, domain=MICROSOFT)
     result = tape.op("Add", [product, *bias]) if bias else product
     replace_node(node, tape.nodes, result)
+
+
+def block_rounder(weights: Weights, name: str, bits: int) -> Rounder:
+    """Return what rounds a weight in blocks: to 4 bits by its inputs, where these are known."""
+    x = weights.inputs(name) if bits == 4 else None
+    if x is None:
+        return partial(quantize_blocks, bits=bits)
+    return partial(quantize_columns, upper=inverse_factor(x))
 
 
 def _sizes(weight: ir.Value) -> tuple[int, int]:
@@ -138,19 +148,20 @@ def rounded_weight(
     weights: Weights,
     weight: ir.Value,
     kind: str,
-    rounder: Rounder,
+    make_rounder: Callable[[], Rounder],
     dtype: torch.dtype,
     shapes: tuple[Sequence[int], Sequence[int]],
 ) -> tuple[ir.Value, ir.Value]:
     """Return initializers of a weight's integers and scales.
 
-    One is written right after the other, so a weight is rounded once for both.
+    One is written right after the other, so a weight is rounded once for both, and what rounds it
+    is made only then.
     """
     name, kept = str(weight.name).removesuffix(TRANSPOSED), list[Tensor]()
     in_columns = len(shapes[0]) == 2 and name != weight.name  # blocks are always in rows
 
     def make_integers() -> Tensor:
-        parts = zip(*map(rounder, weights.slices(name)), strict=True)
+        parts = zip(*map(make_rounder(), weights.slices(name)), strict=True)
         integers, scales = (torch.cat(part) for part in parts)
         kept[:] = [scales.to(weights.dtype)]
         return integers.t().contiguous() if in_columns else integers
@@ -262,4 +273,4 @@ class _Int8:
         if weight.name == _EMBEDDING:
             rounder = quantize_rows
         graph, weights = self._graph, self._weights
-        return rounded_weight(graph, weights, weight, "int8", rounder, torch.int8, shapes)
+        return rounded_weight(graph, weights, weight, "int8", lambda: rounder, torch.int8, shapes)

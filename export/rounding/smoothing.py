@@ -1,8 +1,8 @@
 """Smoothing: outliers of activations move into the weights that read them, before rounding.
 
 A token in 8 bits loses what is small beside its largest number. Published models have channels that
-are 20 to 100 times the others. With a_j the size of channel j in activations, and w_j that of its
-largest weight, relative to the size of the output to which the weight belongs, channel j is divided by
+are 20 to 100 times the others. With a_j the size of channel j in activations, and w_j the largest
+of its weights, each relative to the size of the output that it is for, channel j is divided by
 
     k_j = a_j^p / w_j^(1 - p)
 
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,11 +84,16 @@ def roundings(device: Device, precision: str, *, is_expert: bool) -> list[Roundi
 
 
 class Activations:
-    """What products read, by the name of their weight: the largest magnitudes and some tokens."""
+    """What products read, by the name of their weight: the largest magnitudes and some tokens.
 
-    def __init__(self) -> None:
+    folder: keeps all tokens, which may take more room than the weights; None keeps some in memory.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
         self._largest: dict[str, Tensor] = {}
         self._kept = defaultdict[str, list[Tensor]](list)
+        self._columns: dict[str, Tensor] = {}  # by which inputs are divided
         self.report: dict[str, Any] = {}  # for the manifest
 
     def describe(self, name: str, rows: Sequence[Sequence[int] | NDArray[np.int64]]) -> None:
@@ -115,7 +121,11 @@ class Activations:
         if len(x):
             largest = x.abs().amax(dim=0).cpu()
             self._largest[name] = torch.maximum(largest, self._largest.get(name, largest))
-            self._kept[name].append(x[::_EVERY].to("cpu", torch.bfloat16, copy=True))
+            if self._folder is None:
+                self._kept[name].append(x[::_EVERY].to("cpu", torch.bfloat16, copy=True))
+                return
+            with (self._folder / name).open("ab") as file:
+                x.to("cpu", torch.bfloat16).view(torch.int16).numpy().tofile(file)
 
     def largest(self, name: str) -> Tensor:
         """Return the largest magnitudes, [n_in]."""
@@ -123,8 +133,25 @@ class Activations:
 
     def tokens(self, name: str) -> Tensor:
         """Return some tokens, [tokens, n_in]."""
-        kept = torch.cat(self._kept[name])
+        kept = self._read(name)
         return kept[:: -(-len(kept) // _TOKENS)].float()
+
+    def divide(self, name: str, columns: Tensor) -> None:
+        """Note by what the inputs of a product are divided, [n_in]."""
+        self._columns[name] = columns
+
+    def inputs(self, name: str) -> Tensor | None:
+        """Return all tokens as the product reads them, [tokens, n_in]; None without a folder."""
+        if self._folder is None or name not in self._largest:
+            return None
+        x = self._read(name).float()
+        return x / self._columns[name] if name in self._columns else x
+
+    def _read(self, name: str) -> Tensor:
+        if self._folder is None:
+            return torch.cat(self._kept[name])
+        values = torch.from_numpy(np.fromfile(self._folder / name, dtype=np.int16))
+        return values.view(torch.bfloat16).view(-1, len(self._largest[name]))
 
 
 def smooth(
@@ -155,6 +182,8 @@ def smooth(
             activations.report["smoothed"] += 1
             for name, multiplier in place.multipliers(factors, shapes).items():
                 scaled[name].append(multiplier)
+                if name in place.readers:
+                    activations.divide(name, torch.from_numpy(multiplier).ravel())
 
     def read(name: str) -> Tensor:
         weight = weights[name]

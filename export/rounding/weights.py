@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -11,23 +11,38 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 TRANSPOSED = ".T"  # ends the name of a weight that the graph has transposed
+Inputs = Callable[[str], Tensor | None]
 _SLICE = 2**21  # numbers in memory as float32 at once
 
 
 class Weights:
     """A decoder's parameters in the graph's type, made from stored ones whenever they are read.
 
-    stored: by the decoder's names, of any type of floats. dtype: the type of the graph.
+    stored: by the decoder's names, of any type of floats. dtype: the type of the graph. inputs:
+    returns what a product reads by its weight's name, [tokens, n_in], or None.
     """
 
-    def __init__(self, stored: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> None:
-        self.dtype = dtype
+    def __init__(
+        self,
+        stored: Mapping[str, Tensor],
+        dtype: torch.dtype = torch.float32,
+        inputs: Inputs | None = None,
+    ) -> None:
+        self.dtype, self._inputs = dtype, inputs
         self._stored = stored
         self._factors = defaultdict[str, list[Tensor]](list)
 
     def scale(self, name: str, factors: NDArray[np.float32]) -> None:
         """Multiply a parameter by factors that broadcast to it."""
         self._factors[name].append(torch.from_numpy(factors))
+
+    def inputs(self, name: str) -> Tensor | None:
+        """Return what a product with a scaled weight reads, [tokens, n_in]; None if unknown."""
+        x = None if self._inputs is None else self._inputs(name)
+        if x is not None:
+            for columns in (factor for factor in self._factors[name] if factor.shape[-1] > 1):
+                x = x / columns.ravel()
+        return x
 
     def slices(self, name: str, stored: Tensor | None = None) -> Iterator[Tensor]:
         """Return some rows after others in float32, which may be overwritten.
