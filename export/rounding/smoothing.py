@@ -8,7 +8,7 @@ of its weights, each relative to the size of the output that it is for, channel 
 
 where it is made, and its columns are multiplied by k_j (Xiao et al., "SmoothQuant", 2023; for
 rounded weights alone Lin et al., "AWQ", 2024). Of several powers p, and of a place left as it is,
-the one is taken whose products of a sample of tokens lose least, relative to each output. Any p
+the one is taken whose products of a sample lose least, relative to each output and token. Any p
 gives the same products however such factors were spread before, so outliers that are nothing but
 such factors cost nothing.
 """
@@ -225,10 +225,12 @@ def choose_factors(
         total = 0.0
         for matrix, of_matrix in matrices:
             exact = x @ matrix.t()
-            power = exact.square().sum(dim=0).clamp(min=SMALLEST_SCALE)
+            of_outputs = exact.square().mean(dim=0).clamp(min=SMALLEST_SCALE)
+            of_tokens = (exact.square() / of_outputs).mean(dim=1).clamp(min=SMALLEST_SCALE)
             for of_activations, of_weights in of_matrix:
                 rounded = of_activations(x / columns) @ of_weights(matrix * columns).t()
-                total += ((rounded - exact).square().sum(dim=0) / power).sum().item()
+                errors = (rounded - exact).square() / of_outputs
+                total += (errors.mean(dim=1) / of_tokens).mean().item()
         return total
 
     per_channel = partial(_per_channel, place)

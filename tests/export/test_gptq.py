@@ -19,7 +19,8 @@ def inputs(n_in: int, n_tokens: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     mixed = torch.randn(n_in, n_in, generator=generator) / n_in**0.5 + torch.eye(n_in)
     sizes = torch.rand(n_in, generator=generator) * 3 + 0.1
-    return torch.randn(n_tokens, n_in, generator=generator) @ mixed * sizes
+    mixture: Tensor = torch.randn(n_tokens, n_in, generator=generator) @ mixed * sizes
+    return mixture
 
 
 def by_definition(row: Doubles, moments: Doubles) -> Doubles:

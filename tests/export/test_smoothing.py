@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ from kvasir.model.directory import ENCODER_GRAPH_FILE, GRAPH_FILE
 from kvasir.model.network.feed_forward import ExpertLinear
 from kvasir.model.network.transformer import Transformer
 from tests.export.test_places import MODELS, outputs
-from tests.kit.encoders import BERT, MODERN
+from tests.kit.encoders import MODERN
 from tests.kit.outliers import make_outliers
 from tests.kit.random_models import make_config, make_decoder
 
@@ -86,8 +87,8 @@ def rounded_products(network: Transformer, precision: str) -> Iterator[None]:
         yield
 
 
-def loss(network: Transformer, precision: str) -> float:
-    """Return the squares of errors of rounded outputs, over the outputs' variance."""
+def loss(network: Transformer, precision: str, *, smooths: bool = True) -> float:
+    """Return the mean square of rounded outputs' errors, over the variance of each token's."""
     expected, activations = outputs(network), Activations()
 
     def note_head(_: nn.Module, _inputs: object, normed: Tensor) -> None:
@@ -96,11 +97,12 @@ def loss(network: Transformer, precision: str) -> float:
     with activations.watch(network, ""), network.norm.register_forward_hook(note_head):
         outputs(network, seed=2, n_rows=40)
     weights = {name: weight.clone() for name, weight in network.state_dict().items()}
-    smoothed = smooth(network.config, weights, activations, "cpu", precision)
-    network.load_state_dict({name: smoothed[name] for name in weights})
+    if smooths:
+        smoothed = smooth(network.config, weights, activations, "cpu", precision)
+        network.load_state_dict({name: smoothed[name] for name in weights})
     with rounded_products(network, precision):
         errors = outputs(network) - expected
-    return (errors.square().mean() / expected.var()).item()
+    return (errors.square().mean(dim=-1) / expected.var(dim=-1)).mean().item()
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
@@ -116,22 +118,37 @@ def test_outliers_cost_at_most_half_as_much_again(
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
-@pytest.mark.parametrize("name", ["llama", "gemma", "qwen3 mixture", "encoder-decoder"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "phi", "gemma"])
+def test_a_token_with_massive_activations_does_not_spoil_the_others(
+    name: str, precision: str
+) -> None:
+    """As first tokens of published models have: they say nothing of the channels' other tokens."""
+
+    def massive() -> Transformer:
+        network = make_decoder(replace(MODELS[name], tied_embeddings=False))
+        with torch.no_grad():
+            network.embedding.weight[torch.arange(5), 3] = 1000.0
+        return network
+
+    assert loss(massive(), precision) <= 1.2 * loss(massive(), precision, smooths=False)
+
+
+@pytest.mark.parametrize(("name", "precision"), [
+    ("llama", "int8"),
+    ("gemma", "int4"),
+    ("qwen3 mixture", "int4"),
+    ("encoder-decoder", "int8"),
+])  # fmt: skip
 def test_outliers_cost_a_graph_at_most_half_as_much_again(
     name: str, precision: str, tmp_path: Path
 ) -> None:
-    if name == "encoder-decoder" and precision == "int4":
-        pytest.skip("there is none")
     config = MODELS[name]
     plain = divergence(make_decoder(config), tmp_path / "plain", precision)
     assert divergence(with_outliers(config), tmp_path / "outliers", precision) <= 1.5 * plain
 
 
-@pytest.mark.parametrize("shape", [BERT, MODERN], ids=["bert", "modernbert"])
-def test_outliers_cost_vectors_at_most_half_as_much_again(
-    shape: dict[str, object], tmp_path: Path
-) -> None:
-    config = make_config(**shape)
+def test_outliers_cost_vectors_at_most_half_as_much_again(tmp_path: Path) -> None:
+    config = make_config(**MODERN)
     tokenizer, losses = dummy_tokenizer(config.vocab_size), []
     for network in (make_decoder(config), with_outliers(config)):
         weights, activations = network.state_dict(), Activations()
