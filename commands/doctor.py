@@ -80,8 +80,10 @@ def _cost(model: Path) -> str:
 
     manifest = load_model_dir(model).manifest
     figures = manifest.verification
-    verdict = figures.verdict or f"{figures.greedy_agreement:.1%} of its answers are PyTorch's"
-    return f"{model.name} in {manifest.precision}: {verdict}"
+    cost = figures.verdict or f"{figures.greedy_agreement:.1%} of likeliest tokens are PyTorch's"
+    if figures.mean_cosine is not None:
+        cost = f"the mean cosine of its vectors and PyTorch's is {figures.mean_cosine:.5f}"
+    return f"{model.name} in {manifest.precision}: {cost}"
 
 
 def examine() -> dict[str, Any]:

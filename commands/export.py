@@ -65,7 +65,7 @@ def export(
     top_k: TopK = None,
     top_p: TopP = None,
     max_model_len: int | None = Option(None, min=2, help="Longest sequence. Default: unchanged."),
-    calibrate: Path | None = Option(None, help="Text to round by. Default: as --text, but other."),
+    calibrate: Path | None = Option(None, help="Text to round by. Default: the text's other part."),
     calibration: bool = Option(True, help="Smooth outliers before rounding, at no cost later."),
     cache_dir: CacheDir = None,
     as_json: Json = False,
@@ -119,30 +119,37 @@ def evaluate(
     Rounded weights need --against: the directory does not hold the decoder's own.
     """
     with loading(quiet=as_json):
-        from kvasir.export.directory import verify_directory
+        from kvasir.export.evaluation import verify_directory
 
     with one_line_errors(), ProgressBar(quiet=as_json, takes_minutes=True) as progress:
-        manifest, measured = verify_directory(directory, against, text, progress)
+        manifest, measured, problem = verify_directory(directory, against, text, progress)
     columns = {"manifest": manifest.verification} | ({"measured": measured} if measured else {})
     parts = _tables(directory.name, **columns)
     if measured is None:
         note = f"hashes are right; to measure {manifest.precision} again, give it --against"
         parts.append(Text(f"{note} its checkpoint"))
     figures = measured or manifest.verification
-    if figures.by_position:
-        parts.append(_by_position(figures.by_position))
+    with one_line_errors():
+        if figures.by_position:
+            parts.append(_by_position(figures.by_position))
         if plot is not None:
             from kvasir.commands.console.plot import draw_losses
 
-            draw_losses(f"{directory.name} in {manifest.precision}", figures.by_position, plot)
-    if verdict := figures.verdict:
-        parts.append(Text(f"{directory.name}: {verdict}"))
+            draw_losses(
+                f"{directory.name} in {manifest.precision}", figures.by_position or [], plot
+            )
+    if figures.verdict:
+        parts.append(Text(f"{directory.name}: {figures.verdict}"))
     values: dict[str, Any] = {
         "directory": str(directory),
         "manifest": manifest.verification.model_dump(),
+        "measured": measured and measured.model_dump(),
+        "verdict": figures.verdict,
     }
-    values |= {"measured": measured and measured.model_dump()}
-    show(as_json, values, *parts, then=("serve", directory))
+    show(as_json, values, *parts, then=() if problem else ("serve", directory))
+    with one_line_errors():
+        if problem is not None:
+            raise problem
 
 
 def _by_position(spans: Sequence[SpanFigures]) -> Table:

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-import numpy as np
 import onnx_ir
-from numpy.typing import NDArray
 from pydantic import ValidationError
-from torch import Tensor
 
+from kvasir.export.evaluation import check_encoder, measure
 from kvasir.export.graphs.attention import write_attention_graph
-from kvasir.export.graphs.decoder import export_graph, load_weights
+from kvasir.export.graphs.decoder import export_graph
 from kvasir.export.graphs.encoder import export_encoder_graph
 from kvasir.export.graphs.paged import KV_DTYPES, check_pageable, export_paged_graph, speed_notes
-from kvasir.export.graphs.source import export_source_graph, load_both_weights
+from kvasir.export.graphs.source import export_source_graph
+from kvasir.export.rounding.activations import Activations
+from kvasir.export.rounding.formulas import BITS
 from kvasir.export.rounding.kv_cache import KVScales
-from kvasir.export.rounding.smoothing import BITS, Activations, smooth
-from kvasir.export.rounding.weights import Inputs
-from kvasir.export.verification.paged_session import PagedSession, require_device
+from kvasir.export.rounding.smoothing import smooth
+from kvasir.export.verification.paged_session import require_device
+from kvasir.export.verification.plan import SampleText
 from kvasir.export.verification.samples import make_sample, sample_calibration
-from kvasir.export.verification.segments import SegmentedGraph
-from kvasir.export.verification.vectors import observe_vectors, verify_vectors
-from kvasir.export.verification.verify import MAX_LOGIT_ERROR, Verifier, check
+from kvasir.export.verification.vectors import observe_vectors
+from kvasir.export.verification.verify import Verifier
 from kvasir.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import (
@@ -43,7 +42,6 @@ from kvasir.model.directory import (
     Device,
     Manifest,
     hash_files,
-    load_model_dir,
 )
 from kvasir.model.network.skeleton import count_parameters
 from kvasir.model.onnx.runtime import onnxruntime
@@ -91,42 +89,34 @@ def export_checkpoint(
     """
     precision = PRECISIONS[device][0] if precision is None else precision
     _check_options(device, precision, kv_cache, int8_prompts=int8_prompts)
+    if calibrate is not None and not (smooths and precision in BITS):
+        raise ValueError(f"{calibrate} is for rounding weights; leave it out, or round them by it")
     progress("reading the checkpoint", 0, 0)
     checkpoint = load_checkpoint(source, max_model_len)
-    config, weights = checkpoint.config, checkpoint.weights
-    _check_encoder(config, device, precision, text)
+    config = checkpoint.config
+    check_encoder(config, device, precision, text)
     if device != "cpu":
         check_pageable(config)
         require_device(device)
     sample = None if config.pooling else make_sample(checkpoint, text, precision)
     calibration = None if calibrate is None else sample_calibration(checkpoint, calibrate)
     extra_files = _extra_files(checkpoint, generation)
-    target = _Target(device, precision, kv_cache, int8_prompts)
+    target = _Target(device, precision, kv_cache, int8_prompts, smooths and precision in BITS)
+    verifier = None
+    if config.pooling is None:
+        verifier = Verifier(
+            config, checkpoint.weights, sample, device, calibration, calibrates=target.smooths
+        )
     with new_directory(out) as part:
         _save_files(checkpoint, extra_files, part)
-        verifier = None
-        if config.pooling is None:
-            verifier = Verifier(config, checkpoint.weights, sample, device, calibration)
-        with _observing(part, precision if smooths else "fp32") as activations:
-            if verifier is None and activations is not None:
-                observe_vectors(config, weights, checkpoint.tokenizer, activations, calibration)
-            scales = KVScales(config)
-            if verifier is not None:
-                verifier.compute(progress, scales.observe, activations)
-            if activations is not None:
-                rounded = config, weights, activations, device, precision, progress
-                weights = smooth(*rounded, keeps_values=target.rounds_values(config))
-            inputs = None if activations is None else activations.inputs
-            _write_graphs(config, weights, part, target, scales.steps(), inputs, progress)
-        if verifier is not None:
-            figures = _verify(verifier, part / GRAPH_FILE, config, device, precision, progress)
-        else:
-            measured = config, checkpoint.weights, part / GRAPH_FILE, checkpoint.tokenizer
-            figures = verify_vectors(*measured, precision, progress)
+        report = _write_graphs(checkpoint, verifier, part, target, calibration, progress)
+        graph = part / GRAPH_FILE
+        figures, problem = measure(checkpoint, verifier, graph, device, precision, progress)
+        if problem is not None:
+            raise problem
         facts = _describe_source(checkpoint)
         manifest = make_manifest(config, part, precision, facts, figures, device)
-        if activations is not None:
-            manifest = manifest.model_copy(update={"calibration": activations.report})
+        manifest = manifest.model_copy(update={"calibration": report})
         manifest.save(part / MANIFEST_FILE)
     return manifest, checkpoint.notes + (speed_notes(config) if device == "cuda" else ())
 
@@ -138,52 +128,66 @@ class _Target(NamedTuple):
     precision: str
     kv_cache: str | None
     int8_prompts: bool
+    smooths: bool
 
     def rounds_values(self, config: TransformerConfig) -> bool:
         """Return whether values that are cached have 8 bits, and scales of their own."""
-        in_cache = self.kv_cache is not None or (self.device == "cpu" and config.causal)
-        return in_cache and config.encoder is None
+        on_cpu = self.device == "cpu" and config.pooling is None
+        return (on_cpu or self.kv_cache is not None) and config.encoder is None
+
+
+def _write_graphs(
+    checkpoint: Checkpoint,
+    verifier: Verifier | None,
+    part: Path,
+    target: _Target,
+    calibration: SampleText | None,
+    progress: Progress,
+) -> dict[str, str | int] | None:
+    """Compute the network, choose how it is rounded, and write its graphs.
+
+    Returns what the manifest says of the calibration, if there was one.
+    """
+    config, weights, scales = checkpoint.config, checkpoint.weights, KVScales(checkpoint.config)
+    with _observing(part, target) as activations:
+        if verifier is not None:
+            verifier.compute(progress, scales.observe, activations)
+        elif activations is not None:
+            observe_vectors(config, weights, checkpoint.tokenizer, activations, calibration)
+        if activations is not None:
+            rounded = config, weights, activations, target.device, target.precision, progress
+            weights = smooth(*rounded, keeps_values=target.rounds_values(config))
+        inputs = None if activations is None else activations.inputs
+        arguments, steps = (config, weights, part / GRAPH_FILE, target.precision), scales.steps()
+        if target.device != "cpu":
+            in_cache = target.kv_cache, steps, progress, target.device
+            export_paged_graph(*arguments, *in_cache, inputs=inputs)
+        elif verifier is None:
+            export_encoder_graph(*arguments, progress)
+        else:
+            prompts = target.int8_prompts
+            export_graph(*arguments, steps, progress, int8_prompts=prompts, inputs=inputs)
+        if config.encoder is not None:
+            file = part / ENCODER_GRAPH_FILE
+            export_source_graph(config, weights, file, target.precision, progress)
+        if target.device == "cpu":
+            write_attention_graph(part)
+    return None if activations is None else activations.report
 
 
 @contextmanager
-def _observing(folder: Path, precision: str) -> Iterator[Activations | None]:
-    """Yield what notes activations, for a precision that rounds weights.
+def _observing(folder: Path, target: _Target) -> Iterator[Activations | None]:
+    """Yield what notes activations, if weights are rounded by them.
 
     int4 looks at every token while weights are written; the tokens wait in files of the folder.
     """
-    if precision not in BITS:
+    if not target.smooths:
         yield None
-    elif precision != "int4":
+    elif target.precision != "int4":
         yield Activations()
     else:
         with TemporaryDirectory(dir=folder) as tokens:
             yield Activations(Path(tokens))
-
-
-def _write_graphs(
-    config: TransformerConfig,
-    weights: Mapping[str, Tensor],
-    part: Path,
-    target: _Target,
-    steps: NDArray[np.float32],
-    inputs: Inputs | None,
-    progress: Progress,
-) -> None:
-    """Write all graphs of a model; steps: of keys and values. inputs: see `Weights`."""
-    arguments = config, weights, part / GRAPH_FILE, target.precision
-    if target.device != "cpu":
-        in_cache = target.kv_cache, steps, progress, target.device
-        export_paged_graph(*arguments, *in_cache, inputs=inputs)
-        return
-    if config.pooling is not None:
-        export_encoder_graph(*arguments, progress)
-    else:
-        prompts = target.int8_prompts
-        export_graph(*arguments, steps, progress, int8_prompts=prompts, inputs=inputs)
-    if config.encoder is not None:
-        file = part / ENCODER_GRAPH_FILE
-        export_source_graph(config, weights, file, target.precision, progress)
-    write_attention_graph(part)
 
 
 def _save_files(checkpoint: Checkpoint, files: dict[str, bytes], part: Path) -> None:
@@ -218,83 +222,11 @@ def _extra_files(checkpoint: Checkpoint, generation: GenerationDefaults | None) 
     return files
 
 
-def _check_encoder(
-    config: TransformerConfig, device: Device, precision: str, text: Path | None
-) -> None:
-    """Raise ValueError for options that a model with an encoder, or a pooling, has not."""
-    if config.encoder is None and config.pooling is None:
-        return
-    kind = "a model that makes vectors" if config.pooling else "an encoder-decoder"
-    if device != "cpu" or precision == "int4":
-        raise ValueError(f"{kind} is fp32 or int8 on cpu, not {precision} on {device}")
-    if config.pooling and text is not None:
-        raise ValueError(f"{kind} is not measured on {text}; leave it out")
-
-
 def check_precision(precision: str, device: Device) -> None:
     """Raise ValueError for a precision that the device has not."""
     if precision not in PRECISIONS[device]:
         precisions = ", ".join(PRECISIONS[device])
         raise ValueError(f"no precision {precision!r} for {device}; there are {precisions}")
-
-
-def verify_directory(
-    directory: Path,
-    source: Path | None = None,
-    text: Path | None = None,
-    progress: Progress = no_progress,
-) -> tuple[Manifest, Verification | None]:
-    """Check a model directory's hashes and measure its figures now.
-
-    The reference is the checkpoint or else the decoder rebuilt from the graph's own weights;
-    figures are None where rounding has left neither. Raises ModelDirectoryError,
-    CheckpointError (also for one that the directory was not made from), VerificationError and
-    ValueError.
-    """
-    progress("reading the model", 0, 0)
-    model_dir = load_model_dir(directory)
-    manifest = model_dir.manifest
-    if source is not None:
-        checkpoint = load_checkpoint(source, model_dir.config.max_model_len)
-        if hash_weights(checkpoint.weight_files) != manifest.source.get("sha256"):
-            raise CheckpointError(
-                f"{directory} was not exported from {checkpoint.path}: the hashes differ"
-            )
-    elif manifest.precision == "fp32":
-        load = load_weights if model_dir.config.encoder is None else load_both_weights
-        weights = load(model_dir.config, model_dir.graph_path)
-        checkpoint = Checkpoint(directory, model_dir.config, weights, model_dir.tokenizer, {})
-    elif text is not None:
-        raise ValueError(
-            f"perplexity on {text} is measured against the weights before rounding: "
-            "name it with --against"
-        )
-    else:
-        return manifest, None
-    config, device, precision = checkpoint.config, manifest.device, manifest.precision
-    graph, weights, tokenizer = model_dir.graph_path, checkpoint.weights, checkpoint.tokenizer
-    _check_encoder(config, device, precision, text)
-    if config.pooling is not None:
-        return manifest, verify_vectors(config, weights, graph, tokenizer, precision, progress)
-    verifier = Verifier(config, weights, make_sample(checkpoint, text, precision), device)
-    return manifest, _verify(verifier, graph, config, device, precision, progress)
-
-
-def _verify(
-    verifier: Verifier,
-    path: Path,
-    config: TransformerConfig,
-    device: Device,
-    precision: str,
-    progress: Progress,
-) -> Verification:
-    """Measure a graph on its device. Raises VerificationError."""
-    on_cpu = device == "cpu"
-    graph = SegmentedGraph(path, config) if on_cpu else PagedSession.open(path, config, device)
-    figures = verifier.verify(graph.logits, progress)
-    is_far = precision == "fp32" and figures.max_logit_error > MAX_LOGIT_ERROR
-    check(figures, precision, verifier.float32_error(progress) if is_far else 0.0)
-    return figures
 
 
 def make_manifest(

@@ -84,7 +84,7 @@ class Verification(Record):
             return None
         loss = next((words for most, words in _LOSSES if self.mean_kl < most), "much")
         return (
-            f"it loses {loss}: {self.greedy_agreement:.1%} of likeliest tokens are PyTorch's, "
+            f"{loss} is lost: {self.greedy_agreement:.1%} of likeliest tokens are PyTorch's, "
             f"mean KL {self.mean_kl:.1e}"
         )
 

@@ -11,7 +11,12 @@ from kvasir.model.records import SpanFigures
 
 
 def draw_losses(title: str, spans: Sequence[SpanFigures], out: Path) -> None:
-    """Write a PNG: the mean and the 99th percentile of KL, in nats, at positions of rows."""
+    """Write a PNG: the mean and the 99th percentile of KL, in nats, at positions of rows.
+
+    Raises ValueError without figures, or for a name that does not say which kind of picture.
+    """
+    if not spans:
+        raise ValueError(f"{title} has no figures by position to draw; leave {out} out")
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     edges = [spans[0].first, *(span.last + 1 for span in spans)]

@@ -20,6 +20,7 @@ from torch import Tensor
 from kvasir.export.graphs.tail import add_candidates
 from kvasir.export.graphs.trace import TensorSpec, trace
 from kvasir.export.rewrite import save
+from kvasir.export.rounding.formulas import BITS
 from kvasir.export.rounding.kv_cache import scale_kv_channels
 from kvasir.export.rounding.quantize import quantize_in_blocks
 from kvasir.export.rounding.weights import Inputs, Weights
@@ -108,8 +109,8 @@ def export_paged_graph(
     kv_dtype = dtype if kv_cache is None else KV_DTYPES[kv_cache]
     blocks: list[int | str] = ["num_blocks", KV_BLOCK_SIZE, config.n_kv_head, config.head_dim]
     model = trace(decoder, converted, PagedInputs, of_run, (kv_dtype, blocks))
-    if precision in ("int8", "int4"):
-        quantize_in_blocks(model, converted, bits=8 if precision == "int8" else 4)
+    if precision in BITS:
+        quantize_in_blocks(model, converted, bits=BITS[precision])
     if not on_webgpu:
         add_candidates(model.graph, config.vocab_size)
     save(model, path, progress)

@@ -19,11 +19,9 @@ from onnx_ir.tape import Tape
 from torch import Tensor
 
 from kvasir.export.rewrite import MICROSOFT, remove_unused_constants, replace_node
-from kvasir.export.rounding.formulas import BLOCK
+from kvasir.export.rounding.formulas import BITS, BLOCK
 from kvasir.export.rounding.quantize import Rounder, block_rounder, rounded_weight
 from kvasir.export.rounding.weights import Weights
-
-_BITS = {"int8": 8, "int4": 4}
 
 
 def place_experts(model: ir.Model, weights: Weights, precision: str) -> None:
@@ -39,7 +37,7 @@ def place_experts(model: ir.Model, weights: Weights, precision: str) -> None:
         if precision == "fp32":
             inputs = [rows, routes, *parts]
         else:
-            bits, inputs = _BITS[precision], [rows, routes]
+            bits, inputs = BITS[precision], [rows, routes]
             for weight, bias in zip(parts[::2], parts[1::2], strict=True):
                 inputs += [*_round(graph, weights, weight, bits), bias]
             attributes |= {"expert_weight_bits": bits, "block_size": BLOCK, "accuracy_level": 4}

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+BITS = {"int8": 8, "int4": 4}  # of the precisions that round weights
 BLOCK = 32
 SMALLEST_SCALE = 1e-12  # for zeros
 _MOST_OF_PAIR = 128  # 255 · 128 < 2^15

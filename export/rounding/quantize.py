@@ -46,7 +46,7 @@ from kvasir.export.rewrite import (
     replace_node,
 )
 from kvasir.export.rounding.formulas import BLOCK, quantize_blocks, quantize_pairs, quantize_rows
-from kvasir.export.rounding.gptq import inverse_factor, quantize_columns
+from kvasir.export.rounding.gptq import column_rounder
 from kvasir.export.rounding.weights import TRANSPOSED, Weights
 
 _EMBEDDING = "embedding.weight"  # the decoder's name, which the graph keeps
@@ -133,7 +133,7 @@ def block_rounder(weights: Weights, name: str, bits: int) -> Rounder:
     x = weights.inputs(name) if bits == 4 else None
     if x is None:
         return partial(quantize_blocks, bits=bits)
-    return partial(quantize_columns, upper=inverse_factor(x))
+    return column_rounder(x)
 
 
 def _sizes(weight: ir.Value) -> tuple[int, int]:

@@ -1,13 +1,15 @@
 """Smoothing: outliers of activations move into the weights that read them, before rounding.
 
 A token in 8 bits loses what is small beside its largest number. Published models have channels that
-are 20 to 100 times the others. With a_j the size of channel j in activations, and w_j the largest
-of its weights, each relative to the size of the output that it is for, channel j is divided by
+are 20 to 100 times the others. With a_j the size of channel j in activations (the largest, or root
+mean square), and w_j the largest of its weights over the size of the weight's output, channel j is
+divided by
 
     k_j = a_j^p / w_j^(1 - p)
 
 where it is made, and its columns are multiplied by k_j (Xiao et al., "SmoothQuant", 2023; for
-rounded weights alone Lin et al., "AWQ", 2024). Of several powers p, and of a place left as it is,
+rounded weights alone Lin et al., "AWQ", 2024). k_j is rounded to a power of two, so no weight
+changes but by its exponent. Of several powers p, and of a place left as it is,
 the one is taken whose products of a sample lose least, relative to each output and token. Any p
 gives the same products however such factors were spread before, so outliers that are nothing but
 such factors cost nothing.
@@ -15,21 +17,18 @@ such factors cost nothing.
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
+from kvasir.export.rounding.activations import Activations
 from kvasir.export.rounding.formulas import (
+    BITS,
     SMALLEST_SCALE,
     quantize_blocks,
     quantize_rows,
@@ -38,14 +37,12 @@ from kvasir.export.rounding.formulas import (
 from kvasir.export.rounding.places import Factors, Place, places
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import Device
-from kvasir.model.network.feed_forward import ExpertLinear
 from kvasir.model.network.skeleton import parameter_shapes
 from kvasir.model.platform.progress import Progress, no_progress, with_progress
 from kvasir.model.tensor_files import LazyWeights
 
 _POWERS = (0.3, 0.5, 0.7, 0.85, 1.0)
-_EVERY = 16  # of so many tokens one is kept
-_TOKENS, _ROWS = 256, 128  # of the sample, and of each matrix, that products are measured on
+_ROWS = 128  # of each matrix that products are measured on
 _FEWER = 4  # of the tokens, for the size of outputs
 _SMALLEST = 1e-6  # of the largest magnitude: channels below it count as silent
 
@@ -68,90 +65,22 @@ def _in_blocks(matrix: Tensor, bits: int) -> Tensor:
     return restore_blocks(*quantize_blocks(matrix, bits), bits)[:, : matrix.shape[1]]
 
 
-BITS = {"int8": 8, "int4": 4}  # of the precisions that round weights
 _IN_ROWS = Rounding(_in_rows, _in_rows)
 
 
-def roundings(device: Device, precision: str, *, is_expert: bool) -> list[Rounding]:
-    """Return how products are rounded on a device in int8 or int4: steps', and perhaps prompts'."""
+def roundings(device: Device, precision: str, name: str) -> list[Rounding]:
+    """Return how a product is rounded in int8 or int4: in steps, and perhaps in prompts.
+
+    name: of its weight.
+    """
+    is_expert = ".expert_" in name
     in_blocks = partial(_in_blocks, bits=BITS[precision])
     if device != "cpu":
         return [Rounding(lambda x: x, in_blocks)]
-    if is_expert or precision == "int4":
+    if is_expert or (precision == "int4" and name != "head.weight"):
         of_steps = Rounding(partial(_in_blocks, bits=8), in_blocks)
         return [of_steps] if is_expert else [of_steps, _IN_ROWS]
     return [_IN_ROWS]
-
-
-class Activations:
-    """What products read, by the name of their weight: the largest magnitudes and some tokens.
-
-    folder: keeps all tokens, which may take more room than the weights; None keeps some in memory.
-    """
-
-    def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder
-        self._largest: dict[str, Tensor] = {}
-        self._kept = defaultdict[str, list[Tensor]](list)
-        self._columns: dict[str, Tensor] = {}  # by which inputs are divided
-        self.report: dict[str, Any] = {}  # for the manifest
-
-    def describe(self, name: str, rows: Sequence[Sequence[int] | NDArray[np.int64]]) -> None:
-        """Note which tokens these are of; name: of their text."""
-        digest = hashlib.sha256(b"".join(np.asarray(row, dtype="<i8").tobytes() for row in rows))
-        n_tokens = sum(map(len, rows))
-        self.report |= {"text": name, "tokens": n_tokens, "sha256": digest.hexdigest()}
-
-    @contextmanager
-    def watch(self, module: nn.Module, prefix: str) -> Iterator[None]:
-        """Note the inputs of a module's products while the block runs; prefix: of their names."""
-        with ExitStack() as hooks:
-            for name, part in module.named_modules():
-                if isinstance(part, nn.Linear | ExpertLinear):
-                    note = partial(self._note, f"{prefix}{name}.weight")
-                    hooks.enter_context(part.register_forward_pre_hook(note))
-            yield
-
-    def _note(self, name: str, _: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        self.add(name, arguments[0])
-
-    def add(self, name: str, x: Tensor) -> None:
-        """Take activations [..., n_in] into account."""
-        x = x.detach().flatten(0, -2)
-        if len(x):
-            largest = x.abs().amax(dim=0).cpu()
-            self._largest[name] = torch.maximum(largest, self._largest.get(name, largest))
-            if self._folder is None:
-                self._kept[name].append(x[::_EVERY].to("cpu", torch.bfloat16, copy=True))
-                return
-            with (self._folder / name).open("ab") as file:
-                x.to("cpu", torch.bfloat16).view(torch.int16).numpy().tofile(file)
-
-    def largest(self, name: str) -> Tensor:
-        """Return the largest magnitudes, [n_in]."""
-        return self._largest[name]
-
-    def tokens(self, name: str) -> Tensor:
-        """Return some tokens, [tokens, n_in]."""
-        kept = self._read(name)
-        return kept[:: -(-len(kept) // _TOKENS)].float()
-
-    def divide(self, name: str, columns: Tensor) -> None:
-        """Note by what the inputs of a product are divided, [n_in]."""
-        self._columns[name] = columns
-
-    def inputs(self, name: str) -> Tensor | None:
-        """Return all tokens as the product reads them, [tokens, n_in]; None without a folder."""
-        if self._folder is None or name not in self._largest:
-            return None
-        x = self._read(name).float()
-        return x / self._columns[name] if name in self._columns else x
-
-    def _read(self, name: str) -> Tensor:
-        if self._folder is None:
-            return torch.cat(self._kept[name])
-        values = torch.from_numpy(np.fromfile(self._folder / name, dtype=np.int16))
-        return values.view(torch.bfloat16).view(-1, len(self._largest[name]))
 
 
 def smooth(
@@ -167,8 +96,9 @@ def smooth(
     """Return weights of the same function that lose less when they are rounded.
 
     keeps_values: attention's values get their scales elsewhere (export.rounding.kv_cache). Raises
-    ValueError for activations that are not finite.
+    ValueError as `Activations.check`.
     """
+    activations.check()
     shapes, scaled = parameter_shapes(config), defaultdict[str, list[Factors]](list)
     chosen = [
         place
@@ -187,8 +117,10 @@ def smooth(
 
     def read(name: str) -> Tensor:
         weight = weights[name]
-        for factors in scaled.get(name, ()):
-            weight = weight.float() * torch.from_numpy(factors)
+        for factors in map(torch.from_numpy, scaled.get(name, ())):
+            # Powers of two have no digits that bfloat16 lacks; float16 lacks exponents.
+            dtype = torch.float32 if weight.dtype == torch.float16 else weight.dtype
+            weight = weight.to(dtype) * factors.to(dtype)
         return weight
 
     return LazyWeights({name: partial(read, name) for name in weights})
@@ -201,17 +133,15 @@ def choose_factors(
     device: Device,
     precision: str,
 ) -> Factors | None:
-    """Return a place's factors [n_channels] with the least error; None to leave it as it is."""
+    """Return a place's factors [n_channels] with the least error; None to leave it as it is.
+
+    A place stays as it is if int4 finds a matrix that was rounded so before: it would lose that.
+    """
     x = activations.tokens(place.readers[0])
-    largest = activations.largest(place.readers[0])
-    if not largest.isfinite().all():
-        raise ValueError(
-            f"the inputs of {place.readers[0]} are not all finite; the model cannot be rounded"
-        )
     matrices, widest = list[tuple[Tensor, list[Rounding]]](), torch.zeros(x.shape[1])
     for name in place.readers:
         stored = weights[name]
-        is_expert, stored = stored.dim() == 3, stored.flatten(0, -2)
+        stored = stored.flatten(0, -2)
         for part in stored.split(2**12):
             rows = part.float()
             outputs = (x[::_FEWER] @ rows.t()).square().mean(dim=0).sqrt()
@@ -219,7 +149,9 @@ def choose_factors(
             widest = torch.maximum(widest, reach.amax(dim=0))
         if not name.endswith("router.weight"):
             some = stored[:: -(-len(stored) // _ROWS)].float()
-            matrices.append((some, roundings(device, precision, is_expert=is_expert)))
+            if precision == "int4" and torch.equal(_in_blocks(some, bits=4), some):
+                return None
+            matrices.append((some, roundings(device, precision, name)))
 
     def error(columns: Tensor) -> float:
         total = 0.0
@@ -237,7 +169,7 @@ def choose_factors(
     weight_reach = per_channel(widest, Tensor.amax)
     best, factors = error(torch.ones(x.shape[1])), None
     sizes = [
-        per_channel(largest, Tensor.amax),
+        per_channel(activations.largest(place.readers[0]), Tensor.amax),
         per_channel(x.square().mean(dim=0), Tensor.mean).sqrt(),
     ]
     for size, power in [(sizes[0], 0.0), *product(sizes, _POWERS)]:
@@ -254,9 +186,9 @@ def _per_channel(place: Place, columns: Tensor, join: Callable[..., Tensor]) -> 
 
 
 def _factors(largest: Tensor, weight_reach: Tensor, power: float) -> Tensor:
-    """Return k_j, of which the geometric mean is 1; 1 where activations or weights are silent."""
+    """Return k_j, of which the geometric mean is about 1; 1 where either is silent."""
     loud = (largest > _SMALLEST * largest.max()) & (weight_reach > _SMALLEST * weight_reach.max())
-    logs = power * largest.log() - (1.0 - power) * weight_reach.log()
+    logs = power * largest.log2() - (1.0 - power) * weight_reach.log2()
     if loud.any():
-        logs -= logs[loud].mean()
-    return logs.exp().where(loud, torch.ones(()))
+        logs -= logs[loud].mean().round()
+    return logs.round().exp2().where(loud, torch.ones(()))

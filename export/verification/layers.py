@@ -67,17 +67,17 @@ class LayeredDecoder:
         sources: Sequence[Tensor] = (),
         *,
         watch: Watch | None = None,
-        observed: Container[int] | None = None,
+        watched: Container[int] | None = None,
     ) -> list[Tensor]:
         """Return the last block's output for each row of tokens, [tokens, d_model].
 
         observe: is called for each row of a decoder's layer, and then for those of the next.
         sources: of a decoder with an encoder, the vectors of each row's, as `encode` returns them.
-        watch: is entered while a layer computes. observed: the rows for both; None is all.
+        watch: is entered while a layer computes the rows of `watched`, of which None is all.
         """
 
         def kind(i: int) -> tuple[int, bool]:
-            return len(rows[i]), observed is None or i in observed
+            return len(rows[i]), watched is None or i in watched
 
         groups: list[list[int]] = []
         for (length, _), places in groupby(range(len(rows)), kind):
@@ -92,15 +92,11 @@ class LayeredDecoder:
             block = make_block(self.config, layer)
             self._load(block, f"blocks.{layer}")
             for i, group in enumerate(groups):
-                _, is_observed = kind(group[0])
-                watching = (
-                    watch(block, f"{self._prefix}blocks.{layer}.")
-                    if watch and is_observed
-                    else None
-                )
-                with watching or nullcontext():
+                _, is_watched = kind(group[0])
+                name = f"{self._prefix}blocks.{layer}."
+                with watch(block, name) if watch and is_watched else nullcontext():
                     hidden[i], cache = self._compute(block, hidden[i], given[i])
-                if observe is not None and is_observed and cache is not None:
+                if observe is not None and cache is not None:
                     for place, key, value in zip(group, *cache, strict=True):
                         observe(layer, place, LayerCache(key, value))
         return [x for batch in hidden for x in batch]

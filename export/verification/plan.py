@@ -70,9 +70,9 @@ class Plan:
     """The rows that PyTorch computes, each with one token more than is run, and the graph's tests.
 
     long_rows: the places of rows of the text's second half, the others being of its first; of
-    random tokens where there is no text of FEWEST_TOKENS. observed: the places of rows that choose
-    how weights are rounded: those of `calibration`, or else the long ones. text: the name of what
-    perplexity is measured on.
+    random tokens where there is no text of FEWEST_TOKENS. calibrated: the places of rows by which
+    weights are rounded, if `calibrates`: of `calibration`, or of the second half's beginning; where
+    that is too short, the long rows. text: the name of what perplexity is measured on.
     """
 
     def __init__(
@@ -80,12 +80,18 @@ class Plan:
         config: TransformerConfig,
         text: SampleText | None,
         calibration: SampleText | None = None,
+        *,
+        calibrates: bool = False,
     ) -> None:
         self._config, self._generator = config, np.random.default_rng(0)
         n_parameters = count_parameters(config)
-        long_rows = self._make_long_rows(text, affordable_tokens(n_parameters, *_OF_LONG_ROWS))
+        n_tokens = affordable_tokens(n_parameters, *_OF_LONG_ROWS)
+        long_rows = self._make_long_rows(text, n_tokens)
         if text is not None and len(text.token_ids) >= FEWEST_TOKENS:
             half = len(text.token_ids) // 2
+            rest = SampleText(text.name, text.token_ids[half:], text.prefix)
+            if calibration is None and len(rest.token_ids) > 2 * long_rows.size:
+                calibration = rest
             text = SampleText(text.name, text.token_ids[:half], text.prefix)
         short = min(_SHORT, config.max_model_len - 1)
         odd = sorted({end for end in (short // 3, short // 3 + 2, short) if 0 < end <= short})
@@ -106,12 +112,10 @@ class Plan:
             self.tests.append(Test(_decoded(stretches[:, :-1], n_given), places, True))
             self.rows += list(stretches)
             self.text = f"{text.name}, {len(stretches)} x {stretches.shape[1] - 1} tokens"
-        self.observed = self.long_rows
-        if calibration is not None:
-            n_tokens = len(self.rows[self.long_rows.start])
-            n_rows = max(1, affordable_tokens(n_parameters, *_OF_LONG_ROWS) // n_tokens)
-            chosen = calibration.rows(n_rows, n_tokens)
-            self.observed = range(len(self.rows), len(self.rows) + len(chosen))
+        self.calibrated = self.long_rows
+        if calibrates and calibration is not None:
+            chosen = calibration.rows(*long_rows.shape)
+            self.calibrated = range(len(self.rows), len(self.rows) + len(chosen))
             self.rows += list(chosen)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from itertools import islice
@@ -107,8 +108,9 @@ def sample_calibration(checkpoint: Checkpoint, file: Path) -> SampleText:
             f"{file.name} has {len(token_ids)} tokens, too few to calibrate on; "
             f"give --calibrate FILE with at least {FEWEST_TOKENS}"
         )
-    unknown = getattr(tokenizer.model, "unk_token", None)
-    n_unknown = int((token_ids == tokenizer.token_to_id(unknown or "")).sum()) if unknown else 0
+    model = json.loads(tokenizer.to_str())["model"]
+    unknown = model.get("unk_id", tokenizer.token_to_id(model.get("unk_token") or ""))
+    n_unknown = 0 if unknown is None else int((token_ids == unknown).sum())
     if 2 * n_unknown > len(token_ids):
         raise ValueError(
             f"the tokenizer does not know {n_unknown} of {len(token_ids)} tokens of {file.name}; "

@@ -32,7 +32,7 @@ def divergences(expected: Tensor, actual: Tensor) -> Tensor:
     parts, n_tokens = list[Tensor](), max(1, _DOUBLES // expected.shape[1])
     for logits in zip(expected.split(n_tokens), actual.split(n_tokens), strict=True):
         of_expected, of_actual = (part.double().log_softmax(dim=1) for part in logits)
-        parts.append((of_expected.exp() * (of_expected - of_actual)).sum(dim=1))
+        parts.append((of_expected.exp() * (of_expected - of_actual)).sum(dim=1).clamp(min=0.0))
     return torch.cat(parts)
 
 
@@ -112,7 +112,7 @@ class Tally:
         }
 
     def by_position(self) -> list[SpanFigures]:
-        """Return what rounding costs by position; of a span, all after it is four times as long."""
+        """Return what rounding costs before position SPAN, before 4 SPAN, 16 SPAN, and so on."""
         positions = torch.tensor(self.positions)
         divergences, differ = torch.cat(self.divergences), torch.cat(self.differ)
         spans, first = list[SpanFigures](), 0

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from kvasir.export.rounding.smoothing import Activations
+from kvasir.export.rounding.activations import Activations
 from kvasir.export.verification.plan import SampleText, affordable_tokens
 from kvasir.export.verification.verify import MAX_LOGIT_ERROR, VerificationError
 from kvasir.model.config import TransformerConfig

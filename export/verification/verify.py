@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvasir.export.graphs.source import encoder_weights
-from kvasir.export.rounding.smoothing import Activations
+from kvasir.export.rounding.activations import Activations
 from kvasir.export.verification.layers import LayeredDecoder, Observer
 from kvasir.export.verification.pair_plan import PairPlan, SamplePairs
 from kvasir.export.verification.plan import Plan, SampleText
@@ -22,6 +22,7 @@ from kvasir.export.verification.segments import Case, Floats
 from kvasir.export.verification.tally import NO_LABEL, SPAN, Tally
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import Device
+from kvasir.model.network.attention import LayerCache
 from kvasir.model.platform.progress import Progress, no_progress
 from kvasir.model.records import Verification
 
@@ -54,6 +55,8 @@ class Verifier:
         text: SampleText | SamplePairs | None = None,
         device: Device = "cpu",
         calibration: SampleText | None = None,
+        *,
+        calibrates: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         in_torch = "cuda" if device == "cuda" and torch.cuda.is_available() else "cpu"
@@ -68,11 +71,9 @@ class Verifier:
                 config.encoder, of_encoder, prefix="encoder.", dtype=dtype
             )
         else:
-            self._plan = Plan(config, text, calibration)
+            self._plan = Plan(config, text, calibration, calibrates=calibrates)
         self._decoder = LayeredDecoder(config, weights, in_torch, dtype=dtype)
-        self._in_float64 = partial(
-            Verifier, config, weights, text, device, calibration, torch.float64
-        )
+        self._in_float64 = partial(Verifier, config, weights, text, device, dtype=torch.float64)
         self._hidden: list[Tensor] = []  # the last block's output for each row
 
     def compute(
@@ -81,30 +82,44 @@ class Verifier:
         observe: Observer | None = None,
         activations: Activations | None = None,
     ) -> None:
-        """Compute all rows in PyTorch; observe, activations: of a decoder's observed rows."""
+        """Compute all rows in PyTorch.
+
+        activations: of the rows that weights are rounded by. observe: is called for these, and for
+        the long rows of a decoder without an encoder.
+        """
         watch = None if activations is None else activations.watch
-        rows = [row[:-1] for row in self._plan.rows]
-        if isinstance(self._plan, PairPlan):
+        plan, rows = self._plan, [row[:-1] for row in self._plan.rows]
+        described = rows
+        if isinstance(plan, PairPlan):
             assert self._encoder is not None
-            sources = self._encoder.encode(self._plan.sources, progress, watch)
-            observed = range(len(rows))
+            sources = self._encoder.encode(plan.sources, progress, watch)
+            calibrated, described = range(len(rows)), [*plan.sources, *rows]
             self._hidden = self._decoder.run(rows, progress, sources=sources, watch=watch)
         else:
-            observed = self._plan.observed
+            calibrated = plan.calibrated
+            described, observed = [rows[row] for row in calibrated], {*calibrated, *plan.long_rows}
+
+            def observe_some(layer: int, row: int, cache: LayerCache) -> None:
+                if observe is not None and row in observed:
+                    observe(layer, row, cache)
+
             self._hidden = self._decoder.run(
-                rows, progress, observe, watch=watch, observed=observed
+                rows, progress, observe_some, watch=watch, watched=calibrated
             )
         if activations is not None:
-            activations.describe(self._calibrates_on, [rows[row] for row in observed])
-            for row in observed:
-                activations.add("head.weight", self._decoder.normed(self._hidden[row]))
+            activations.describe(self._calibrates_on, described)
+            tied = self._decoder.config.tied_embeddings
+            head = "embedding.weight" if tied else "head.weight"
+            for row in calibrated:
+                activations.add(head, self._decoder.normed(self._hidden[row]))
 
     def float32_error(self, progress: Progress = no_progress) -> float:
         """Return how far PyTorch's logits are from those in float64, as `max_logit_error`."""
         exact = self._in_float64()
         exact.compute(progress)
         largest, deviation = 0.0, 0.0
-        for hidden, in_float64 in zip(self._hidden, exact._hidden, strict=True):
+        # Rows that weights are rounded by come last, and only here.
+        for hidden, in_float64 in zip(self._hidden, exact._hidden, strict=False):
             for some, same in zip(hidden.split(SPAN), in_float64.split(SPAN), strict=True):
                 logits = exact._decoder.logits(same)
                 error = (self._decoder.logits(some) - logits).abs().max().item()

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kvasir.export.directory import export_checkpoint, verify_directory
+from kvasir.export.directory import export_checkpoint
+from kvasir.export.evaluation import verify_directory
 from kvasir.export.graphs.source import load_both_weights
 from kvasir.export.verification.pair_plan import SamplePairs
 from kvasir.export.verification.samples import make_sample

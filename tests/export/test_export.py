@@ -13,16 +13,12 @@ from typing import Any
 import onnx_ir
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from typer.testing import CliRunner
 
-from kvasir.__main__ import app
 from kvasir.export import directory as export_directory
-from kvasir.export.directory import export_checkpoint, verify_directory
+from kvasir.export.directory import export_checkpoint
+from kvasir.export.evaluation import verify_directory
 from kvasir.export.graphs.decoder import STEP_INPUTS, export_graph
-from kvasir.export.verification.samples import make_sample, sample_calibration
+from kvasir.export.verification.samples import make_sample
 from kvasir.export.verification.verify import VerificationError
 from kvasir.model.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from kvasir.model.config import TransformerConfig
@@ -35,6 +31,7 @@ from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.model_runner import warm_up
 from kvasir.server.engine.runner import OnnxRunner
 from kvasir.server.engine.sampling.params import SamplingParams
+from tests.kit.commands import kvasir
 from tests.kit.engine_driver import make_sequence, run_to_end
 from tests.kit.random_models import export_random, make_config, make_decoder
 
@@ -59,17 +56,6 @@ def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("artifacts") / "tale"
     export_checkpoint(run, out, precision="fp32")
     return out
-
-
-def kvasir(*arguments: object, fails: bool = False) -> str:
-    """Run a command, and return its output, or its error, which is one line."""
-    result = CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "200"})
-    assert result.exit_code == int(fails), result.output
-    if fails:
-        *stages, error = result.stderr.splitlines()
-        assert all(" s  " in stage for stage in stages), result.stderr
-        assert error.startswith("kvasir: "), result.stderr
-    return result.stderr if fails else result.stdout
 
 
 def test_the_directory_is_whole_and_says_what_was_measured(exported: Path) -> None:
@@ -192,38 +178,6 @@ def test_what_rounding_costs_is_told_by_position_in_a_picture_and_in_words(
     assert report.calibration["places"] == 3  # of one layer, whose values have scales of their own
 
 
-def test_calibration_is_on_text_of_ones_own_or_left_out(run: Path, tmp_path: Path) -> None:
-    text, options = tmp_path / "text.txt", ("export", run, "--precision", "int8", "--out")
-    text.write_text(TEXT[5000:12000])
-    kvasir(*options, tmp_path / "own", "--calibrate", text)
-    kvasir(*options, tmp_path / "none", "--no-calibration")
-    own, none = (load_model_dir(tmp_path / name).manifest for name in ("own", "none"))
-    assert none.calibration is None
-    assert own.calibration is not None
-    assert own.calibration["text"] == "text.txt"
-    assert int(own.calibration["tokens"]) >= 1000
-    for content, problem in (
-        (b"", "text.txt has 0 tokens, too few to calibrate on"),
-        (b"a few words", "tokens, too few to calibrate on"),
-        (b"\xff", "text.txt is not UTF-8"),
-    ):
-        text.write_bytes(content)
-        assert problem in kvasir(*options, tmp_path / "no", "--calibrate", text, fails=True)
-    assert not (tmp_path / "no").exists()
-
-
-def test_calibration_wants_text_that_the_tokenizer_knows(tmp_path: Path) -> None:
-    words = WordLevel({"<unk>": 0, "known": 1}, unk_token="<unk>")  # noqa: S106
-    tokenizer = Tokenizer(words)
-    tokenizer.pre_tokenizer = Whitespace()
-    decoder = make_decoder(make_config(n_layer=1))
-    save_checkpoint(tmp_path / "run", 1, decoder, tokenizer, {}, {})
-    (tmp_path / "text.txt").write_text("known " * 300 + "foreign words " * 200)
-    checkpoint = load_checkpoint(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"does not know 400 of 700 tokens of text\.txt"):
-        sample_calibration(checkpoint, tmp_path / "text.txt")
-
-
 def test_perplexity_can_be_measured_on_a_text_of_ones_own(
     run: Path, exported: Path, tmp_path: Path
 ) -> None:
@@ -247,7 +201,7 @@ def test_a_folder_that_happens_to_be_called_data_is_not_a_runs(
     """Beside a model directory, or an imported checkpoint, it may hold anything."""
     shutil.copytree(exported, tmp_path / "model")
     (tmp_path / "data").mkdir()
-    _, measured = verify_directory(tmp_path / "model")
+    measured = verify_directory(tmp_path / "model")[1]
     assert measured is not None
     assert measured.text is None
     decoder = make_decoder(make_config(n_layer=1))

@@ -12,7 +12,8 @@ from gguf import GGMLQuantizationType as Kind
 from typer.testing import CliRunner, Result
 
 from kvasir.__main__ import app
-from kvasir.export.directory import export_checkpoint, verify_directory
+from kvasir.export.directory import export_checkpoint
+from kvasir.export.evaluation import verify_directory
 from kvasir.export.verification import verify
 from kvasir.model.checkpoint import CheckpointError, load_checkpoint
 from kvasir.model.checkpoint import save_checkpoint as save_run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +15,7 @@ from kvasir.export.rewrite import branches
 from kvasir.export.rounding.formulas import (
     BLOCK,
     quantize_blocks,
-    quantize_pairs,
     quantize_rows,
-    restore_blocks,
 )
 from kvasir.export.rounding.quantize import quantize
 from kvasir.export.rounding.weights import Weights
@@ -133,63 +130,6 @@ def test_the_tied_matrix_is_stored_once(
         for model in (random_int8_model, random_model)
     ]
     assert sizes[0] < 0.35 * sizes[1]
-
-
-def test_rows_are_symmetric_and_within_half_a_step() -> None:
-    matrix = np.random.default_rng(1).standard_normal((20, 50), dtype=np.float32)
-    matrix[4] = 0.0
-    steps, scales = (of.numpy() for of in quantize_rows(torch.tensor(matrix)))
-    assert steps.dtype == np.int8
-    assert (np.abs(steps).max(axis=1) == [0 if i == 4 else 127 for i in range(20)]).all()
-    assert (np.abs(steps * scales[:, None] - matrix) <= scales[:, None] / 2 * 1.001).all()
-
-
-def test_pairs_fit_in_16_bits_with_no_more_error_than_seven_bits() -> None:
-    matrix = np.random.default_rng(1).standard_normal((20, 51), dtype=np.float32) ** 3
-    matrix[4], matrix[5] = 0.0, 1.0
-    steps, scales = (of.numpy() for of in quantize_pairs(torch.tensor(matrix)))
-    assert steps.dtype == np.int8
-    for sign in (1, -1):
-        of_sign = np.pad(np.maximum(sign * steps.astype(int), 0), ((0, 0), (0, 1)))
-        assert (255 * (of_sign[:, ::2] + of_sign[:, 1::2]) < 2**15).all()
-    step = np.maximum(np.abs(matrix).max(axis=1, keepdims=True) * 2 / 127, 1e-12)
-    most = np.linalg.norm(np.rint(matrix / step) * step - matrix, axis=1)
-    errors = np.linalg.norm(steps * scales[:, None] - matrix, axis=1)
-    assert (errors <= most * 1.001 + 1e-6).all()
-
-
-def test_a_row_of_pairs_gets_the_scale_that_changes_it_least() -> None:
-    """Of those from eight bits to twice as much, each tried with the pairs cut as they must be."""
-    matrix = np.random.default_rng(2).standard_normal((30, 16)) ** 3
-    steps, scales = (of.numpy() for of in quantize_pairs(torch.tensor(matrix)))
-    for row, integers, scale in zip(matrix, steps.astype(float), scales, strict=True):
-        eight = np.abs(row).max() / 127
-        factors = (1.0, 1.1, 1.2, 1.35, 1.6, 2.0)
-        assert min(abs(scale / eight - factor) for factor in factors) < 1e-6
-        least = min(np.square(cut_pairs(row, eight * factor) - row).sum() for factor in factors)
-        assert np.square(integers * scale - row).sum() == pytest.approx(least)
-
-
-def cut_pairs(row: NDArray[np.float64], scale: float) -> NDArray[np.float64]:
-    """Round a row, and take the excess over 128 of a pair of one sign from both, one at a time."""
-    integers = np.rint(row / scale)
-    for pair in integers.reshape(-1, 2):  # a view
-        while pair[0] * pair[1] > 0 and np.abs(pair).sum() > 128:
-            excess = np.abs(pair).sum() - 128
-            pair[int(excess % 2)] -= np.sign(pair[int(excess % 2)])
-    return integers * scale
-
-
-@pytest.mark.parametrize("largest", range(1, 9))
-def test_blocks_that_were_rounded_before_are_found_again(largest: int) -> None:
-    """Whatever their largest integer; with scales of 16 bits, as they are stored."""
-    generator = np.random.default_rng(largest)
-    integers = generator.integers(-largest, min(largest, 7) + 1, size=(6, BLOCK)).astype(np.float32)
-    integers[:, 3] = -largest
-    scales = generator.uniform(0.01, 2.0, size=(6, 1)).astype(np.float16).astype(np.float32)
-    scales[0], scales[1] = 0.0, 1.0 / 2 ** math.ceil(math.log2(largest))  # zeros, and up to one
-    matrix = torch.tensor(integers * scales)
-    assert torch.equal(restore_blocks(*quantize_blocks(matrix)), matrix)
 
 
 @pytest.mark.parametrize("name", ["model", "windowed_model", "biased_model", "gpt2", "qwen"])

@@ -198,6 +198,25 @@ def test_a_loss_is_refused_beyond_doubt(loss: float, error: float | None, is_ref
         check(figures, "int8")
 
 
+@pytest.mark.parametrize("n_tokens", [40000, 3000])
+def test_weights_are_rounded_by_text_that_nothing_else_is_measured_on(n_tokens: int) -> None:
+    """Where there is enough: else by the long rows."""
+    config, text = make_config(n_layer=1), SampleText("counting", np.arange(n_tokens))
+    of_text = Plan(config, text, calibrates=True)
+    chosen = {int(token) for place in of_text.calibrated for token in of_text.rows[place]}
+    assert len(chosen) > 1000
+    measured = {
+        int(token)
+        for place in range(len(of_text.rows))
+        for token in of_text.rows[place]
+        if place not in of_text.calibrated
+    }
+    assert (of_text.calibrated == of_text.long_rows) == (n_tokens == 3000)
+    if n_tokens > 3000:
+        assert not chosen & measured
+    assert len(Plan(config, text).rows) < len(of_text.rows) or n_tokens == 3000
+
+
 @pytest.mark.parametrize(("precision", "kl", "is_refused"), [
     ("int8", 0.009, False),
     ("int8", 0.019, True),  # one likeliest token of eight is another

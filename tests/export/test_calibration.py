@@ -1,0 +1,72 @@
+"""Text that weights are rounded by: of one's own, and what is no such text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import Unigram, WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from kvasir.export.verification.samples import sample_calibration
+from kvasir.model.checkpoint import load_checkpoint, save_checkpoint
+from kvasir.model.directory import load_model_dir
+from kvasir.model.tokenizer import train_tokenizer
+from tests.kit.commands import kvasir
+from tests.kit.random_models import make_config, make_decoder
+
+TEXT = "\n".join(f"the {i}th line of a text that nobody needs to read twice" for i in range(400))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    tokenizer = train_tokenizer([TEXT], 300)
+    decoder = make_decoder(make_config(vocab_size=tokenizer.get_vocab_size(), n_layer=1))
+    return save_checkpoint(tmp_path / "run", 1, decoder, tokenizer, {}, {})
+
+
+def test_calibration_is_on_text_of_ones_own_or_left_out(run: Path, tmp_path: Path) -> None:
+    text, options = tmp_path / "text.txt", ("export", run, "--precision", "int8", "--out")
+    text.write_text(TEXT[5000:12000])
+    kvasir(*options, tmp_path / "own", "--calibrate", text)
+    kvasir(*options, tmp_path / "none", "--no-calibration")
+    own, none = (load_model_dir(tmp_path / name).manifest for name in ("own", "none"))
+    assert none.calibration is None
+    assert own.calibration is not None
+    assert own.calibration["text"] == "text.txt"
+    assert int(own.calibration["tokens"]) >= 1000
+    for wrong in (["--precision", "fp32"], ["--no-calibration"]):
+        told = kvasir(*options, tmp_path / "no", "--calibrate", text, *wrong, fails=True)
+        assert "text.txt is for rounding weights" in told
+    for content, problem in (
+        (b"", "text.txt has 0 tokens, too few to calibrate on"),
+        (b"a few words", "tokens, too few to calibrate on"),
+        (b"\xff", "text.txt is not UTF-8"),
+    ):
+        text.write_bytes(content)
+        assert problem in kvasir(*options, tmp_path / "no", "--calibrate", text, fails=True)
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("kind", ["words", "pieces", "bytes"])
+def test_calibration_wants_text_that_the_tokenizer_knows(kind: str, tmp_path: Path) -> None:
+    """Bytes can spell everything, so such a tokenizer cannot tell."""
+    if kind == "words":
+        tokenizer = Tokenizer(WordLevel({"<unk>": 0, "known": 1}, unk_token="<unk>"))  # noqa: S106
+    elif kind == "pieces":
+        tokenizer = Tokenizer(Unigram([("known", -1.0), ("<unk>", -9.0)], 1))
+    else:
+        tokenizer = train_tokenizer(["known"], 257)
+    if kind != "bytes":
+        tokenizer.pre_tokenizer = Whitespace()
+    decoder = make_decoder(make_config(n_layer=1))
+    save_checkpoint(tmp_path / "run", 1, decoder, tokenizer, {}, {})
+    text = tmp_path / "text.txt"
+    text.write_text("known " * 300 + "foreign words " * 200)
+    checkpoint = load_checkpoint(tmp_path / "run")
+    if kind == "bytes":
+        sample_calibration(checkpoint, text)
+        return
+    with pytest.raises(ValueError, match=r"does not know 400 of 700 tokens of text\.txt"):
+        sample_calibration(checkpoint, text)
