@@ -146,7 +146,7 @@ def test_output_that_cannot_be_written_ends_in_one_line(arguments: list[str]) ->
 
 
 def test_a_package_that_an_image_leaves_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kvasir.export.directory", None)
+    monkeypatch.setitem(sys.modules, "kvasir.export.evaluation", None)
     result = kvasir("eval", EXAMPLE)
     message = "this needs export/, which is not installed here; run it in a checkout of Kvasir"
     assert (result.exit_code, result.stdout, result.stderr) == (1, "", f"kvasir: {message}\n")
