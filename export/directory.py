@@ -83,7 +83,7 @@ def export_checkpoint(
     int8_prompts: give int4 on the CPU int8 weights as well, for prompts. text: see `make_sample`.
     generation: recommended sampling, which overrides the checkpoint's field by field.
     max_model_len: the longest row; None is the checkpoint's. calibrate: text to smooth outliers by;
-    None is text as for `text`, but other. smooths: rounded weights are smoothed, see `smooth`.
+    None is another part of the same text. smooths: rounded weights are smoothed, see `smooth`.
     Raises CheckpointError, VerificationError, FileExistsError when `out` is in use, and ValueError
     for text, a precision, a device or a decoder that cannot be used with the others.
     """
@@ -122,7 +122,7 @@ def export_checkpoint(
 
 
 class _Target(NamedTuple):
-    """What graphs are for; see `export_checkpoint`."""
+    """A device and options that graphs are written for; see `export_checkpoint`."""
 
     device: Device
     precision: str

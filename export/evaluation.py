@@ -33,9 +33,9 @@ def verify_directory(
     """Check a model directory's hashes and measure its figures now.
 
     The reference is the checkpoint or else the decoder rebuilt from the graph's own weights;
-    figures are None where rounding has left neither. Raises ModelDirectoryError,
-    CheckpointError (also for one that the directory was not made from), VerificationError and
-    ValueError.
+    figures are None where rounding has left neither. The last item says why the graph must not be
+    served, if it must not. Raises ModelDirectoryError, CheckpointError (also for one that the
+    directory was not made from), VerificationError as `measure`, and ValueError.
     """
     progress("reading the model", 0, 0)
     model_dir = load_model_dir(directory)
@@ -53,7 +53,7 @@ def verify_directory(
     elif text is not None:
         raise ValueError(
             f"perplexity on {text} is measured against the weights before rounding: "
-            "name it with --against"
+            "name their checkpoint: --against"
         )
     else:
         return manifest, None, None

@@ -21,7 +21,7 @@ _LOSSES = ((0.001, "nothing that shows"), (0.01, "little"), (0.05, "something"))
 
 
 class SpanFigures(Record):
-    """What rounding costs at positions from `first` to `last` of rows, over so many tokens."""
+    """Figures of `tokens` tokens at positions `first` to `last` of their rows."""
 
     first: int
     last: int
@@ -79,7 +79,7 @@ class Verification(Record):
 
     @property
     def verdict(self) -> str | None:
-        """What the graph costs, in words; None where its loss of next tokens was not measured."""
+        """A sentence on the loss of next tokens; None where that was not measured."""
         if self.mean_kl is None:
             return None
         loss = next((words for most, words in _LOSSES if self.mean_kl < most), "much")

@@ -108,7 +108,7 @@ def load_weights(config: TransformerConfig, path: Path) -> Mapping[str, Tensor]:
     if _PARAMETERS not in model.metadata_props:
         raise ValueError(
             f"{path} is quantised and no longer holds the decoder's weights; "
-            "name its source with --against"
+            "name its checkpoint: --against"
         )
     names, initializers = json.loads(model.metadata_props[_PARAMETERS]), model.graph.initializers
     attentions = (node for node in model.graph if node.op_type == "GroupQueryAttention")

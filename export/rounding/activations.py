@@ -22,7 +22,7 @@ _TOKENS = 256  # that `tokens` returns, about
 
 
 class Activations:
-    """What products read, by the name of their weight: the largest magnitudes and some tokens.
+    """The inputs of products, by the name of their weight: largest magnitudes and some tokens.
 
     folder: keeps all tokens, which may take more room than the weights; None keeps some in memory.
     """

@@ -59,9 +59,8 @@ def column_rounder(x: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
             return alone
         by_columns = quantize_columns(matrix, upper)
         others = restore_blocks(*by_columns)[:, :n_in] - matrix
-        is_better = (held_out @ others.t()).square().sum(0) < (held_out @ errors.t()).square().sum(
-            0
-        )
+        lost, lost_alone = ((held_out @ of.t()).square().sum(dim=0) for of in (others, errors))
+        is_better = lost < lost_alone
         packed, scales = (
             torch.where(is_better.view(-1, *[1] * (of_columns.dim() - 1)), of_columns, of_alone)
             for of_columns, of_alone in zip(by_columns, alone, strict=True)

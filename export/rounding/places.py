@@ -43,12 +43,17 @@ class Place:
     group: int = 1
     repeats: int = 1
 
+    def columns(self, factors: Factors) -> Factors:
+        """Return the factor of each column that reads a channel, from those of channels."""
+        columns: Factors = factors.reshape(-1, self.group).repeat(self.repeats, axis=0).ravel()
+        return columns
+
     def multipliers(self, factors: Factors, shapes: Shapes) -> dict[str, Factors]:
         """Return what parameters are multiplied by to divide activations by factors [n_channels].
 
         They broadcast to the parameters, whose shapes are given.
         """
-        columns = factors.reshape(-1, self.group).repeat(self.repeats, axis=0).ravel()
+        columns = self.columns(factors)
         result = {name: _along(columns, -1, shapes[name]) for name in self.readers}
         for name, first, step in self.makers:
             axis = -2 if name.endswith("weight") and len(shapes[name]) > 1 else -1

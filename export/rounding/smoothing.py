@@ -9,10 +9,10 @@ divided by
 
 where it is made, and its columns are multiplied by k_j (Xiao et al., "SmoothQuant", 2023; for
 rounded weights alone Lin et al., "AWQ", 2024). k_j is rounded to a power of two, so no weight
-changes but by its exponent. Of several powers p, and of a place left as it is,
-the one is taken whose products of a sample lose least, relative to each output and token. Any p
-gives the same products however such factors were spread before, so outliers that are nothing but
-such factors cost nothing.
+changes but by its exponent. Of several powers p, and of a place left as it is, the one is taken
+whose products of a sample lose least, relative to each output and token. Any p gives the same
+products however such factors were spread before, so outliers that are nothing but such factors cost
+nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Change = Callable[[Tensor], Tensor]
 
 
 class Rounding(NamedTuple):
-    """What rounding makes of activations [tokens, n_in], and of weights [n_out, n_in]."""
+    """Two functions that return activations [tokens, n_in], and weights [n_out, n_in], rounded."""
 
     of_activations: Change
     of_weights: Change
@@ -140,8 +140,7 @@ def choose_factors(
     x = activations.tokens(place.readers[0])
     matrices, widest = list[tuple[Tensor, list[Rounding]]](), torch.zeros(x.shape[1])
     for name in place.readers:
-        stored = weights[name]
-        stored = stored.flatten(0, -2)
+        stored = weights[name].flatten(0, -2)
         for part in stored.split(2**12):
             rows = part.float()
             outputs = (x[::_FEWER] @ rows.t()).square().mean(dim=0).sqrt()
@@ -167,17 +166,17 @@ def choose_factors(
 
     per_channel = partial(_per_channel, place)
     weight_reach = per_channel(widest, Tensor.amax)
-    best, factors = error(torch.ones(x.shape[1])), None
+    best = error(torch.ones(x.shape[1]))
+    factors: Factors | None = None
     sizes = [
         per_channel(activations.largest(place.readers[0]), Tensor.amax),
         per_channel(x.square().mean(dim=0), Tensor.mean).sqrt(),
     ]
     for size, power in [(sizes[0], 0.0), *product(sizes, _POWERS)]:
         candidate = _factors(size, weight_reach, power)
-        columns = candidate.reshape(-1, place.group).repeat_interleave(place.repeats, dim=0).ravel()
-        if (found := error(columns)) < best:
+        if (found := error(torch.from_numpy(place.columns(candidate)))) < best:
             best, factors = found, candidate
-    return None if factors is None else factors.numpy()
+    return factors
 
 
 def _per_channel(place: Place, columns: Tensor, join: Callable[..., Tensor]) -> Tensor:
@@ -185,10 +184,11 @@ def _per_channel(place: Place, columns: Tensor, join: Callable[..., Tensor]) -> 
     return join(columns.reshape(-1, place.repeats, place.group), dim=1).ravel()
 
 
-def _factors(largest: Tensor, weight_reach: Tensor, power: float) -> Tensor:
+def _factors(largest: Tensor, weight_reach: Tensor, power: float) -> Factors:
     """Return k_j, of which the geometric mean is about 1; 1 where either is silent."""
     loud = (largest > _SMALLEST * largest.max()) & (weight_reach > _SMALLEST * weight_reach.max())
     logs = power * largest.log2() - (1.0 - power) * weight_reach.log2()
     if loud.any():
         logs -= logs[loud].mean().round()
-    return logs.round().exp2().where(loud, torch.ones(()))
+    factors: Factors = logs.round().exp2().where(loud, torch.ones(())).numpy()
+    return factors

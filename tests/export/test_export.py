@@ -268,7 +268,7 @@ def test_commands_in_one_line_each(
     found = json.loads(kvasir("eval", advised, "--json"))
     assert (found["manifest"], found["measured"]) == (made["verification"], None)
     assert json.loads(kvasir("eval", advised, "--against", run, "--json"))["measured"]
-    assert "name it with --against" in kvasir("eval", advised, "--text", "x", fails=True)
+    assert "name their checkpoint: --against" in kvasir("eval", advised, "--text", "x", fails=True)
     assert "is not empty" in kvasir("export", run, "--out", exported, fails=True)
     assert "no precision 'int3'" in kvasir(
         "export", run, "--out", out, "--precision", "int3", fails=True
