@@ -86,7 +86,7 @@ def test_a_logit_that_is_no_number_fails_wherever_it_is(tmp_path: Path) -> None:
 
 
 def test_a_quantised_graph_has_lost_its_decoder(random_int8_model: RandomModel) -> None:
-    with pytest.raises(ValueError, match=r"quantised .* name its source"):
+    with pytest.raises(ValueError, match="quantised"):
         load_weights(random_int8_model.config, random_int8_model.graph)
 
 
