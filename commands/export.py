@@ -66,7 +66,7 @@ def export(
     top_p: TopP = None,
     max_model_len: int | None = Option(None, min=2, help="Longest sequence. Default: unchanged."),
     calibrate: Path | None = Option(
-        None, help="Text to calibrate rounding on. Default: part of --text's."
+        None, help="Text, or chats in JSONL, to calibrate rounding on. Default: part of --text's."
     ),
     calibration: bool = Option(True, help="Smooth outliers before rounding, at no cost later."),
     cache_dir: CacheDir = None,

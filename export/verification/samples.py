@@ -14,7 +14,9 @@ from kvasir.export.verification.pair_plan import SamplePairs
 from kvasir.export.verification.plan import FEWEST_TOKENS, SampleText
 from kvasir.export.verification.verify import MAX_PERPLEXITY_LOSS, VerificationError
 from kvasir.model.checkpoint import Checkpoint
+from kvasir.model.template.chat_template import ChatTemplate
 from kvasir.model.tokenizer import leading_ids
+from kvasir.model.training.data.conversations import read_conversations
 from kvasir.model.training.data.tokens import DATA_FILE, DATA_FOLDER, TokenData, encode, open_arrays
 from kvasir.model.training.data.translations import HELD_OUT_FILE, SUFFIXES, read_translations
 
@@ -92,17 +94,17 @@ def sample_pairs(checkpoint: Checkpoint, file: Path | None, precision: str) -> S
 
 
 def sample_calibration(checkpoint: Checkpoint, file: Path) -> SampleText:
-    """Return a file's tokens, to choose how weights are rounded.
+    """Return the tokens of a text, or of chats in JSONL, to choose how weights are rounded.
 
     Raises ValueError for a file that is not UTF-8 text, has too few tokens, or is not in what the
-    tokenizer knows.
+    tokenizer knows, and for chats that the checkpoint's template cannot render.
     """
     tokenizer, config = checkpoint.tokenizer, checkpoint.config
     if config.encoder is not None:
         raise ValueError("an encoder-decoder is calibrated on what it is measured on: give --text")
-    token_ids = np.array(
-        tokenizer.encode(_read(file), add_special_tokens=False).ids, dtype=np.int64
-    )
+    are_chats = file.suffix == ".jsonl"
+    text = _read_chats(checkpoint, file) if are_chats else _read(file)
+    token_ids = np.array(tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
     if len(token_ids) < FEWEST_TOKENS:
         raise ValueError(
             f"{file.name} has {len(token_ids)} tokens, too few to calibrate on; "
@@ -116,7 +118,8 @@ def sample_calibration(checkpoint: Checkpoint, file: Path) -> SampleText:
             f"the tokenizer does not know {n_unknown} of {len(token_ids)} tokens of {file.name}; "
             "give --calibrate FILE with text in the model's languages"
         )
-    return SampleText(file.name, token_ids, tuple(leading_ids(tokenizer)))
+    prefix = () if are_chats else tuple(leading_ids(tokenizer))  # a template writes its own
+    return SampleText(file.name, token_ids, prefix)
 
 
 def _prose(precision: str) -> str:
@@ -136,6 +139,14 @@ def _read(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ValueError(f"{file} is not UTF-8 text") from None
+
+
+def _read_chats(checkpoint: Checkpoint, file: Path) -> str:
+    template = ChatTemplate.parse(checkpoint.extra_files)
+    if template is None:
+        raise ValueError(f"{file.name} holds chats, and the checkpoint no chat template; give text")
+    chats = read_conversations([file], template, seed=0)
+    return "".join(renderings[-1].text for renderings in chats)
 
 
 def _excerpts(text: str) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from kvasir.export.verification.samples import sample_calibration
 from kvasir.model.checkpoint import load_checkpoint, save_checkpoint
-from kvasir.model.directory import load_model_dir
+from kvasir.model.directory import CHAT_TEMPLATE_FILE, load_model_dir
 from kvasir.model.tokenizer import train_tokenizer
 from tests.kit.commands import kvasir
 from tests.kit.random_models import make_config, make_decoder
@@ -47,6 +48,21 @@ def test_calibration_is_on_text_of_ones_own_or_left_out(run: Path, tmp_path: Pat
         text.write_bytes(content)
         assert problem in kvasir(*options, tmp_path / "no", "--calibrate", text, fails=True)
     assert not (tmp_path / "no").exists()
+
+
+def test_chats_are_rendered_by_the_template(run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    chats = [[{"role": "user", "content": line}] for line in TEXT.splitlines()]
+    file.write_text("\n".join(json.dumps({"messages": messages}) for messages in chats))
+    with pytest.raises(ValueError, match=r"chats\.jsonl holds chats, and the checkpoint no"):
+        sample_calibration(load_checkpoint(run), file)
+    (run / CHAT_TEMPLATE_FILE).write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    checkpoint = load_checkpoint(run)
+    text = checkpoint.tokenizer.decode(sample_calibration(checkpoint, file).token_ids.tolist())
+    assert sorted(text[1:-1].split("><")) == sorted(TEXT.splitlines())
+    file.write_text('{"messages": []}')
+    with pytest.raises(ValueError, match=r"chats\.jsonl:1: not a chat"):
+        sample_calibration(checkpoint, file)
 
 
 @pytest.mark.parametrize("kind", ["words", "pieces", "bytes"])

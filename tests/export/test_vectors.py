@@ -10,6 +10,7 @@ import pytest
 
 from kvasir.export.directory import export_checkpoint
 from kvasir.export.evaluation import verify_directory
+from kvasir.export.verification import vectors
 from kvasir.export.verification.vectors import verify_vectors
 from kvasir.export.verification.verify import VerificationError
 from kvasir.model.checkpoint import load_checkpoint, save_checkpoint
@@ -86,3 +87,14 @@ def test_options_of_decoders_are_refused(
     with pytest.raises(ValueError, match=named):
         export_checkpoint(run, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_fp32_graph_may_be_as_far_as_pytorch_is_from_float64(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vectors, "MAX_LOGIT_ERROR", 0.0)
+    manifest, _ = export_checkpoint(run, tmp_path / "out", precision="fp32")
+    assert manifest.verification.max_logit_error > 0.0
+    monkeypatch.setattr(vectors, "MOST_OF_NOISE", 0.0)
+    with pytest.raises(VerificationError, match=r"more than 0e\+00"):
+        export_checkpoint(run, tmp_path / "refused", precision="fp32")

@@ -249,7 +249,7 @@ def test_an_fp32_graph_may_be_as_far_as_pytorch_is_from_float64(tmp_path: Path) 
         check(figures, "fp32")
     check(figures, "fp32", noise)
     with pytest.raises(VerificationError):
-        check(figures.model_copy(update={"max_logit_error": 3 * noise}), "fp32", noise)
+        check(figures.model_copy(update={"max_logit_error": 5 * noise}), "fp32", noise)
 
 
 def test_float64_finds_nothing_wrong_with_small_sums() -> None:
