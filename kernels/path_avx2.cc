@@ -14,6 +14,7 @@
 
 namespace kvasir::avx2 {
 #include "lanes_avx2.h"
+#include "unrolled.h"
 #include "product_avx2.h"
 //
 #include "linear.h"

@@ -15,6 +15,7 @@
 
 namespace kvasir::avx512 {
 #include "lanes_avx512.h"
+#include "unrolled.h"
 #include "product_avx512.h"
 //
 #include "linear.h"

@@ -4,34 +4,34 @@
 // has four columns of four inputs: two sums for each column, which are added at the end.
 struct BytesProduct {
     using Input = int16_t;
-    static constexpr int rows = 3, panels = 1, zero_point = 128, weights_in_a_byte = 1;
+    static constexpr int rows = 2, panels = 1, zero_point = 128, weights_in_a_byte = 1;
     static constexpr bool scales_blocks = false;
 
     template <int R>
-    static void multiply(const Input* q, size_t stride, const uint8_t* weights, size_t, size_t count,
-                         Ints (&sums)[R][panels]) {
-        __m256i total[R][4];
-        for (auto& row : total)
-            for (__m256i& one : row)
-                one = _mm256_setzero_si256();
+    [[gnu::flatten, gnu::noinline]] static void multiply(const Input* q, size_t stride, const uint8_t* weights,
+                                                         size_t panel_bytes, size_t count, Ints (&sums)[R][panels]) {
+        __m256i total[R][4], input[R];
+        unrolled<R>([&](auto r) { unrolled<4>([&](auto i) { total[r][i] = _mm256_setzero_si256(); }); });
         for (size_t k = 0; k < count; k += 4) {
-            __m256i input[R];
-            for (int r = 0; r < R; ++r) {
+            const uint8_t* const at = weights + k * lane_count;
+            prefetch(at + panel_bytes);
+            unrolled<R>([&](auto r) {
                 int64_t four;
                 memcpy(&four, q + r * stride + k, sizeof four);
                 input[r] = _mm256_set1_epi64x(four);
-            }
-            for (int i = 0; i < 4; ++i) {
-                const auto* const at = reinterpret_cast<const __m128i*>(weights + k * lane_count + i * 16);
-                const __m256i weight = _mm256_cvtepu8_epi16(_mm_load_si128(at));
-                for (int r = 0; r < R; ++r)
+            });
+            unrolled<4>([&](auto i) {
+                const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(at + i * 16));
+                const __m256i weight = _mm256_cvtepu8_epi16(bytes);
+                unrolled<R>([&](auto r) {
                     total[r][i] = _mm256_add_epi32(total[r][i], _mm256_madd_epi16(weight, input[r]));
-            }
+                });
+            });
         }
-        for (int r = 0; r < R; ++r) {
+        unrolled<R>([&](auto r) {
             sums[r][0].low = _mm256_permute4x64_epi64(_mm256_hadd_epi32(total[r][0], total[r][1]), 0xd8);
             sums[r][0].high = _mm256_permute4x64_epi64(_mm256_hadd_epi32(total[r][2], total[r][3]), 0xd8);
-        }
+        });
     }
 };
 
@@ -42,25 +42,29 @@ struct NibblesProduct {
     static constexpr bool scales_blocks = true;
 
     template <int R>
-    static void multiply(const Input* q, size_t stride, const uint8_t* weights, size_t, size_t, Ints (&sums)[R][panels]) {
+    [[gnu::flatten]] static void multiply(const Input* q, size_t stride, const uint8_t* weights, size_t panel_bytes, size_t,
+                                          Ints (&sums)[R][panels]) {
         const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
         __m256i total[R][2];
-        for (auto& row : total)
-            for (__m256i& one : row)
-                one = _mm256_setzero_si256();
-        for (int i = 0; i < 4; ++i)
-            for (int half = 0; half < 2; ++half) {
-                const __m256i both = _mm256_load_si256(reinterpret_cast<const __m256i*>(weights + i * 64 + half * 32));
-                const __m256i weight = _mm256_and_si256(both, low);
-                const __m256i later = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
-                for (int r = 0; r < R; ++r) {
-                    const Input* const at = q + r * stride + i * 4;
-                    total[r][half] = _mm256_add_epi16(total[r][half], _mm256_maddubs_epi16(weight, four_inputs(at)));
-                    total[r][half] = _mm256_add_epi16(total[r][half], _mm256_maddubs_epi16(later, four_inputs(at + 16)));
-                }
-            }
-        for (int r = 0; r < R; ++r)
+        unrolled<R>([&](auto r) { unrolled<2>([&](auto half) { total[r][half] = _mm256_setzero_si256(); }); });
+        unrolled<4>([&](auto i) {
+            unrolled<2>([&](auto half) {
+                const uint8_t* const at = weights + i * 64 + half * 32;
+                const __m256i both = _mm256_load_si256(reinterpret_cast<const __m256i*>(at));
+                prefetch(at + panel_bytes);
+                const __m256i first = _mm256_and_si256(both, low);
+                const __m256i second = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+                unrolled<R>([&](auto r) {
+                    const Input* const from = q + r * stride + i * 4;
+                    __m256i& pairs = total[r][half];
+                    pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(first, four_inputs(from)));
+                    pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(second, four_inputs(from + 16)));
+                });
+            });
+        });
+        unrolled<R>([&](auto r) {
             sums[r][0] = {_mm256_madd_epi16(total[r][0], ones), _mm256_madd_epi16(total[r][1], ones)};
+        });
     }
 
     static __m256i four_inputs(const Input* q) {
