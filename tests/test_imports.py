@@ -20,7 +20,7 @@ from kvasir.commands.console import output
 from tests.deploy.dockerfile import read_stages
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("model", "export", "server", "loadtest", "commands")
+ROOMS = ("model", "kernels", "export", "server", "loadtest", "commands")
 WITHOUT_TORCH = (
     "model.directory",
     "model.config",
@@ -47,6 +47,7 @@ RULES = {
     "model.platform": (),
     "model.template": ("model.directory", "model.platform"),
     "model": ("model.network",),
+    "kernels": ("model.onnx",),
     # Verifies a graph as it is served.
     "export.verification.paged_session": ("export.verification", "model", "server.engine"),
     "export.rewrite": ("model.platform",),

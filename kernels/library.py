@@ -1,0 +1,68 @@
+"""The library of operators: found, tried in a process of its own, and registered with sessions."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from kvasir.model.onnx.runtime import onnxruntime
+
+Choice = Literal["auto", "off", "scalar", "avx2", "avx512", "neon"]
+CHOICES: tuple[Choice, ...] = get_args(Choice)
+
+FILE = Path(__file__).with_name("libkvasir.so")
+_TIMEOUT = 60.0  # seconds of the trial, which takes less than one
+
+
+@dataclass(frozen=True)
+class Library:
+    """The built library and the path that its operators take: the fastest one for `auto`."""
+
+    file: Path
+    path: str = "auto"
+
+    def register(self, options: onnxruntime.SessionOptions) -> None:
+        """Make the operators known to a session that opens with these options."""
+        options.add_session_config_entry("kvasir.path", self.path)
+        options.register_custom_ops_library(str(self.file))
+
+
+def load(choice: Choice, cache: Path, file: Path = FILE) -> Library | str:
+    """Return the library, or a sentence that says why stock operators are used instead.
+
+    cache: a folder that remembers which libraries passed their trial.
+    """
+    if choice == "off":
+        return "stock operators are used, as the setting asks"
+    if not file.exists():
+        return f"stock operators are used: {file.name} was not built when Kvasir was installed"
+    library = Library(file, choice)
+    passed = cache / f"kernels-{_digest(file, choice)}"
+    if passed.exists():
+        return library
+    command = (sys.executable, "-m", "kvasir.kernels.self_test", str(file), choice)
+    try:
+        trial = subprocess.run(  # noqa: S603
+            command, capture_output=True, text=True, timeout=_TIMEOUT, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"stock operators are used: the trial of {file.name} took more than {_TIMEOUT:g} s"
+    if trial.returncode:
+        fault = (trial.stderr.strip() or f"it ended with {trial.returncode}").splitlines()[-1]
+        return f"stock operators are used: the trial of {file.name} failed: {fault}"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        passed.touch()
+    except OSError:
+        pass  # the next start tries again, which takes half a second
+    return library
+
+
+def _digest(file: Path, choice: str) -> str:
+    """Name a library, the runtime that loads it, and the path it takes."""
+    what = f"{onnxruntime.__version__} {choice}".encode()
+    return hashlib.sha256(file.read_bytes() + what).hexdigest()[:16]

@@ -1,0 +1,85 @@
+// The product of rounded rows and packed weights, written once over the lanes and the products of a path.
+
+inline size_t lesser(size_t a, size_t b) { return a < b ? a : b; }
+
+constexpr float smallest_normal = 1.17549435e-38f, largest_finite = 3.40282347e+38f;
+
+#include "activations.h"
+#include "prologue.h"
+
+// What the tiles of one call share.
+struct Call {
+    const Layer& layer;
+    const RoundedRows& rows;
+    const float* residual;
+    float* out;
+};
+
+// Compute R rows from m and P panels of 16 columns from a panel.
+template <class P, int R>
+void multiply_tile(const Call& call, size_t m, size_t panel) {
+    const Layer& layer = call.layer;
+    const size_t panel_bytes = layer.padded_inputs * lane_count / P::weights_in_a_byte;
+    const auto* q = static_cast<const typename P::Input*>(call.rows.values) + m * layer.padded_inputs;
+    Floats value[R][P::panels];
+    for (auto& row : value)
+        for (Floats& one : row)
+            one = all(0.0f);
+    for (size_t b = 0; b < layer.blocks; ++b) {
+        const size_t start = b * layer.block;
+        Ints whole[R][P::panels];
+        P::template multiply<R>(q + start, layer.padded_inputs,
+                                layer.weights + panel * panel_bytes + start * lane_count / P::weights_in_a_byte, panel_bytes,
+                                lesser(layer.block, layer.padded_inputs - start), whole);
+        for (int r = 0; r < R; ++r) {
+            const size_t at = (m + r) * layer.blocks + b;
+            const Ints excess = all(P::zero_point * call.rows.sums[at]);
+            for (int p = 0; p < P::panels; ++p) {
+                Floats scale = all(call.rows.scales[at]);
+                if (P::scales_blocks)
+                    scale = scale * load(layer.scales + ((panel + p) * layer.blocks + b) * lane_count);
+                value[r][p] = fma(to_floats(whole[r][p] - excess), scale, value[r][p]);
+            }
+        }
+    }
+    for (int p = 0; p < P::panels; ++p) {
+        const size_t column = (panel + p) * lane_count;
+        if (column >= layer.outputs)
+            break;
+        const size_t count = layer.outputs - column;
+        for (int r = 0; r < R; ++r) {
+            Floats result = value[r][p];
+            if (!P::scales_blocks)
+                result = result * load(layer.scales + column);
+            if (layer.bias)
+                result = result + load(layer.bias + column);
+            const size_t at = (m + r) * layer.outputs + column;
+            if (call.residual)
+                result = result + load(call.residual + at, count);
+            store(call.out + at, result, count);
+        }
+    }
+}
+
+// Compute rows [m, last), R at a time; what is left, R - 1 at a time.
+template <class P, int R>
+void multiply_rows(const Call& call, size_t m, size_t last, size_t panel) {
+    for (; m + R <= last; m += R)
+        multiply_tile<P, R>(call, m, panel);
+    if constexpr (R > 1)
+        multiply_rows<P, R - 1>(call, m, last, panel);
+}
+
+// Product::multiply.
+template <class P>
+void multiply(const Layer& layer, const RoundedRows& rows, size_t first, size_t last, size_t column, const float* residual,
+              float* out) {
+    const Call call{layer, rows, residual, out};
+    for (size_t panel = column / lane_count; panel < (column + tile_columns) / lane_count; panel += P::panels)
+        multiply_rows<P, P::rows>(call, first, last, panel);
+}
+
+template <class P>
+constexpr Product product() {
+    return {sizeof(typename P::Input), P::zero_point, prepare<typename P::Input>, multiply<P>};
+}

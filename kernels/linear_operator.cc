@@ -1,0 +1,230 @@
+#include "linear_operator.h"
+
+#include <cstring>
+
+#include "memory.h"
+#include "node.h"
+#include "pack.h"
+
+namespace kvasir {
+
+namespace {
+
+enum Input : size_t { x, weight, scales, bias, norm_weight, norm_bias, residual, input_count };
+
+// Below these a task costs more than it saves.
+constexpr size_t fewest_parallel_inputs = 1 << 14;
+constexpr size_t fewest_parallel_products = 1 << 17;
+// Rows of one task; 48 is a multiple of each path's rows in a tile.
+constexpr size_t prepared_rows = 8, multiplied_rows = 48;
+
+template <class Value, size_t count>
+Value choice(const Node& node, const char* attribute, const char* const (&names)[count]) {
+    const std::string given = node.text(attribute);
+    std::string known;
+    for (size_t i = 0; i < count; ++i) {
+        if (given == names[i])
+            return Value(i);
+        known += (i ? ", \"" : "\"") + std::string(names[i]) + "\"";
+    }
+    node.refuse(std::string("the attribute ") + attribute + " is \"" + given + "\"; it has to be one of " + known);
+}
+
+bool flag(const Node& node, const char* attribute) {
+    const int64_t value = node.integer(attribute, 0);
+    if (value != 0 && value != 1)
+        node.refuse(std::string("the attribute ") + attribute + " is " + std::to_string(value) + "; it has to be 0 or 1");
+    return value == 1;
+}
+
+class LinearKernel {
+public:
+    LinearKernel(const LinearOperator& op, const Node& node) : runtime(op.runtime), product(op.product), name(op.name) {
+        layer.activation = choice<Activation>(
+            node, "activation", {"", "silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid"});
+        layer.norm = choice<Norm>(node, "norm", {"", "rms", "layer"});
+        layer.gated = flag(node, "gated");
+        layer.epsilon = node.number("epsilon", -1.0f);
+        if (layer.norm != Norm::none && !(layer.epsilon >= 0.0f))
+            node.refuse("the attribute epsilon has to be there, and at least 0, where norm is");
+        op.has_nibbles ? take_nibbles(node) : take_bytes(node);
+
+        layer.bias = optional_floats(node, bias, "bias", layer.outputs, bias_values);
+        layer.norm_weight = optional_floats(node, norm_weight, "norm", layer.inputs, norm_weights);
+        layer.norm_bias = optional_floats(node, norm_bias, "norm_bias", layer.inputs, norm_biases);
+        if (layer.norm == Norm::none && (layer.norm_weight || layer.norm_bias))
+            node.refuse("the inputs norm and norm_bias need the attribute norm");
+        has_residual = node.has_input(residual);
+    }
+
+    void compute(OrtKernelContext* context) const {
+        const Tensor input = tensor_at(context, x);
+        Shape shape = input.shape;
+        if (shape.empty() || shape.back() != int64_t(layer.row_width()))
+            throw Refusal("kvasir." + name + ": x is " + describe(input) + "; its last dimension has to be " +
+                          std::to_string(layer.row_width()));
+        const size_t rows = input.count() / layer.row_width();
+        shape.back() = int64_t(layer.outputs);
+        const float* added = nullptr;
+        if (has_residual) {
+            const Tensor tensor = tensor_at(context, residual);
+            if (tensor.shape != shape)
+                throw Refusal("kvasir." + name + ": residual is " + describe(tensor) + "; it has to be " + describe(shape));
+            added = tensor.floats();
+        }
+        OrtValue* output = nullptr;
+        void* out = nullptr;
+        check(runtime.KernelContext_GetOutput(context, 0, shape.data(), shape.size(), &output));
+        check(runtime.GetTensorMutableData(output, &out));
+        if (rows)
+            compute(context, rows, input.floats(), added, static_cast<float*>(out));
+    }
+
+    const Runtime& runtime;
+
+private:
+    void compute(const OrtKernelContext* context, size_t rows, const float* from, const float* added, float* out) const {
+        const size_t prepare_step = rows * layer.row_width() < fewest_parallel_inputs ? rows : prepared_rows;
+        const size_t prepare_tasks = (rows + prepare_step - 1) / prepare_step;
+        const size_t values_bytes = round_up(rows * layer.padded_inputs * product.input_bytes, sizeof(CacheLine));
+        const size_t scales_bytes = round_up(rows * layer.blocks * sizeof(float), sizeof(CacheLine));
+        const size_t row_bytes = layer.padded_inputs * sizeof(float);
+
+        // A thread computes one operator at a time, and the largest room serves them all.
+        thread_local Lines room;
+        const size_t lines = (values_bytes + 2 * scales_bytes + prepare_tasks * row_bytes) / sizeof(CacheLine);
+        if (room.size() < lines)
+            room.resize(lines);
+        unsigned char* at = room.data()->bytes;
+        const RoundedRows rounded{at, reinterpret_cast<float*>(at + values_bytes),
+                                  reinterpret_cast<int32_t*>(at + values_bytes + scales_bytes)};
+        auto* const y = reinterpret_cast<float*>(at + values_bytes + 2 * scales_bytes);
+
+        in_parallel(context, prepare_tasks, [&](size_t task) {
+            const size_t first = task * prepare_step, last = first + prepare_step < rows ? first + prepare_step : rows;
+            for (size_t m = first; m < last; ++m)
+                product.prepare(layer, from + m * layer.row_width(), y + task * layer.padded_inputs, rounded, m);
+        });
+
+        const size_t tiles = (layer.outputs + tile_columns - 1) / tile_columns;
+        const size_t row_tasks = (rows + multiplied_rows - 1) / multiplied_rows;
+        const auto multiply = [&](size_t task) {
+            const size_t first = task % row_tasks * multiplied_rows;
+            const size_t last = first + multiplied_rows < rows ? first + multiplied_rows : rows;
+            product.multiply(layer, rounded, first, last, task / row_tasks * tile_columns, added, out);
+        };
+        if (rows * layer.inputs * layer.outputs >= fewest_parallel_products)
+            return in_parallel(context, tiles * row_tasks, multiply);
+        for (size_t task = 0; task < tiles * row_tasks; ++task)
+            multiply(task);
+    }
+
+    template <class Work>
+    void in_parallel(const OrtKernelContext* context, size_t tasks, Work work) const {
+        if (tasks == 1)
+            return work(0);
+        const auto call = [](void* data, size_t task) { (*static_cast<Work*>(data))(task); };
+        check(runtime.KernelContext_ParallelFor(context, call, tasks, 0, &work));
+    }
+
+    Tensor tensor_at(const OrtKernelContext* context, Input index) const {
+        const OrtValue* value = nullptr;
+        check(runtime.KernelContext_GetInput(context, index, &value));
+        return tensor_of(runtime, value);
+    }
+
+    void take_bytes(const Node& node) {
+        const Tensor given = node.constant(weight, "weight");
+        const bool transposed = flag(node, "transposed");
+        if (given.type != element_int8 || given.shape.size() != 2)
+            node.refuse("weight is " + describe(given) + "; it has to be int8 of two dimensions");
+        set_shape(node, size_t(given.shape[transposed]), size_t(given.shape[!transposed]));
+        const int64_t block = node.integer("block", 0);
+        if (block < 0 || block % int64_t(input_padding) != 0)
+            node.refuse("the attribute block is " + std::to_string(block) + "; it has to be a multiple of 64, or 0");
+        if (block && size_t(block) < layer.inputs)
+            layer.block = size_t(block);
+        layer.blocks = (layer.inputs + layer.block - 1) / layer.block;
+        weights = pack_bytes(layer, static_cast<const int8_t*>(given.data), transposed, product.zero_point);
+        layer.weights = weights.data()->bytes;
+        scale_values = pad(floats(node, scales, "scales", layer.outputs), layer.outputs);
+        layer.scales = reinterpret_cast<const float*>(scale_values.data());
+    }
+
+    void take_nibbles(const Node& node) {
+        const Tensor given = node.constant(weight, "weight");
+        if (given.type != element_uint8 || given.shape.size() != 3 || given.shape[2] != nibble_block / 2)
+            node.refuse("weight is " + describe(given) + "; it has to be uint8 [N, K / 32, 16]");
+        set_shape(node, size_t(given.shape[1]) * nibble_block, size_t(given.shape[0]));
+        layer.block = nibble_block;
+        layer.blocks = layer.inputs / nibble_block;
+        layer.padded_inputs = layer.inputs;
+        weights = pack_nibbles(layer, static_cast<const uint8_t*>(given.data));
+        layer.weights = weights.data()->bytes;
+        scale_values = pack_block_scales(layer, floats(node, scales, "scales", layer.outputs * layer.blocks));
+        layer.scales = reinterpret_cast<const float*>(scale_values.data());
+    }
+
+    void set_shape(const Node& node, size_t inputs, size_t outputs) {
+        if (inputs < 1 || outputs < 1 || inputs > most_inputs)
+            node.refuse("weight has " + std::to_string(inputs) + " inputs and " + std::to_string(outputs) +
+                        " outputs; both have to be at least 1, and inputs at most " + std::to_string(most_inputs));
+        layer.inputs = inputs;
+        layer.outputs = outputs;
+        layer.block = layer.padded_inputs = round_up(inputs, input_padding);
+    }
+
+    const float* floats(const Node& node, Input index, const char* input, size_t count) const {
+        const Tensor given = node.constant(index, input);
+        if (given.type != element_float || given.count() != count)
+            node.refuse(std::string(input) + " is " + describe(given) + "; it has to be float of " + std::to_string(count) +
+                        " elements");
+        return given.floats();
+    }
+
+    const float* optional_floats(const Node& node, Input index, const char* input, size_t count, Lines& kept) const {
+        if (!node.has_input(index))
+            return nullptr;
+        kept = pad(floats(node, index, input, count), count);
+        return reinterpret_cast<const float*>(kept.data());
+    }
+
+    const Product& product;
+    const std::string name;
+    Layer layer{};
+    bool has_residual;
+    Lines weights, scale_values, bias_values, norm_weights, norm_biases;
+};
+
+const LinearOperator& as_linear(const OrtCustomOp* op) { return *static_cast<const LinearOperator*>(op); }
+
+}  // namespace
+
+LinearOperator::LinearOperator(const Runtime& runtime, const Path& path, bool has_nibbles)
+    : runtime(runtime),
+      product(has_nibbles ? path.nibbles : path.bytes),
+      has_nibbles(has_nibbles),
+      name(has_nibbles ? "Linear4" : "Linear") {
+    GetName = [](const OrtCustomOp* op) { return as_linear(op).name; };
+    GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };
+    GetInputType = [](const OrtCustomOp* op, size_t index) {
+        return index != weight ? element_float : as_linear(op).has_nibbles ? element_uint8 : element_int8;
+    };
+    GetInputTypeCount = [](const OrtCustomOp*) -> size_t { return input_count; };
+    GetOutputType = [](const OrtCustomOp*, size_t) { return element_float; };
+    GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return 1; };
+    GetInputCharacteristic = [](const OrtCustomOp*, size_t index) { return index <= scales ? required : optional; };
+    GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return required; };
+    GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };  // where the provider has its memory
+    CreateKernelV2 = [](const OrtCustomOp* op, const OrtApi*, const OrtKernelInfo* info, void** kernel) {
+        const LinearOperator& linear = as_linear(op);
+        return guarded(linear.runtime, [&] { *kernel = new LinearKernel(linear, Node(linear.runtime, info, linear.name)); });
+    };
+    KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
+        const auto& linear = *static_cast<const LinearKernel*>(kernel);
+        return guarded(linear.runtime, [&] { linear.compute(context); });
+    };
+    KernelDestroy = [](void* kernel) { delete static_cast<LinearKernel*>(kernel); };
+}
+
+}  // namespace kvasir

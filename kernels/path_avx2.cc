@@ -1,0 +1,27 @@
+// The path for AVX2 with FMA: Intel from Haswell, AMD from Zen.
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "layer.h"
+
+// As in path_avx512.cc: nothing of the standard library may follow.
+#pragma GCC target("avx2,fma")
+
+namespace kvasir::avx2 {
+#include "lanes_avx2.h"
+#include "unrolled.h"
+#include "product_avx2.h"
+//
+#include "linear.h"
+}  // namespace kvasir::avx2
+
+namespace kvasir {
+const Path avx2_path = {"avx2", avx2::product<avx2::BytesProduct>(), avx2::product<avx2::NibblesProduct>()};
+}
+
+#endif

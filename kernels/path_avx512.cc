@@ -1,0 +1,28 @@
+// The path for AVX-512 with VNNI: Intel from Ice Lake, AMD from Zen 4.
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "layer.h"
+
+// From here on the compiler may use these instructions: nothing of the standard library may follow, or the linker could
+// take such a copy of one of its functions for the whole library.
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma")
+
+namespace kvasir::avx512 {
+#include "lanes_avx512.h"
+#include "unrolled.h"
+#include "product_avx512.h"
+//
+#include "linear.h"
+}  // namespace kvasir::avx512
+
+namespace kvasir {
+const Path avx512_path = {"avx512", avx512::product<avx512::BytesProduct>(), avx512::product<avx512::NibblesProduct>()};
+}
+
+#endif

@@ -1,0 +1,106 @@
+// The work before a product: a row of floats becomes int8 with a scale for each block.
+
+// y [K] = act(x), times the second half of x if the layer is gated.
+template <Floats (*act)(Floats)>
+void activate(const Layer& layer, const float* x, float* y) {
+    for (size_t k = 0; k < layer.inputs; k += lane_count) {
+        const size_t count = layer.inputs - k;
+        Floats value = act(load(x + k, count));
+        if (layer.gated)
+            value = value * load(x + layer.inputs + k, count);
+        store(y + k, value, count);
+    }
+}
+
+inline Floats same(Floats x) { return x; }
+
+inline void activate(const Layer& layer, const float* x, float* y) {
+    switch (layer.activation) {
+    case Activation::none: return activate<same>(layer, x, y);
+    case Activation::silu: return activate<silu>(layer, x, y);
+    case Activation::gelu: return activate<gelu>(layer, x, y);
+    case Activation::gelu_tanh: return activate<gelu_tanh>(layer, x, y);
+    case Activation::quick_gelu: return activate<quick_gelu>(layer, x, y);
+    case Activation::relu: return activate<relu>(layer, x, y);
+    case Activation::relu2: return activate<relu2>(layer, x, y);
+    case Activation::sigmoid: return activate<sigmoid>(layer, x, y);
+    }
+}
+
+// y [K] = (x - mean) / sqrt(mean of squares + epsilon) * weight + bias; RMS norms take 0 for the mean. x may be y.
+inline void normalise(const Layer& layer, const float* x, float* y) {
+    const size_t inputs = layer.inputs;
+    const float count = float(inputs);
+    if (layer.norm == Norm::layer) {
+        Floats total = all(0.0f);
+        for (size_t k = 0; k < inputs; k += lane_count)
+            total = total + load(x + k, inputs - k);
+        const Floats mean = all(sum(total) / count);
+        for (size_t k = 0; k < inputs; k += lane_count)
+            store(y + k, load(x + k, inputs - k) - mean, inputs - k);
+        x = y;
+    }
+    Floats squares = all(0.0f);
+    for (size_t k = 0; k < inputs; k += lane_count) {
+        const Floats value = load(x + k, inputs - k);
+        squares = fma(value, value, squares);
+    }
+    const Floats factor = all(1.0f / __builtin_sqrtf(sum(squares) / count + layer.epsilon));
+    for (size_t k = 0; k < inputs; k += lane_count) {
+        Floats value = load(x + k, inputs - k) * factor;
+        if (layer.norm_weight)
+            value = value * load(layer.norm_weight + k, inputs - k);
+        if (layer.norm_bias)
+            value = value + load(layer.norm_bias + k, inputs - k);
+        store(y + k, value, inputs - k);
+    }
+}
+
+// Round y [count] to q [padded], by s = max |y| / 127. A block with a NaN or an infinity has NaN for s, and one whose s
+// would be denormal is taken for zeros: both have zeros for q. |y / s| never rounds above 127.
+template <class Input>
+void round_block(const float* y, size_t count, size_t padded, Input* q, float& scale, int32_t& total) {
+    Ints most = all(0);
+    for (size_t k = 0; k < count; k += lane_count)
+        most = greater(most, magnitude(load(y + k, count - k)));
+    const int32_t bits = greatest(most);
+    float largest;
+    memcpy(&largest, &bits, sizeof largest);
+    scale = largest / 127.0f;
+    total = 0;
+    if (!(scale >= smallest_normal && scale <= largest_finite)) {
+        scale = scale < smallest_normal ? 0.0f : __builtin_nanf("");
+        memset(q, 0, padded * sizeof(Input));
+        return;
+    }
+    const Floats inverse = all(1.0f / scale);
+    Ints totals = all(0);
+    size_t k = 0;
+    for (; k < count; k += lane_count) {
+        const Ints whole = to_ints(round_even(load(y + k, count - k) * inverse));
+        totals = totals + whole;
+        narrow(q + k, whole);
+    }
+    if (k < padded)
+        memset(q + k, 0, (padded - k) * sizeof(Input));
+    total = sum(totals);
+}
+
+// Product::prepare.
+template <class Input>
+void prepare(const Layer& layer, const float* x, float* y, const RoundedRows& rows, size_t m) {
+    if (layer.activation != Activation::none || layer.gated) {
+        activate(layer, x, y);
+        x = y;
+    }
+    if (layer.norm != Norm::none) {
+        normalise(layer, x, y);
+        x = y;
+    }
+    Input* const q = static_cast<Input*>(rows.values) + m * layer.padded_inputs;
+    for (size_t b = 0; b < layer.blocks; ++b) {
+        const size_t start = b * layer.block, at = m * layer.blocks + b;
+        round_block(x + start, lesser(layer.block, layer.inputs - start), lesser(layer.block, layer.padded_inputs - start),
+                    q + start, rows.scales[at], rows.sums[at]);
+    }
+}

@@ -1,0 +1,93 @@
+// The entry that ONNX Runtime calls, and the choice of a path for this CPU.
+#include <array>
+#include <string>
+
+#include "linear_operator.h"
+#include "node.h"
+
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
+
+namespace kvasir {
+
+namespace {
+
+// Of a session's configuration: the path to take, or "auto".
+constexpr const char* path_entry = "kvasir.path";
+
+struct Candidate {
+    const Path& path;
+    bool is_usable;  // by this CPU and its operating system
+};
+
+// The paths of this build, the fastest first.
+std::vector<Candidate> candidates() {
+#if defined(__x86_64__)
+    // These also ask the operating system whether it saves the registers.
+    __builtin_cpu_init();
+    const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                            __builtin_cpu_supports("avx512vnni");
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    return {{avx512_path, has_avx512}, {avx2_path, has_avx2}, {scalar_path, true}};
+#elif defined(__aarch64__)
+    constexpr unsigned long dot_product = 1 << 20;  // HWCAP_ASIMDDP
+    return {{neon_path, (getauxval(AT_HWCAP) & dot_product) != 0}, {scalar_path, true}};
+#else
+    return {{scalar_path, true}};
+#endif
+}
+
+const Path& choose_path(const std::string& wanted) {
+    std::string known;
+    for (const Candidate& candidate : candidates()) {
+        if (candidate.is_usable && (wanted == "auto" || wanted == candidate.path.name))
+            return candidate.path;
+        if (wanted == candidate.path.name)
+            throw Refusal(std::string(path_entry) + " is " + wanted + ", which this CPU cannot run");
+        known += std::string(", ") + candidate.path.name;
+    }
+    throw Refusal(std::string(path_entry) + " is " + wanted + "; it has to be one of auto" + known);
+}
+
+std::string wanted_path(const Runtime& runtime, const OrtSessionOptions* options) {
+    int is_set = 0;
+    check(runtime.HasSessionConfigEntry(options, path_entry, &is_set));
+    if (!is_set)
+        return "auto";
+    size_t size = 0;
+    check(runtime.GetSessionConfigEntry(options, path_entry, nullptr, &size));
+    std::string value(size, '\0');
+    check(runtime.GetSessionConfigEntry(options, path_entry, value.data(), &size));
+    value.resize(size - 1);
+    return value;
+}
+
+// The operators on one path; they outlive every session.
+struct Domain {
+    Domain(const Runtime& runtime, const Path& path) : path(path), linear(runtime, path, false), linear4(runtime, path, true) {
+        check(runtime.CreateCustomOpDomain("kvasir", &domain));
+        check(runtime.CustomOpDomain_Add(domain, &linear));
+        check(runtime.CustomOpDomain_Add(domain, &linear4));
+    }
+
+    const Path& path;
+    OrtCustomOpDomain* domain = nullptr;
+    LinearOperator linear, linear4;
+};
+
+}  // namespace
+
+}  // namespace kvasir
+
+extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(OrtSessionOptions* options,
+                                                                              const OrtApiBase* base) {
+    static const kvasir::Runtime runtime(base->GetApi(ort_api_version));
+    return kvasir::guarded(runtime, [&] {
+        const kvasir::Path& path = kvasir::choose_path(kvasir::wanted_path(runtime, options));
+        // Never freed: sessions hold them.
+        auto* const domain = new kvasir::Domain(runtime, path);
+        kvasir::check(runtime.AddCustomOpDomain(options, domain->domain));
+    });
+}

@@ -1,0 +1,21 @@
+// What products share: loops over constants, and prefetching.
+
+template <int value>
+struct Constant {
+    constexpr operator int() const { return value; }
+};
+
+// Call body(0) to body(count - 1). An array that is indexed by these constants lives in registers; of one that a loop
+// indexes, which it unrolls too late, gcc 12 writes every element to the stack; callers are [[gnu::flatten]]. It does so too where
+// the product is inlined, so those with long loops are [[gnu::noinline]].
+template <int count, class Body>
+inline void unrolled(const Body& body) {
+    if constexpr (count > 0) {
+        unrolled<count - 1>(body);
+        body(Constant<count - 1>());
+    }
+}
+
+// Ask for a cache line into the second cache; addresses past the end do no harm. Products ask for the panels that come
+// next, which took a third off the time of one row on Zen 4.
+inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 2); }

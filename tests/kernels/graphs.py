@@ -1,0 +1,79 @@
+"""Graphs of one operator of ours, and sessions that run them.
+
+python -m tests.kernels.graphs writes the graph of the trial, kernels/self_test.onnx.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from kvasir.kernels import library, self_test
+from kvasir.model.onnx.runtime import onnxruntime
+
+FLOATS = NDArray[np.float32]
+INPUTS = ("x", "weight", "scales", "bias", "norm", "norm_bias", "residual")
+needs_library = pytest.mark.skipif(
+    not library.FILE.exists(), reason="no compiler built kernels/libkvasir.so"
+)
+
+
+def graph(
+    operator: str,
+    constants: dict[str, Any],
+    attributes: dict[str, Any] | None = None,
+    variables: tuple[str, ...] = ("x",),
+) -> bytes:
+    """Return a model of one node. Inputs that are neither constants nor variables are absent."""
+    names = [name if name in constants or name in variables else "" for name in INPUTS]
+    while not names[-1]:
+        names.pop()
+    node = helper.make_node(operator, names, ["y"], domain="kvasir", **attributes or {})
+    types = dict.fromkeys(variables, TensorProto.FLOAT) | {"weight": TensorProto.INT8}
+    inputs = [helper.make_tensor_value_info(name, types[name], None) for name in variables]
+    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    initializers = [numpy_helper.from_array(of, name) for name, of in constants.items()]
+    body = helper.make_graph([node], "one", inputs, [output], initializers)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("kvasir", 1)]
+    return bytes(helper.make_model(body, opset_imports=opsets, ir_version=10).SerializeToString())
+
+
+def session(model: bytes, path: str = "auto", threads: int = 1) -> Any:
+    """Open a session whose operators take a path."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    library.Library(library.FILE, path).register(options)
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def usable_paths() -> list[str]:
+    """Return the paths that this machine can run."""
+    if not library.FILE.exists():
+        return []
+    weight, scales = np.zeros((1, 1), dtype=np.int8), np.ones(1, dtype=np.float32)
+    model = graph("Linear", {"weight": weight, "scales": scales})
+    found = []
+    for path in ("scalar", "avx2", "avx512", "neon"):
+        try:
+            session(model, path)
+            found.append(path)
+        except Exception as error:
+            if "kvasir.path" not in str(error):
+                raise
+    return found
+
+
+def self_test_graph() -> bytes:
+    """Return the graph of the trial."""
+    weight, scales, bias = self_test.weights()
+    constants = {"weight": weight, "scales": scales, "bias": bias}
+    attributes = {"activation": "", "epsilon": 1e-5, "gated": 0}
+    return graph("Linear", constants, attributes, ("x", "residual"))
+
+
+if __name__ == "__main__":
+    self_test.GRAPH.write_bytes(self_test_graph())

@@ -1,0 +1,90 @@
+"""The library is found and tried, or a sentence says why stock operators are used."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvasir.kernels import library, self_test
+from kvasir.kernels.library import Library, load
+from tests.kernels.graphs import needs_library, self_test_graph, usable_paths
+
+COMPILER, OBJDUMP = shutil.which("g++"), shutil.which("objdump")
+
+
+@needs_library
+@pytest.mark.parametrize("path", usable_paths())
+def test_a_path_passes_its_trial(path: str) -> None:
+    self_test.run(Library(library.FILE, path))
+
+
+@needs_library
+def test_a_trial_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load("auto", tmp_path) == Library(library.FILE, "auto")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a second trial"))
+    assert load("auto", tmp_path) == Library(library.FILE, "auto")
+
+
+@needs_library
+def test_without_a_cache_the_library_is_still_used(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert load("scalar", tmp_path / "file") == Library(library.FILE, "scalar")
+
+
+def test_stock_operators_are_used_as_asked(tmp_path: Path) -> None:
+    assert load("off", tmp_path) == "stock operators are used, as the setting asks"
+
+
+def test_a_library_that_was_not_built(tmp_path: Path) -> None:
+    found = load("auto", tmp_path, tmp_path / "libkvasir.so")
+    assert found == "stock operators are used: libkvasir.so was not built when Kvasir was installed"
+
+
+def test_a_library_that_does_not_load(tmp_path: Path) -> None:
+    file = tmp_path / "libkvasir.so"
+    file.write_bytes(b"no library")
+    found = load("auto", tmp_path, file)
+    assert re.match("stock operators are used: the trial of libkvasir.so failed: .*", str(found))
+    assert [*tmp_path.iterdir()] == [file]
+
+
+@pytest.mark.skipif(not COMPILER, reason="needs g++")
+def test_a_library_that_crashes_ends_its_trial_alone(tmp_path: Path) -> None:
+    """As one does that takes a function from the wrong position of the runtime's table."""
+    source, file = tmp_path / "crash.cc", tmp_path / "libkvasir.so"
+    source.write_text('extern "C" void* RegisterCustomOps(void*, void*) { __builtin_trap(); }')
+    subprocess.run([str(COMPILER), "-shared", "-fPIC", "-o", file, source], check=True)
+    found = load("auto", tmp_path, file)
+    assert re.search(r"failed: it ended with -\d+$", str(found))
+
+
+@needs_library
+def test_a_wrong_result_fails_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, scales, bias = self_test.weights()
+    monkeypatch.setattr(self_test, "weights", lambda: (weight, scales, bias + np.float32(0.01)))
+    with pytest.raises(RuntimeError, match=r"wrong by up to 0\.01"):
+        self_test.run(Library(library.FILE))
+
+
+def test_the_graph_of_the_trial_is_current() -> None:
+    """`python -m tests.kernels.graphs` writes it."""
+    assert self_test.GRAPH.read_bytes() == self_test_graph()
+
+
+@needs_library
+@pytest.mark.skipif(not OBJDUMP, reason="needs objdump")
+def test_wide_registers_are_used_only_where_they_were_chosen() -> None:
+    """Else a CPU without them would fail in code that all paths share."""
+    command = [str(OBJDUMP), "-d", "-C", "--no-show-raw-insn", str(library.FILE)]
+    code = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    functions = re.findall(r"^[0-9a-f]+ <(.*)>:\n((?:.+\n)*)", code, re.MULTILINE)
+    assert len(functions) > 50
+    for name, body in functions:
+        if "kvasir::avx512::" not in name:
+            assert "zmm" not in body, name
+            assert "kvasir::avx2::" in name or "ymm" not in body, name

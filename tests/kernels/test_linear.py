@@ -1,0 +1,175 @@
+"""`Linear` and `Linear4` on every path of this machine: against NumPy, and against each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tests.kernels import oracle
+from tests.kernels.graphs import FLOATS, graph, needs_library, session, usable_paths
+
+pytestmark = needs_library
+PATHS = usable_paths()
+PLAIN: dict[str, Any] = {"activation": "", "norm": "", "gated": 0, "epsilon": 1e-5}
+
+
+def floats(random: np.random.Generator, *shape: int) -> FLOATS:
+    """Return values of many sizes, some of them zero."""
+    spread = random.standard_normal(shape) * np.exp(random.standard_normal(shape))
+    return np.where(random.random(shape) < 0.1, 0, spread).astype(np.float32)
+
+
+def run(model: bytes, inputs: dict[str, FLOATS], path: str, threads: int = 1) -> FLOATS:
+    (output,) = session(model, path, threads).run(None, inputs)
+    assert output.dtype == np.float32
+    return output  # type: ignore[no-any-return]
+
+
+def same_bits(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    return a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw the sizes and attributes of a layer, and which optional inputs it has."""
+    return {
+        "seed": draw(st.integers(0, 2**32 - 1)),
+        "rows": draw(st.integers(1, 70)),
+        "inputs": draw(st.integers(1, 200)),
+        "outputs": draw(st.integers(1, 150)),
+        "activation": draw(st.sampled_from(sorted(oracle.ACTIVATIONS))),
+        "norm": draw(st.sampled_from(["", "rms", "layer"])),
+        "gated": draw(st.integers(0, 1)),
+        "block": draw(st.sampled_from([0, 64, 128])),
+        "transposed": draw(st.integers(0, 1)),
+        "present": draw(st.sets(st.sampled_from(["bias", "norm", "norm_bias", "residual"]))),
+        "threads": draw(st.integers(1, 3)),
+    }
+
+
+@pytest.mark.parametrize("operator", ["Linear", "Linear4"])
+@given(layer=layers())
+@settings(max_examples=60, deadline=None)
+def test_every_path_computes_what_numpy_does(operator: str, layer: dict[str, Any]) -> None:
+    """And all of them the same bits."""
+    random = np.random.default_rng(layer["seed"])
+    rows, inputs, outputs = layer["rows"], layer["inputs"], layer["outputs"]
+    attributes = PLAIN | {name: layer[name] for name in ("activation", "norm", "gated")}
+    if operator == "Linear4":
+        inputs = (inputs + 31) // 32 * 32
+    sizes = {"bias": outputs, "norm": inputs, "norm_bias": inputs}
+    present = layer["present"] - (set() if layer["norm"] else {"norm", "norm_bias"})
+    constants: dict[str, Any] = {
+        name: floats(random, size) for name, size in sizes.items() if name in present
+    }
+    if operator == "Linear4":
+        packed: NDArray[Any] = random.integers(0, 256, (outputs, inputs // 32, 16), dtype=np.uint8)
+        scales = random.random((outputs, inputs // 32), dtype=np.float32)
+        weight: NDArray[Any] = oracle.unpack_nibbles(packed) * np.repeat(scales, 32, axis=1).T
+        block = 32
+    else:
+        whole = random.integers(-128, 128, (inputs, outputs), dtype=np.int8)
+        packed = whole.T.copy() if layer["transposed"] else whole
+        scales = random.random(outputs, dtype=np.float32)
+        weight, block = whole, layer["block"] or inputs
+        attributes |= {"transposed": layer["transposed"], "block": layer["block"]}
+    constants |= {"weight": packed, "scales": scales}
+    given = {"x": floats(random, rows, inputs * (1 + layer["gated"]))}
+    if "residual" in present:
+        given["residual"] = floats(random, rows, outputs)
+    model = graph(operator, constants, attributes, tuple(given))
+
+    expected, tolerance = oracle.linear(
+        given["x"].astype(float), weight, constants | given, attributes, block
+    )
+    scalar = run(model, given, "scalar")
+    assert (np.abs(scalar - expected) <= tolerance).all()
+    for path in PATHS:
+        assert same_bits(run(model, given, path, layer["threads"]), scalar), path
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("operator", ["Linear", "Linear4"])
+def test_a_row_has_its_own_bits(operator: str, path: str) -> None:
+    """Alone, among others, and for any number of threads."""
+    random = np.random.default_rng(1)
+    constants: dict[str, Any]
+    if operator == "Linear":
+        constants = {"weight": random.integers(-127, 128, (576, 960), dtype=np.int8)}
+        constants["scales"] = random.random(960, dtype=np.float32)
+    else:
+        constants = {"weight": random.integers(0, 256, (960, 18, 16), dtype=np.uint8)}
+        constants["scales"] = random.random((960, 18), dtype=np.float32)
+    constants["norm"] = floats(random, 576)
+    model = graph(operator, constants, PLAIN | {"norm": "rms"})
+    x = floats(random, 70, 576)
+    one, two = session(model, path), session(model, path, 2)
+    together = one.run(None, {"x": x})[0]
+    assert same_bits(two.run(None, {"x": x})[0], together)
+    for rows in (slice(0, 1), slice(3, 9), slice(40, 57), slice(69, 70)):
+        for opened in (one, two):
+            assert same_bits(opened.run(None, {"x": x[rows]})[0], together[rows])
+    cube = one.run(None, {"x": x.reshape(7, 10, 576)})[0]
+    assert same_bits(cube, together.reshape(7, 10, 960))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_largest_integers_do_not_overflow(path: str) -> None:
+    """Pairs of such products do not fit 16 bits; all of them just fit 32."""
+    inputs = 131_072
+    weight = np.full((inputs, 2), [127, -128], dtype=np.int8)
+    model = graph("Linear", {"weight": weight, "scales": np.ones(2, dtype=np.float32)})
+    for sign in (1, -1):
+        x = np.full((1, inputs), sign * 127, dtype=np.float32)
+        found = run(model, {"x": x}, path)
+        assert (
+            found == np.float32(sign * 127 * inputs) * np.array([127, -128], dtype=np.float32)
+        ).all()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("block", [0, 64])
+def test_a_row_that_is_not_finite_spoils_no_other(path: str, block: int) -> None:
+    random = np.random.default_rng(2)
+    weight = random.integers(-127, 128, (130, 20), dtype=np.int8)
+    constants: dict[str, Any] = {"weight": weight, "scales": np.ones(20, dtype=np.float32)}
+    model = graph("Linear", constants, PLAIN | {"block": block})
+    x = floats(random, 9, 130)
+    clean = run(model, {"x": x}, path)
+    x[2, 5], x[4, 129], x[7, 64] = np.nan, np.inf, -np.inf
+    found = run(model, {"x": x}, path)
+    spoilt = [2, 4, 7]
+    assert np.isnan(found[spoilt]).all()
+    assert same_bits(np.delete(found, spoilt, 0), np.delete(clean, spoilt, 0))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("activation", sorted(oracle.ACTIVATIONS))
+def test_extreme_numbers(path: str, activation: str) -> None:
+    """Zeros, denormal numbers, and the largest; a row of them alone is taken for zeros."""
+    numbers = [0, -0.0, 1e-45, -1e-40, 1e-38, 88, -88, 1e4, -1e4, 1e17, -1e17]
+    extreme = np.array(numbers, dtype=np.float32)
+    x = np.concatenate([np.repeat(extreme[:, None], 40, axis=1), np.tile(extreme, (4, 4))[:, :40]])
+    constants: dict[str, Any] = {"weight": np.full((40, 3), [1, -1, 127], dtype=np.int8)}
+    constants["scales"] = np.ones(3, dtype=np.float32)
+    model = graph("Linear", constants, PLAIN | {"activation": activation})
+    found = run(model, {"x": x}, path)
+    attributes = PLAIN | {"activation": activation}
+    with np.errstate(over="ignore"):
+        expected, tolerance = oracle.linear(
+            x.astype(float), constants["weight"], constants, attributes, 40
+        )
+    assert (np.abs(found - expected) <= tolerance).all()
+    assert same_bits(found, run(model, {"x": x}, "scalar"))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_no_rows(path: str) -> None:
+    weight = np.zeros((8, 5), dtype=np.int8)
+    model = graph("Linear", {"weight": weight, "scales": np.ones(5, dtype=np.float32)})
+    assert run(model, {"x": np.zeros((2, 0, 8), dtype=np.float32)}, path).shape == (2, 0, 5)
