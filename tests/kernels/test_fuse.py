@@ -1,0 +1,167 @@
+"""Graphs with fused products against the graphs that they were made of.
+
+The oracle computes our operators in NumPy and all others as ONNX and ONNX Runtime do. Sums of
+floats differ in order, so a value that is between two steps of int8 may be rounded to the other
+one, and its token then differs by as much as a step of one input makes; most tokens meet none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from onnx import NodeProto, helper
+
+from kvasir.kernels.fuse import DOMAIN, fuse
+from kvasir.model.config import TransformerConfig
+from kvasir.model.directory import ENCODER_GRAPH_FILE, GRAPH_FILE
+from kvasir.model.onnx.runtime import open_cpu_session
+from kvasir.model.packing import HIDDEN_OUTPUT, VECTORS_OUTPUT, pack
+from tests.kit.encoder_decoders import PairSession, export_both
+from tests.kit.encoders import BERT, LAST_TOKEN, MODERN, MPNET, export_encoder, make_text
+from tests.kit.fake_seq2seq import small_config, small_model
+from tests.kit.linear_reference import FusedSession
+from tests.kit.random_models import RandomModel, export_random
+from tests.kit.whole_graph import GraphSession
+from tests.model.variants import VARIANTS
+
+Floats = NDArray[np.float32]
+_N_PROMPT, _N_TOKENS = 12, 20
+ENCODERS = {"bert": BERT, "mpnet": MPNET, "modernbert": MODERN, "last token": LAST_TOKEN}
+
+
+def nodes_of(graph: onnx.GraphProto) -> list[NodeProto]:
+    """Return the nodes of a graph and its branches."""
+    parts = [a.g for node in graph.node for a in node.attribute if a.HasField("g")]
+    return [*graph.node, *(node for part in parts for node in nodes_of(part))]
+
+
+def features(model: onnx.ModelProto) -> Counter[str]:
+    """Count products, and what was put into them."""
+    found = Counter[str]()
+    for node in nodes_of(model.graph):
+        if node.domain == DOMAIN:
+            given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+            found[node.op_type] += 1
+            found["norm"] += bool(given["norm"])
+            found["activation"] += bool(given["activation"])
+            found["gated"] += given["gated"]
+            found["bias"] += bool(node.input[3])
+            found["residual"] += bool(node.input[6])
+    return found
+
+
+def expected_features(config: TransformerConfig, n_bits: int) -> Counter[str]:
+    """Count what the configuration says; with 4 bits, layers are there twice.
+
+    A layer's last bias and residual are then added after both branches.
+    """
+    n_layer = config.n_layer
+    n_experts = sum(map(config.has_experts, range(n_layer)))
+    n_dense = n_layer - n_experts
+    norms_first = config.norm_placement in ("pre", "both")
+    adds_outputs = config.norm_placement in ("pre", "post")
+    biases = {"attention.qkv": config.qkv_bias * n_layer}
+    biases |= {"attention.output": config.output_bias * n_layer}
+    biases |= dict.fromkeys(("up", "down"), config.feed_forward_bias * n_dense)
+    counts = Counter(
+        product=2 * n_layer + 2 * n_dense,
+        norm=norms_first * (n_layer + n_dense),
+        activation=n_dense,
+        gated=n_dense * config.feed_forward.startswith(("swiglu", "geglu")),
+        bias=sum(biases.values()),
+        residual=adds_outputs * (n_layer + n_dense),
+    )
+    products = counts.pop("product")
+    if n_bits == 4:
+        counts["bias"] -= config.feed_forward_bias * n_dense + config.output_bias * n_experts
+        counts["residual"] -= adds_outputs * n_layer
+        counts += counts
+        counts["Linear4"] = products
+    counts["Linear"] = products + 1  # the head is int8 in both
+    counts["norm"] += config.norm_placement != "post"
+    counts["bias"] += config.head_bias
+    return counts
+
+
+def check_near(found: Floats, expected: Floats) -> None:
+    """Rows of both: most are equal but for the order of sums, and none is a few steps away."""
+    errors = np.abs(found - expected).max(axis=-1) / expected.std()
+    assert np.median(errors) < 1e-5
+    assert errors.max() < 0.05
+
+
+def logits(model: RandomModel, open_session: Any) -> Floats:
+    """Return logits of two prompts, of which one is padded, and of tokens decoded after them."""
+    session = GraphSession(model.graph, model.config, open_session)
+    session.clear(2, _N_TOKENS)
+    ids = np.random.default_rng(0).integers(model.config.vocab_size, size=(2, _N_TOKENS))
+    made = [session.run(ids[:, :_N_PROMPT], [_N_PROMPT] * 2)]
+    for end in range(_N_PROMPT + 1, _N_TOKENS + 1):
+        made.append(session.run(ids[:, end - 1 : end], [end] * 2, decode=True))
+    return np.concatenate(made, axis=1).reshape(2 * _N_TOKENS, -1)
+
+
+@pytest.mark.parametrize("n_bits", [8, 4])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_decoder_computes_what_it_did(name: str, n_bits: int, tmp_path: Path) -> None:
+    """And no product, norm, activation, bias or residual is left that could be fused."""
+    changes = VARIANTS[name] if n_bits == 8 else {"d_model": 64} | VARIANTS[name]
+    model = export_random(tmp_path, f"int{n_bits}", **changes)
+    check_near(logits(model, FusedSession), logits(model, open_cpu_session))
+    session = FusedSession(model.graph)
+    assert not session.report.left
+    assert features(session.model) == expected_features(model.config, n_bits)
+    assert not {"Abs", "QuantizeLinear", "Sigmoid"} & {
+        node.op_type for node in nodes_of(session.model.graph)
+    }
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_every_encoder_computes_what_it_did(name: str, tmp_path: Path) -> None:
+    model = export_encoder(tmp_path, "int8", **ENCODERS[name])
+    texts = [make_text(model, i) for i in range(3)]
+    types = [text.type_ids for text in texts] if model.config.n_token_types else None
+    inputs, _ = pack([text.prompt_ids for text in texts], types)
+    fused, names = FusedSession(model.graph), [VECTORS_OUTPUT, HIDDEN_OUTPUT]
+    for pair in zip(
+        fused.run(names, inputs), open_cpu_session(model.graph).run(names, inputs), strict=True
+    ):
+        check_near(*pair)
+    assert not fused.report.left
+    assert fused.report.fused == 4 * model.config.n_layer
+
+
+def test_an_encoder_decoder_computes_what_it_did(tmp_path: Path) -> None:
+    config = small_config()
+    export_both(config, small_model(config).state_dict(), tmp_path, "int8")
+    sources = [[5, 6, 7, 8, 9], [10, 11], [12]]
+    texts, expected = PairSession(tmp_path, config).generate(sources, 8)
+    found = PairSession(tmp_path, config, FusedSession).generate(sources, 8)
+    assert found[0] == texts
+    check_near(np.concatenate(found[1]), np.concatenate(expected))
+    reports = [FusedSession(tmp_path / file).report for file in (ENCODER_GRAPH_FILE, GRAPH_FILE)]
+    assert not any(report.left for report in reports)
+    assert [report.fused for report in reports] == [4 * 2 + 1, 6 * 2 + 1]
+
+
+@pytest.fixture(scope="module")
+def one_layer(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
+    return export_random(tmp_path_factory.mktemp("one_layer"), "int8", n_layer=1)
+
+
+def test_whatever_value_is_read_elsewhere_keeps_its_meaning(one_layer: RandomModel) -> None:
+    """Each in turn is an output too: it is made as before, though parts of its chain are fused.
+
+    A rule that forgets a reader would change a value, such as one without its token's scale.
+    """
+    model = onnx.load(one_layer.graph, load_external_data=False)
+    names = [name for node in model.graph.node for name in node.output if node.op_type != "If"]
+    whole = onnx.ModelProto()
+    whole.CopyFrom(model)
+    whole.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names[:-1])
