@@ -19,7 +19,12 @@ from kvasir.kernels.fuse import DOMAIN, fuse
 from kvasir.model.onnx.runtime import onnxruntime, open_cpu_session
 
 Floats = NDArray[np.float32]
-_STOCK = ("GroupQueryAttention", "QMoE", "RotaryEmbedding")  # which ONNX Runtime computes
+# Operators that ONNX Runtime computes, by domain; ONNX's GatherElements stops at 64 elements.
+_STOCK = {"GatherElements": ""}
+_STOCK |= dict.fromkeys(("GroupQueryAttention", "MatMulIntegerToFloat"), MICROSOFT)
+_STOCK |= dict.fromkeys(("MatMulNBits", "QMoE"), MICROSOFT)
+# The first input that is a weight, of operators that round activations only beside constants.
+_WEIGHTS = {"MatMulNBits": 1, "QMoE": 2}
 
 
 def _sigmoid(x: Floats) -> Floats:
@@ -145,18 +150,15 @@ def _finish(out: NDArray[Any], bias: Floats | None, residual: Floats | None) -> 
 
 
 class _Stock(OpRun):
-    """A node of ONNX Runtime's own, in a session of its own.
+    """A node in a session of ONNX Runtime of its own."""
 
-    Weights of experts are constants there too: QMoE rounds activations only beside such weights.
-    """
-
-    op_domain = MICROSOFT
     _session: onnxruntime.InferenceSession | None = None
 
     def _run(self, *inputs: NDArray[Any] | None, **_: Any) -> tuple[NDArray[Any], ...]:
         node = self.onnx_node
         feeds = {n: x for n, x in zip(node.input, inputs, strict=True) if x is not None}
-        weights = {n: feeds.pop(n) for n in node.input[2:] if n and node.op_type == "QMoE"}
+        first_weight = _WEIGHTS.get(node.op_type, len(inputs))
+        weights = {n: feeds.pop(n) for n in node.input[first_weight:] if n}
         if self._session is None:
             kinds = {n: helper.np_dtype_to_tensor_dtype(x.dtype) for n, x in feeds.items()}
             given = [
@@ -173,14 +175,19 @@ class _Stock(OpRun):
 
 
 class FusedSession:
-    """A rewritten graph, with what tests use of ONNX Runtime's sessions."""
+    """A rewritten graph, with what tests use of ONNX Runtime's sessions.
 
-    def __init__(self, path: Path) -> None:
-        model, self.report = fuse(onnx.load(path, load_external_data=False))
+    outputs: values that are outputs of the graph too before it is rewritten.
+    """
+
+    def __init__(self, path: Path, *outputs: str) -> None:
+        original = onnx.load(path, load_external_data=False)
+        original.graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
+        model, self.report = fuse(original)
         self.model = onnx.ModelProto()
         self.model.CopyFrom(model)
         onnx.load_external_data_for_model(model, str(path.parent))
-        stock = [type(name, (_Stock,), {}) for name in _STOCK]
+        stock = [type(name, (_Stock,), {"op_domain": domain}) for name, domain in _STOCK.items()]
         self._evaluator = ReferenceEvaluator(model, new_ops=[Linear, Linear4, *stock])
 
     def get_inputs(self) -> list[onnx.ValueInfoProto]:
