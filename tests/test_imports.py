@@ -20,7 +20,7 @@ from kvasir.commands.console import output
 from tests.deploy.dockerfile import read_stages
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("model", "export", "server", "loadtest", "commands")
+ROOMS = ("model", "export", "kernels", "server", "loadtest", "commands")
 WITHOUT_TORCH = (
     "model.directory",
     "model.config",
@@ -53,6 +53,7 @@ RULES = {
     "export.rounding": ("model", "export.rewrite"),
     "export.graphs": ("model", "export.rewrite", "export.rounding"),
     "export": ("model",),
+    "kernels": (),
     "server.errors": (),
     "server.settings": ("server.errors",),
     "server.engine.kv": (),

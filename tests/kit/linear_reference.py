@@ -175,15 +175,10 @@ class _Stock(OpRun):
 
 
 class FusedSession:
-    """A rewritten graph, with what tests use of ONNX Runtime's sessions.
+    """A rewritten graph, with what tests use of ONNX Runtime's sessions."""
 
-    outputs: values that are outputs of the graph too before it is rewritten.
-    """
-
-    def __init__(self, path: Path, *outputs: str) -> None:
-        original = onnx.load(path, load_external_data=False)
-        original.graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
-        model, self.report = fuse(original)
+    def __init__(self, path: Path) -> None:
+        model, self.report = fuse(onnx.load(path, load_external_data=False))
         self.model = onnx.ModelProto()
         self.model.CopyFrom(model)
         onnx.load_external_data_for_model(model, str(path.parent))
