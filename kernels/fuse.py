@@ -20,15 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from onnx import (
-    AttributeProto,
-    GraphProto,
-    ModelProto,
-    NodeProto,
-    TensorProto,
-    helper,
-    numpy_helper,
-)
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
+from onnx.helper import get_attribute_value, make_attribute, make_opsetid
+from onnx.numpy_helper import to_array
 
 DOMAIN = "kvasir"
 _LINEARS = ("Linear", "Linear4")
@@ -67,13 +61,16 @@ def fuse(model: ModelProto) -> tuple[ModelProto, Report]:
                     rule(values, node)
                 except Mismatch as mismatch:
                     reasons[node.output[0]] = str(mismatch)
-        _drop_unread_nodes(graph, set())
+        read = set[str]()
+        _drop_unread_nodes(graph, read)
+    kept = [tensor for tensor in graph.initializer if tensor.name in read]
+    del graph.initializer[:]
+    graph.initializer.extend(kept)
     nodes = [node for part in _parts(graph) for node in part.node]
-    _drop_unread_constants(graph, {name for node in nodes for name in node.input})
     left = {n.output[0]: reasons[n.output[0]] for n in nodes if n.op_type in _PRODUCTS}
     report = Report(sum(node.domain == DOMAIN for node in nodes), left)
     if report.fused and all(opset.domain != DOMAIN for opset in fused.opset_import):
-        fused.opset_import.append(helper.make_opsetid(DOMAIN, 1))
+        fused.opset_import.append(make_opsetid(DOMAIN, 1))
     return fused, report
 
 
@@ -133,7 +130,7 @@ class _Values:
         """Return the only number of a constant that is in the graph's own file."""
         found = self.constant(name, 1)
         _require(not found.external_data, f"{name} is external")
-        return float(numpy_helper.to_array(found).item())
+        return float(to_array(found).item())
 
     def sizes(self, linear: NodeProto) -> tuple[int, int]:
         """Return the numbers of inputs and outputs of a product."""
@@ -185,7 +182,7 @@ def _rounded(values: _Values, quantized: str) -> tuple[str, str, int]:
     _require(values.number(axis) == _attribute(node, "axis"), "the scale is along another axis")
     _require(_attribute(reduction, "keepdims", 1) == 1, "the scale lacks an axis")
     _require(values.number(step) == np.float32(1 / 127), "a step is not 1/127")
-    is_128 = zero_point.data_type and numpy_helper.to_array(zero_point).tolist() == [128]
+    is_128 = zero_point.data_type and to_array(zero_point).tolist() == [128]
     _require(is_128, "the zero points are not 128")
     return x, scale, _attribute(node, "block_size", 0)
 
@@ -256,11 +253,13 @@ def _addition(values: _Values, add: NodeProto) -> None:
 
 def _activation(values: _Values, linear: NodeProto) -> None:
     """Put an activation, and the gate that it is of, into the product after it."""
-    made, gated = linear.input[0], 0
+    made = linear.input[0]
     values.reader(made, *_LINEARS)
-    if values.operator(made) == "Mul":
-        gated = any(values.operator(name) == "Split" for name in values.maker(made, "Mul").input)
-    activation, x = (_gate if gated else _activated)(values, made)
+    _require(not _attribute(linear, "activation"), "it has an activation already")
+    try:
+        gated, (activation, x) = True, _gate(values, made)
+    except Mismatch:
+        gated, (activation, x) = False, _activated(values, made)
     if gated:
         n_out = values.sizes(values.maker(x, *_LINEARS))[1]
         _require(n_out == 2 * values.sizes(linear)[0], "the halves are not those of a product")
@@ -299,7 +298,9 @@ def _norm(values: _Values, norm: NodeProto) -> None:
     linears = values.readers(made)
     for linear in linears:
         is_first = linear.op_type in _LINEARS and linear.input[0] == made
-        _require(is_first and not _attribute(linear, "activation"), "not products alone read it")
+        _require(is_first, "not products alone read it")
+        has_other = _attribute(linear, "activation") or _attribute(linear, "norm")
+        _require(not has_other, "an activation or another norm is between")
         for weight in weights:
             values.constant(weight, values.sizes(linear)[0])
     kind = "rms" if norm.op_type == "RMSNormalization" else "layer"
@@ -333,12 +334,12 @@ def _inputs(node: NodeProto, n: int) -> list[str]:
 
 def _attribute(node: NodeProto, name: str, default: Any = None) -> Any:
     found = (a for a in node.attribute if a.name == name)
-    return next((helper.get_attribute_value(attribute) for attribute in found), default)
+    return next((get_attribute_value(attribute) for attribute in found), default)
 
 
 def _set_attributes(node: NodeProto, **values: float | str) -> None:
     kept = [attribute for attribute in node.attribute if attribute.name not in values]
-    made = [helper.make_attribute(name, value) for name, value in values.items()]
+    made = [make_attribute(name, value) for name, value in values.items()]
     node.attribute.clear()
     node.attribute.extend([*kept, *made])
 
@@ -369,7 +370,7 @@ def _parts(graph: GraphProto) -> Iterator[GraphProto]:
 
 
 def _drop_unread_nodes(graph: GraphProto, read: set[str]) -> None:
-    """Drop nodes of a graph and its branches that nothing reads; read: names that others read."""
+    """Drop nodes of a graph and its branches that nothing reads; add what is read to `read`."""
     read.update(value.name for value in graph.output)
     kept: list[NodeProto] = []
     for node in reversed(graph.node):
@@ -380,10 +381,3 @@ def _drop_unread_nodes(graph: GraphProto, read: set[str]) -> None:
                 _drop_unread_nodes(branch, read)
     del graph.node[:]
     graph.node.extend(reversed(kept))
-
-
-def _drop_unread_constants(graph: GraphProto, read: set[str]) -> None:
-    """Drop initializers that nothing reads; those that are read stay where they are in files."""
-    kept = [tensor for tensor in graph.initializer if tensor.name in read]
-    del graph.initializer[:]
-    graph.initializer.extend(kept)
