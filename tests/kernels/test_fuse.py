@@ -67,18 +67,15 @@ def expected_features(config: TransformerConfig, n_bits: int) -> Counter[str]:
     n_dense = n_layer - n_experts
     norms_first = config.norm_placement in ("pre", "both")
     adds_outputs = config.norm_placement in ("pre", "post")
-    biases = {"attention.qkv": config.qkv_bias * n_layer}
-    biases |= {"attention.output": config.output_bias * n_layer}
-    biases |= dict.fromkeys(("up", "down"), config.feed_forward_bias * n_dense)
+    products = 2 * n_layer + 2 * n_dense
     counts = Counter(
-        product=2 * n_layer + 2 * n_dense,
         norm=norms_first * (n_layer + n_dense),
         activation=n_dense,
         gated=n_dense * config.feed_forward.startswith(("swiglu", "geglu")),
-        bias=sum(biases.values()),
+        bias=(config.qkv_bias + config.output_bias) * n_layer
+        + 2 * config.feed_forward_bias * n_dense,
         residual=adds_outputs * (n_layer + n_dense),
     )
-    products = counts.pop("product")
     if n_bits == 4:
         counts["bias"] -= config.feed_forward_bias * n_dense + config.output_bias * n_experts
         counts["residual"] -= adds_outputs * n_layer
