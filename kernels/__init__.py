@@ -1,4 +1,4 @@
-"""Operators of our own, in C++, which the stock ONNX Runtime loads; README.md tells how they work.
+"""Operators of our own, in C++, which the stock ONNX Runtime loads, and the graphs that use them.
 
-Imports `model.onnx`; free of PyTorch.
+README.md tells how they work. Imports `model.onnx`; free of PyTorch.
 """

@@ -54,6 +54,7 @@ RULES = {
     "export.rounding": ("model", "export.rewrite"),
     "export.graphs": ("model", "export.rewrite", "export.rounding"),
     "export": ("model",),
+    "kernels": (),
     "server.errors": (),
     "server.settings": ("server.errors",),
     "server.engine.kv": (),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,9 +31,14 @@ def export_both(
 class PairSession:
     """Deliberately plain: rows as long as a target can be, copied by every run."""
 
-    def __init__(self, folder: Path, config: TransformerConfig) -> None:
-        self._encoder = open_cpu_session(folder / ENCODER_GRAPH_FILE)
-        self._decoder = open_cpu_session(folder / GRAPH_FILE)
+    def __init__(
+        self,
+        folder: Path,
+        config: TransformerConfig,
+        open_session: Callable[[Path], Any] = open_cpu_session,
+    ) -> None:
+        self._encoder = open_session(folder / ENCODER_GRAPH_FILE)
+        self._decoder = open_session(folder / GRAPH_FILE)
         self._config = config
         self._names = cache_names("past_key_values", config.n_layer)
         self._feeds: dict[str, NDArray[Any]] = {}

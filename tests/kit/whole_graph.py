@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,8 +18,13 @@ from kvasir.model.onnx.runtime import open_cpu_session
 class GraphSession:
     """Deliberately plain: separate past and present arrays, one run at a time."""
 
-    def __init__(self, path: Path, config: TransformerConfig) -> None:
-        self._session = open_cpu_session(path)
+    def __init__(
+        self,
+        path: Path,
+        config: TransformerConfig,
+        open_session: Callable[[Path], Any] = open_cpu_session,
+    ) -> None:
+        self._session = open_session(path)
         self._config = config
         self.rounds_cache = any(value.name == DECODE_INPUT for value in self._session.get_inputs())
         self._rows: dict[str, list[NDArray[Any]]] = {}  # by the inputs' name, of CACHE_OUTPUTS

@@ -1,0 +1,224 @@
+"""Graphs with fused products against the graphs that they were made of.
+
+The oracle computes our operators in NumPy and all others as ONNX and ONNX Runtime do. Sums of
+floats differ in order, so a value that is between two steps of int8 may be rounded to the other
+one, and its token then differs by as much as a step of one input makes; most tokens meet none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from onnx import NodeProto, helper
+
+from kvasir.kernels.fuse import DOMAIN, Report, fuse
+from kvasir.model.config import TransformerConfig
+from kvasir.model.directory import ENCODER_GRAPH_FILE, GRAPH_FILE
+from kvasir.model.onnx.runtime import open_cpu_session
+from kvasir.model.packing import HIDDEN_OUTPUT, VECTORS_OUTPUT, pack
+from tests.kit.encoder_decoders import PairSession, export_both
+from tests.kit.encoders import BERT, LAST_TOKEN, MODERN, MPNET, export_encoder, make_text
+from tests.kit.fake_seq2seq import small_config, small_model
+from tests.kit.linear_reference import FusedSession
+from tests.kit.random_models import RandomModel, export_random
+from tests.kit.whole_graph import GraphSession
+from tests.model.variants import VARIANTS
+
+Floats = NDArray[np.float32]
+_N_PROMPT, _N_TOKENS = 12, 20
+ENCODERS = {"bert": BERT, "mpnet": MPNET, "modernbert": MODERN, "last token": LAST_TOKEN}
+
+
+def nodes_of(graph: onnx.GraphProto) -> list[NodeProto]:
+    """Return the nodes of a graph and its branches."""
+    parts = [a.g for node in graph.node for a in node.attribute if a.HasField("g")]
+    return [*graph.node, *(node for part in parts for node in nodes_of(part))]
+
+
+def features(model: onnx.ModelProto) -> Counter[str]:
+    """Count products, and what was put into them."""
+    found = Counter[str]()
+    for node in nodes_of(model.graph):
+        if node.domain == DOMAIN:
+            given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+            found[node.op_type] += 1
+            found["norm"] += bool(given["norm"])
+            found["activation"] += bool(given["activation"])
+            found["gated"] += given["gated"]
+            found["bias"] += bool(node.input[3])
+            found["residual"] += bool(node.input[6])
+    return found
+
+
+def expected_features(config: TransformerConfig, n_bits: int) -> Counter[str]:
+    """Count what the configuration says; with 4 bits, layers are there twice.
+
+    A layer's last bias and residual are then added after both branches.
+    """
+    n_layer = config.n_layer
+    n_experts = sum(map(config.has_experts, range(n_layer)))
+    n_dense = n_layer - n_experts
+    norms_first = config.norm_placement in ("pre", "both")
+    adds_outputs = config.norm_placement in ("pre", "post")
+    products = 2 * n_layer + 2 * n_dense
+    counts = Counter(
+        norm=norms_first * (n_layer + n_dense),
+        activation=n_dense,
+        gated=n_dense * config.feed_forward.startswith(("swiglu", "geglu")),
+        bias=(config.qkv_bias + config.output_bias) * n_layer
+        + 2 * config.feed_forward_bias * n_dense,
+        residual=adds_outputs * (n_layer + n_dense),
+    )
+    if n_bits == 4:
+        counts["bias"] -= config.feed_forward_bias * n_dense + config.output_bias * n_experts
+        counts["residual"] -= adds_outputs * n_layer
+        counts += counts
+        counts["Linear4"] = products
+    counts["Linear"] = products + 1  # the head is int8 in both
+    counts["norm"] += config.norm_placement != "post"
+    counts["bias"] += config.head_bias
+    return counts
+
+
+def check_near(found: Floats, expected: Floats) -> None:
+    """Rows of both: most are equal but for the order of sums, and none is a few steps away."""
+    errors = np.abs(found - expected).max(axis=-1) / expected.std()
+    assert np.median(errors) < 1e-5
+    assert errors.max() < 0.05
+
+
+def logits(model: RandomModel, open_session: Any) -> Floats:
+    """Return logits of two prompts, and of tokens decoded after them."""
+    session = GraphSession(model.graph, model.config, open_session)
+    session.clear(2, _N_TOKENS)
+    ids = np.random.default_rng(0).integers(model.config.vocab_size, size=(2, _N_TOKENS))
+    made = [session.run(ids[:, :_N_PROMPT], [_N_PROMPT] * 2)]
+    made += [
+        session.run(ids[:, end - 1 : end], [end] * 2, decode=True)
+        for end in range(_N_PROMPT + 1, _N_TOKENS + 1)
+    ]
+    return np.concatenate(made, axis=1).reshape(2 * _N_TOKENS, -1)
+
+
+@pytest.mark.parametrize("n_bits", [8, 4])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_decoder_computes_what_it_did(name: str, n_bits: int, tmp_path: Path) -> None:
+    """And no product, norm, activation, bias or residual is left that could be fused."""
+    changes = VARIANTS[name] if n_bits == 8 else {"d_model": 64} | VARIANTS[name]
+    model = export_random(tmp_path, f"int{n_bits}", **changes)
+    check_near(logits(model, FusedSession), logits(model, open_cpu_session))
+    session = FusedSession(model.graph)
+    assert not session.report.left
+    assert features(session.model) == expected_features(model.config, n_bits)
+    assert not {"Abs", "QuantizeLinear", "Sigmoid"} & {
+        node.op_type for node in nodes_of(session.model.graph)
+    }
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_every_encoder_computes_what_it_did(name: str, tmp_path: Path) -> None:
+    model = export_encoder(tmp_path, "int8", **ENCODERS[name])
+    texts = [make_text(model, i) for i in range(3)]
+    types = [text.type_ids for text in texts] if model.config.n_token_types else None
+    inputs, _ = pack([text.prompt_ids for text in texts], types)
+    fused, names = FusedSession(model.graph), [VECTORS_OUTPUT, HIDDEN_OUTPUT]
+    for pair in zip(
+        fused.run(names, inputs), open_cpu_session(model.graph).run(names, inputs), strict=True
+    ):
+        check_near(*pair)
+    assert not fused.report.left
+    assert fused.report.fused == 4 * model.config.n_layer
+
+
+def test_an_encoder_decoder_computes_what_it_did(tmp_path: Path) -> None:
+    config = small_config()
+    export_both(config, small_model(config).state_dict(), tmp_path, "int8")
+    sources = [[5, 6, 7, 8, 9], [10, 11], [12]]
+    texts, expected = PairSession(tmp_path, config).generate(sources, 8)
+    found = PairSession(tmp_path, config, FusedSession).generate(sources, 8)
+    assert found[0] == texts
+    check_near(np.concatenate(found[1]), np.concatenate(expected))
+    reports = [FusedSession(tmp_path / file).report for file in (ENCODER_GRAPH_FILE, GRAPH_FILE)]
+    assert not any(report.left for report in reports)
+    assert [report.fused for report in reports] == [4 * 2 + 1, 6 * 2 + 1]
+
+
+@pytest.mark.parametrize("is_output", [True, False])
+def test_values_that_others_read_keep_their_meaning(tmp_path: Path, is_output: bool) -> None:
+    """Each is an output in turn, or another node reads it, and the nodes around it are fused.
+
+    A rule that overlooked a reader would give it a value without its token's scale, or none at all.
+    """
+    path = export_random(tmp_path, "int8", n_layer=1).graph
+    model = onnx.load(path, load_external_data=False)
+    names = [name for node in model.graph.node[:-1] for name in node.output]
+    names = [name for name in names if "present" not in name]
+
+    def save(names: list[str], file: str) -> Path:
+        changed = onnx.ModelProto()
+        changed.CopyFrom(model)
+        outputs = names if is_output else [f"{name}.read" for name in names]
+        for name, output in zip(names, outputs, strict=True):
+            if not is_output:
+                changed.graph.node.append(helper.make_node("Identity", [name], [output]))
+            changed.graph.output.append(onnx.ValueInfoProto(name=output))
+        onnx.save(changed, path.with_name(file))
+        return path.with_name(file)
+
+    session = open_cpu_session(save(names, "all.onnx"))
+    feeds: dict[str, NDArray[Any]] = {
+        value.name: np.zeros((1, 2, 8, 16), "b" if value.type == "tensor(int8)" else "f")
+        for value in session.get_inputs()
+        if "key_values" in value.name
+    }
+    feeds |= {"input_ids": np.array([[3, 1, 4, 1, 5]]), "position_ids": np.arange(5)[None]}
+    feeds |= {"seqlens_k": np.array([4], "i"), "total_sequence_length": np.array(5, "i")}
+    feeds |= {"logits_indices": np.array([0, 4]), "decode": np.array(False)}
+    outputs = [value.name for value in session.get_outputs()]
+    values = dict(zip(outputs, session.run(outputs, feeds), strict=True))
+    n_left = Counter[int]()
+    for name in names:
+        fused = FusedSession(save([name], "one.onnx"))
+        n_left[len(fused.report.left)] += 1
+        wanted = ["logits", fused.model.graph.output[-1].name]
+        for output, made in zip(wanted, fused.run(wanted, feeds), strict=True):
+            difference = np.abs(made.astype(np.float64) - values[output])
+            assert difference.max() <= 0.01 * np.abs(values[output]).max(), name
+    assert n_left[0] > len(names) / 2  # most of them cost no product
+    assert max(n_left) <= 2  # those around a gate
+
+
+def test_a_graph_without_rounded_products_stays_as_it_is(tmp_path: Path) -> None:
+    model = onnx.load(export_random(tmp_path, n_layer=1).graph, load_external_data=False)
+    fused, report = fuse(model)
+    assert report == Report(0, {})
+    assert fused == model
+
+
+def test_a_name_that_branches_share_is_not_looked_through(tmp_path: Path) -> None:
+    """ONNX lets both branches of an `If` use a name, of which a rule would see one maker."""
+    model = export_random(tmp_path, "int4", d_model=64, n_layer=1)
+    expected = logits(model, open_cpu_session)
+    shared = onnx.load(model.graph, load_external_data=False)
+    (choice,) = (node for node in shared.graph.node if node.op_type == "If")
+    for branch in (attribute.g for attribute in choice.attribute):
+        for node in branch.node:
+            node.input[:] = map(without_branch, node.input)
+            node.output[:] = map(without_branch, node.output)
+        for value in branch.output:
+            value.name = without_branch(value.name)
+        del branch.value_info[:]
+    onnx.save(shared, model.graph)
+    check_near(logits(model, FusedSession), expected)
+    assert FusedSession(model.graph).report.left
+
+
+def without_branch(name: str) -> str:
+    return re.sub(r"^(decode|prompt)[.]", "shared.", name)

@@ -1,0 +1,194 @@
+"""The operators of the domain `kvasir` in NumPy: slow, obvious, and without their order of sums."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+
+from kvasir.export.rewrite import MICROSOFT
+from kvasir.kernels.fuse import DOMAIN, fuse
+from kvasir.model.onnx.runtime import onnxruntime, open_cpu_session
+
+Floats = NDArray[np.float32]
+# Operators that ONNX Runtime computes, by domain; ONNX's GatherElements stops at 64 elements.
+_STOCK = {"GatherElements": ""}
+_STOCK |= dict.fromkeys(("GroupQueryAttention", "MatMulIntegerToFloat"), MICROSOFT)
+_STOCK |= dict.fromkeys(("MatMulNBits", "QMoE"), MICROSOFT)
+# The first input that is a weight, of operators that round activations only beside constants.
+_WEIGHTS = {"MatMulNBits": 1, "QMoE": 2}
+
+
+def _sigmoid(x: Floats) -> Floats:
+    with np.errstate(over="ignore"):
+        return np.asarray(1 / (1 + np.exp(-x)), dtype=np.float32)
+
+
+def _gelu(x: Floats) -> Floats:
+    halves = np.vectorize(math.erf, otypes=[np.float64])(x / math.sqrt(2))
+    return np.asarray(x * (0.5 + 0.5 * halves), dtype=np.float32)
+
+
+def _gelu_tanh(x: Floats) -> Floats:
+    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x.astype(np.float64) ** 3)
+    return np.asarray(x * (0.5 + 0.5 * np.tanh(inner)), dtype=np.float32)
+
+
+ACTIVATIONS: dict[str, Callable[[Floats], Floats]] = {
+    "": lambda x: x,
+    "silu": lambda x: x * _sigmoid(x),
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": lambda x: np.maximum(x, 0),
+}
+
+
+def prepare(
+    x: Floats,
+    weight: Floats | None,
+    bias: Floats | None,
+    *,
+    activation: str,
+    gated: int,
+    norm: str,
+    epsilon: float,
+) -> Floats:
+    """Return what is rounded: x [..., n_in], or [..., 2 n_in], after activation, gate and norm."""
+    gate, *up = np.split(x, 2, axis=-1) if gated else [x]
+    y = ACTIVATIONS[activation](gate)
+    for half in up:
+        y = y * half
+    if norm:
+        centred = y.astype(np.float64)
+        if norm == "layer":
+            centred -= centred.mean(axis=-1, keepdims=True)
+        mean_square = (centred**2).mean(axis=-1, keepdims=True)
+        y = (centred / np.sqrt(mean_square + epsilon)).astype(np.float32)
+        y = y if weight is None else y * weight
+        y = y if bias is None else y + bias
+    return y
+
+
+def round_rows(y: Floats, block: int) -> tuple[NDArray[np.int64], Floats]:
+    """Return integers [..., blocks, block] and scales [..., blocks]; zeros have no scale."""
+    width = block or y.shape[-1]
+    blocks = y.reshape(*y.shape[:-1], y.shape[-1] // width, width)
+    scales = np.abs(blocks).max(axis=-1, keepdims=True) / np.float32(127)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        steps = np.where(scales > 0, np.rint(blocks * (1 / scales)), 0)
+    return np.clip(steps, -127, 127).astype(np.int64), scales[..., 0]
+
+
+class Linear(OpRun):
+    """int8 weights [n_in, n_out], or [n_out, n_in] if transposed."""
+
+    op_domain = DOMAIN
+
+    def _run(
+        self,
+        x: Floats,
+        weight: NDArray[np.int8],
+        scales: Floats,
+        bias: Floats | None = None,
+        norm_weight: Floats | None = None,
+        norm_bias: Floats | None = None,
+        residual: Floats | None = None,
+        *,
+        transposed: int,
+        block: int,
+        **attributes: Any,
+    ) -> tuple[Floats]:
+        y = prepare(x, norm_weight, norm_bias, **attributes)
+        matrix = (weight.T if transposed else weight).astype(np.int64)
+        steps, of_rows = round_rows(y, block)
+        blocks = matrix.reshape(*steps.shape[-2:], -1)  # [blocks, block, n_out]
+        sums = np.einsum("...bi,bio->...bo", steps, blocks)
+        out = (sums * of_rows[..., None]).sum(axis=-2) * scales
+        return (_finish(out, bias, residual),)
+
+
+class Linear4(OpRun):
+    """Weights of 4 bits in blocks of 32: [n_out, blocks, 16], the low half of a byte first."""
+
+    op_domain = DOMAIN
+
+    def _run(
+        self,
+        x: Floats,
+        weight: NDArray[np.uint8],
+        scales: Floats,
+        bias: Floats | None = None,
+        norm_weight: Floats | None = None,
+        norm_bias: Floats | None = None,
+        residual: Floats | None = None,
+        **attributes: Any,
+    ) -> tuple[Floats]:
+        y = prepare(x, norm_weight, norm_bias, **attributes)
+        n_out, n_blocks, n_bytes = weight.shape
+        halves = np.stack((weight & 15, weight >> 4), axis=-1).astype(np.int64) - 8
+        steps, of_rows = round_rows(y, 2 * n_bytes)
+        sums = np.einsum("...bi,obi->...bo", steps, halves.reshape(n_out, n_blocks, -1))
+        of_columns = scales.reshape(n_out, n_blocks).T  # [blocks, n_out]
+        return (_finish((sums * of_rows[..., None] * of_columns).sum(axis=-2), bias, residual),)
+
+
+def _finish(out: NDArray[Any], bias: Floats | None, residual: Floats | None) -> Floats:
+    out = out.astype(np.float32)
+    out = out if bias is None else out + bias
+    if residual is None:
+        return out
+    assert residual.shape == out.shape, "the operator does not repeat a residual"
+    return out + residual
+
+
+class _Stock(OpRun):
+    """A node in a session of ONNX Runtime of its own."""
+
+    _session: onnxruntime.InferenceSession | None = None
+
+    def _run(self, *inputs: NDArray[Any] | None, **_: Any) -> tuple[NDArray[Any], ...]:
+        node = self.onnx_node
+        feeds = {n: x for n, x in zip(node.input, inputs, strict=True) if x is not None}
+        first_weight = _WEIGHTS.get(node.op_type, len(inputs))
+        weights = {n: feeds.pop(n) for n in node.input[first_weight:] if n}
+        if self._session is None:
+            kinds = {n: helper.np_dtype_to_tensor_dtype(x.dtype) for n, x in feeds.items()}
+            given = [
+                helper.make_tensor_value_info(n, kinds[n], [None] * x.ndim)
+                for n, x in feeds.items()
+            ]
+            made = [onnx.ValueInfoProto(name=name) for name in node.output if name]
+            constants = [numpy_helper.from_array(x, n) for n, x in weights.items()]
+            graph = helper.make_graph([node], "node", given, made, constants)
+            opsets = [helper.make_opsetid("", 23), helper.make_opsetid(MICROSOFT, 1)]
+            model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+            self._session = open_cpu_session(model.SerializeToString(), threads=1)
+        return tuple(self._session.run(None, feeds))
+
+
+class FusedSession:
+    """A rewritten graph, with what tests use of ONNX Runtime's sessions."""
+
+    def __init__(self, path: Path) -> None:
+        model, self.report = fuse(onnx.load(path, load_external_data=False))
+        self.model = onnx.ModelProto()
+        self.model.CopyFrom(model)
+        onnx.load_external_data_for_model(model, str(path.parent))
+        stock = [type(name, (_Stock,), {"op_domain": domain}) for name, domain in _STOCK.items()]
+        self._evaluator = ReferenceEvaluator(model, new_ops=[Linear, Linear4, *stock])
+
+    def get_inputs(self) -> list[onnx.ValueInfoProto]:
+        return list(self.model.graph.input)
+
+    def run(self, names: Sequence[str], feeds: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
+        made = self._evaluator.run(list(names), feeds)
+        assert isinstance(made, list)
+        return made
