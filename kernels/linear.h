@@ -4,6 +4,24 @@ inline size_t lesser(size_t a, size_t b) { return a < b ? a : b; }
 
 constexpr float smallest_normal = 1.17549435e-38f, largest_finite = 3.40282347e+38f;
 
+// The first lanes, all 16 if count is more; the others are 0.
+inline Floats load(const float* from, size_t count) {
+    if (count >= lane_count)
+        return load(from);
+    float first[lane_count] = {};
+    memcpy(first, from, count * sizeof(float));
+    return load(first);
+}
+
+// Store the first lanes, all 16 if count is more.
+inline void store(float* to, Floats a, size_t count) {
+    if (count >= lane_count)
+        return store(to, a);
+    float lanes[lane_count];
+    store(lanes, a);
+    memcpy(to, lanes, count * sizeof(float));
+}
+
 #include "activations.h"
 #include "prologue.h"
 

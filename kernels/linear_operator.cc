@@ -5,6 +5,7 @@
 #include "memory.h"
 #include "node.h"
 #include "pack.h"
+#include "pages.h"
 
 namespace kvasir {
 
@@ -146,6 +147,7 @@ private:
             layer.block = size_t(block);
         layer.blocks = (layer.inputs + layer.block - 1) / layer.block;
         weights = pack_bytes(layer, static_cast<const int8_t*>(given.data), transposed, product.zero_point);
+        give_back(given.data, given.count());
         layer.weights = weights.data()->bytes;
         scale_values = pad(floats(node, scales, "scales", layer.outputs), layer.outputs);
         layer.scales = reinterpret_cast<const float*>(scale_values.data());
@@ -160,6 +162,7 @@ private:
         layer.blocks = layer.inputs / nibble_block;
         layer.padded_inputs = layer.inputs;
         weights = pack_nibbles(layer, static_cast<const uint8_t*>(given.data));
+        give_back(given.data, given.count());
         layer.weights = weights.data()->bytes;
         scale_values = pack_block_scales(layer, floats(node, scales, "scales", layer.outputs * layer.blocks));
         layer.scales = reinterpret_cast<const float*>(scale_values.data());

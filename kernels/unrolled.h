@@ -2,12 +2,13 @@
 
 template <int value>
 struct Constant {
+    static constexpr int number = value;
     constexpr operator int() const { return value; }
 };
 
 // Call body(0) to body(count - 1). An array that is indexed by these constants lives in registers; of one that a loop
-// indexes, which it unrolls too late, gcc 12 writes every element to the stack; callers are [[gnu::flatten]]. It does so too where
-// the product is inlined, so those with long loops are [[gnu::noinline]].
+// indexes, which it unrolls too late, gcc 12 writes every element to the stack. It does so too where the product is
+// inlined. So products are [[gnu::flatten]], and those with long loops [[gnu::noinline]].
 template <int count, class Body>
 inline void unrolled(const Body& body) {
     if constexpr (count > 0) {
