@@ -6,6 +6,7 @@ import hashlib
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -36,10 +37,8 @@ def load(choice: Choice, cache: Path, file: Path = FILE) -> Library | str:
 
     cache: a folder that remembers which libraries passed their trial.
     """
-    if choice == "off":
-        return "stock operators are used, as the setting asks"
-    if not file.exists():
-        return f"stock operators are used: {file.name} was not built when Kvasir was installed"
+    if (reason := _unusable(choice, file)) is not None:
+        return f"stock operators are used: {reason}"
     library = Library(file, choice)
     passed = cache / f"kernels-{_digest(file, choice)}"
     if passed.exists():
@@ -60,6 +59,16 @@ def load(choice: Choice, cache: Path, file: Path = FILE) -> Library | str:
     except OSError:
         pass  # the next start tries again, which takes half a second
     return library
+
+
+def _unusable(choice: Choice, file: Path) -> str | None:
+    if choice == "off":
+        return "the setting asks for them"
+    if find_spec("onnx") is None:
+        return "the package onnx, which graphs are rewritten with, is not installed"
+    if not file.exists():
+        return f"{file.name} was not built when Kvasir was installed"
+    return None
 
 
 def _digest(file: Path, choice: str) -> str:

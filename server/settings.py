@@ -91,6 +91,8 @@ class Settings(BaseSettings):
     """Let decoders draft repeated text while few sequences run; rounding then depends on load."""
     cuda_graphs: bool = True
     """Launch the kernels of a decode together, on CUDA, unless several models are served."""
+    kernels: Literal["auto", "off", "scalar", "avx2", "avx512", "neon"] = "auto"
+    """Operators of Kvasir's own on the CPU, for the fastest instructions or those named."""
     threads: int | None = Field(None, ge=1)
     """Compute threads. Default: the CPUs that this process may use."""
     max_queue: int | None = Field(None, ge=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -28,12 +28,14 @@ def open_cpu_session(
     threads: int = 0,
     entries: Mapping[str, object] | None = None,
     *,
+    library: Callable[[onnxruntime.SessionOptions], object] | None = None,
     plans_memory: bool = True,
     fits_16_bits: bool = False,
 ) -> onnxruntime.InferenceSession:
     """Open a session on the CPU whose products of integers are exact.
 
-    threads: 0 is one for each core. entries: of the session's configuration, by name.
+    threads: 0 is one for each core. entries: of the session's configuration, by name. library:
+    registers operators that the graph needs.
     plans_memory: keep a plan of memory for each shape of the inputs, of which there should be few.
     fits_16_bits: as the manifest has it.
     """
@@ -46,6 +48,8 @@ def open_cpu_session(
     exact = {"session.x64quantprecision": int(not (fits_16_bits or _has_vnni()))}
     for name, value in (exact | dict(entries or {})).items():
         options.add_session_config_entry(name, str(value))
+    if library is not None:
+        library(options)
     return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvasir.kernels.library import Library
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import DECODE_INPUT
 from kvasir.model.onnx.runtime import onnxruntime
@@ -45,6 +46,7 @@ class OnnxRunner:
     kv_cache_bytes: None is half of the memory that is free once the model is loaded, divided by
     n_models, the number of models that share it.
     prefix_cache_bytes: beside it; None is a tenth of it. threads: None is all usable processors.
+    library: see `open_session`.
 
     Raises ValueError for a limit that the model or the machine cannot meet.
     """
@@ -62,11 +64,12 @@ class OnnxRunner:
         n_models: int = 1,
         prefix_cache_bytes: int | None = 0,
         threads: int | None = None,
+        library: Library | None = None,
     ) -> None:
         self.max_model_len = check_max_model_len(max_model_len, config)
         self.vocab_size = config.vocab_size
         self.model_seconds = self.decode_seconds = 0.0  # spent in ONNX Runtime so far
-        self._session = open_session(graph, threads or usable_cpus())
+        self._session = open_session(graph, threads or usable_cpus(), library=library)
         check_shape(self._session, config)
         n_bytes = kv_cache_bytes
         if n_bytes is None:

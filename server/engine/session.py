@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvasir.kernels.library import Library
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import CACHE_OUTPUTS
 from kvasir.model.onnx.runtime import onnxruntime, open_cpu_session
@@ -24,17 +25,35 @@ def open_session(
     threads: int,
     spin_microseconds: int = 100,
     *,
+    library: Library | None = None,
     plans_memory: bool = True,
     fits_16_bits: bool = False,
 ) -> onnxruntime.InferenceSession:
-    """Open a session on the CPU. spin_microseconds: how long an idle thread keeps its processor."""
-    entries = {
+    """Open a session on the CPU.
+
+    spin_microseconds: how long an idle thread keeps its processor. library: of the operators to use
+    in place of ONNX Runtime's; None is none.
+    """
+    entries: dict[str, object] = {
         "session.intra_op.allow_spinning": int(spin_microseconds > 0),
         "session.intra_op.spin_duration_us": max(1, spin_microseconds),
         "session.force_spinning_stop": 1,  # no thread spins between two runs
     }
+    source: Path | bytes = graph
+    if library is not None:
+        import onnx  # noqa: PLC0415  slow to import
+
+        from kvasir.kernels.fuse import fuse  # noqa: PLC0415  imports onnx
+
+        source = fuse(onnx.load(graph, load_external_data=False))[0].SerializeToString()
+        entries["session.model_external_initializers_file_folder_path"] = graph.parent
     return open_cpu_session(
-        graph, threads, entries, plans_memory=plans_memory, fits_16_bits=fits_16_bits
+        source,
+        threads,
+        entries,
+        library=None if library is None else library.register,
+        plans_memory=plans_memory,
+        fits_16_bits=fits_16_bits,
     )
 
 

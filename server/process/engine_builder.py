@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
+from typing import TYPE_CHECKING
 
 from kvasir.model.directory import (
     ENCODER_GRAPH_FILE,
@@ -17,8 +19,13 @@ from kvasir.server.engine.gpu.cuda_runtime import NoDeviceError
 from kvasir.server.engine.model_runner import Runner, warm_up
 from kvasir.server.errors import StartupError
 from kvasir.server.requests.served_model import onnxruntime_version
-from kvasir.server.settings import Settings
+from kvasir.server.settings import Settings, user_cache
 from kvasir.server.telemetry.start_clock import StartClock
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvasir.kernels.library import Choice, Library
 
 logger = logging.getLogger("kvasir")
 
@@ -56,6 +63,22 @@ def check_model(settings: Settings, name: str | None = None) -> ModelDirectory:
     return model_dir
 
 
+def find_library(settings: Settings) -> Library | None:
+    """Return the library of operators, or None after a line in the log that says why not."""
+    return _find_library(settings.kernels, settings.cache_dir or user_cache())
+
+
+@cache  # for all models
+def _find_library(choice: Choice, folder: Path) -> Library | None:
+    from kvasir.kernels.library import Library, load  # noqa: PLC0415  imports ONNX Runtime
+
+    library = load(choice, folder)
+    if isinstance(library, Library):
+        return library
+    logger.info(library)
+    return None
+
+
 def build_encoder_engine(
     settings: Settings, model_dir: ModelDirectory, clock: StartClock | None = None
 ) -> EncoderEngine:
@@ -75,6 +98,7 @@ def build_encoder_engine(
         max_model_len=settings.max_model_len,
         threads=settings.threads,
         fits_16_bits=model_dir.manifest.fits_16_bits,
+        library=find_library(settings),
     )
     if clock is not None:
         clock.lap("session")
@@ -145,6 +169,7 @@ def _open_runner(
             n_models=n_models,
             threads=settings.threads,
             fits_16_bits=model_dir.manifest.fits_16_bits,
+            library=find_library(settings),
         )
         clock.lap("session_and_warm_up")
     else:
@@ -159,6 +184,7 @@ def _open_runner(
             n_models=n_models,
             prefix_cache_bytes=settings.prefix_cache_memory,
             threads=settings.threads,
+            library=find_library(settings),
         )
         clock.lap("session")
         warm_up(runner)

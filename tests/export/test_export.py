@@ -99,7 +99,7 @@ def test_the_engine_serves_it(exported: Path) -> None:
 @pytest.mark.parametrize(
     "options", [{"max_model_len": 97}, {"max_model_len": 1}, {"kv_cache_bytes": 10}]
 )
-def test_limits_that_cannot_be_met_are_refused(exported: Path, options: dict[str, int]) -> None:
+def test_limits_that_cannot_be_met_are_refused(exported: Path, options: dict[str, Any]) -> None:
     model_dir = load_model_dir(exported)
     with pytest.raises(ValueError, match=str(next(iter(options.values())))):
         OnnxRunner(model_dir.graph_path, model_dir.config, max_num_seqs=2, **options)

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 
+from kvasir.kernels.library import Library
 from kvasir.model.config import TransformerConfig
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.model.packing import HIDDEN_OUTPUT, VECTORS_OUTPUT, pack
@@ -25,8 +26,8 @@ class EncoderRunner:
 
     The second one is opened when runs first overlap, and closed when the engine is idle. If the
     files have changed since, the first session runs these too. max_runs: at a time, each with one
-    thread. fits_16_bits: as the manifest has it. Raises ValueError for a limit that the model
-    cannot meet.
+    thread. fits_16_bits: as the manifest has it. library: see `open_session`. Raises ValueError for
+    a limit that the model cannot meet.
     """
 
     def __init__(
@@ -37,11 +38,14 @@ class EncoderRunner:
         max_model_len: int | None = None,
         threads: int | None = None,
         fits_16_bits: bool = False,
+        library: Library | None = None,
     ) -> None:
         self.max_model_len = check_max_model_len(max_model_len, config)
         self.max_runs = threads or usable_cpus()
         # Hardly two runs have the same shapes.
-        self._open = partial(open_session, graph, plans_memory=False, fits_16_bits=fits_16_bits)
+        self._open = partial(
+            open_session, graph, library=library, plans_memory=False, fits_16_bits=fits_16_bits
+        )
         self._files = [graph, graph.with_name(f"{graph.name}.data")]
         self._file_ids = self._read_file_ids()
         self._all = self._open(self.max_runs)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvasir.kernels.library import Library
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import cache_names
 from kvasir.model.onnx.runtime import onnxruntime
@@ -46,6 +47,7 @@ class Seq2SeqRunner:
         n_models: int = 1,
         threads: int | None = None,
         fits_16_bits: bool = False,
+        library: Library | None = None,
     ) -> None:
         assert config.encoder is not None
         self.max_model_len = check_max_model_len(max_model_len, config)
@@ -55,9 +57,9 @@ class Seq2SeqRunner:
         self.decode_seconds = 0.0
         threads = threads or usable_cpus()
         self._encoder = open_session(
-            encoder, threads, plans_memory=False, fits_16_bits=fits_16_bits
+            encoder, threads, library=library, plans_memory=False, fits_16_bits=fits_16_bits
         )
-        self._decoder = open_session(decoder, threads)
+        self._decoder = open_session(decoder, threads, library=library)
         check_shape(self._decoder, config)
         shape = KVShape(config.n_layer, config.n_kv_head, config.head_dim)
         n_bytes = kv_cache_bytes
