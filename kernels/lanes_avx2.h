@@ -44,7 +44,8 @@ inline Ints magnitude(Floats a) {
 }
 inline Floats power_of_two(Ints a) {
     const Ints biased = a + all(127);
-    return {_mm256_castsi256_ps(_mm256_slli_epi32(biased.low, 23)), _mm256_castsi256_ps(_mm256_slli_epi32(biased.high, 23))};
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(biased.low, 23)),
+            _mm256_castsi256_ps(_mm256_slli_epi32(biased.high, 23))};
 }
 
 inline float sum(Floats a) {

@@ -221,7 +221,9 @@ LinearOperator::LinearOperator(const Runtime& runtime, const Path& path, bool ha
     GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };  // where the provider has its memory
     CreateKernelV2 = [](const OrtCustomOp* op, const OrtApi*, const OrtKernelInfo* info, void** kernel) {
         const LinearOperator& linear = as_linear(op);
-        return guarded(linear.runtime, [&] { *kernel = new LinearKernel(linear, Node(linear.runtime, info, linear.name)); });
+        return guarded(linear.runtime, [&] {
+            *kernel = new LinearKernel(linear, Node(linear.runtime, info, linear.name));
+        });
     };
     KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
         const auto& linear = *static_cast<const LinearKernel*>(kernel);

@@ -39,13 +39,12 @@ std::string wanted_path(const Runtime& runtime, const OrtSessionOptions* options
 
 // The operators on one path; they outlive every session.
 struct Domain {
-    Domain(const Runtime& runtime, const Path& path) : path(path), linear(runtime, path, false), linear4(runtime, path, true) {
+    Domain(const Runtime& runtime, const Path& path) : linear(runtime, path, false), linear4(runtime, path, true) {
         check(runtime.CreateCustomOpDomain("kvasir", &domain));
         check(runtime.CustomOpDomain_Add(domain, &linear));
         check(runtime.CustomOpDomain_Add(domain, &linear4));
     }
 
-    const Path& path;
     OrtCustomOpDomain* domain = nullptr;
     LinearOperator linear, linear4;
 };
