@@ -39,7 +39,7 @@ def test_without_a_cache_the_library_is_still_used(tmp_path: Path) -> None:
 
 
 def test_stock_operators_are_used_as_asked(tmp_path: Path) -> None:
-    assert load("off", tmp_path) == "stock operators are used, as the setting asks"
+    assert load("off", tmp_path) == "stock operators are used: the setting asks for them"
 
 
 def test_a_library_that_was_not_built(tmp_path: Path) -> None:
