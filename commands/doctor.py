@@ -103,6 +103,7 @@ def examine() -> dict[str, Any]:
             "system": platform.platform(),
             "processor": model[1] if model else platform.machine(),
             "features": ", ".join(features) or "unknown",
+            "kernels": _kernels(),
             "cpus": f"{usable_cpus()} of {os.cpu_count()} usable",
             "memory": f"{_size(left)} of {_size(total)} free",
             "gpu": "; ".join(gpus) or "none",
@@ -112,6 +113,16 @@ def examine() -> dict[str, Any]:
         "notes": _notes(features, runtimes, has_gpu=bool(gpus)),
         "can_serve": bool(runtimes),
     }
+
+
+def _kernels() -> str:
+    """Return the path of our own operators, or why stock ones are used, after a new trial."""
+    try:
+        from kvasir.kernels.library import load
+    except ModuleNotFoundError:  # _notes tells
+        return "no ONNX Runtime is installed"
+    library = load("auto", None)
+    return library if isinstance(library, str) else library.path
 
 
 def cpu_features(cpuinfo: str) -> list[str]:
