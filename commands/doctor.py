@@ -88,20 +88,19 @@ def _cost(model: Path) -> str:
 
 def examine() -> dict[str, Any]:
     """Return what the command shows."""
-    from kvasir.model.platform.machine import available_memory, usable_cpus
+    from kvasir.model.platform.machine import available_memory, processor_name, usable_cpus
 
     described = Path("/proc/cpuinfo")  # on Linux
     cpuinfo = described.read_text(encoding="utf-8") if described.is_file() else ""
     features, gpus = cpu_features(cpuinfo), _gpus()
     installed = {name: number for name in _SHOWN_VERSIONS if (number := _version(name))}
     runtimes = [name for name in installed if name.startswith("onnxruntime")]
-    model = re.search(r"^model name\s*: (.*)$", cpuinfo, re.MULTILINE)
     left, total = available_memory(), psutil.virtual_memory().total
     return {
         "versions": installed | {"python": platform.python_version()},
         "machine": {
             "system": platform.platform(),
-            "processor": model[1] if model else platform.machine(),
+            "processor": processor_name(),
             "features": ", ".join(features) or "unknown",
             "kernels": _kernels(),
             "cpus": f"{usable_cpus()} of {os.cpu_count()} usable",

@@ -73,7 +73,7 @@ RULES = {
     ),
     "server.process": (*WITHOUT_TORCH, "kernels", "server"),
     "loadtest.locust": ("loadtest.client",),
-    "loadtest": ("model", "export", "server.engine", "server.process.local_server"),
+    "loadtest": ("model", "kernels", "export", "server.engine", "server.process.local_server"),
     "commands": ROOMS,
     "kvasir": ("commands",),
 }
