@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 from kvasir.loadtest.client import Target, complete
 from kvasir.server.process.local_server import run_server
@@ -123,9 +124,14 @@ def check_answer(image: str, root: Path) -> str:
     with run_server(shell) as ready:
         target = Target(f"http://127.0.0.1:{ready['port']}")
         answer = asyncio.run(complete(target, json.dumps(body).encode(), limit=60))
+        with urlopen(f"http://127.0.0.1:{ready['port']}/version") as response:
+            kernels: str | None = json.load(response)["kernels"]
     if answer.error is not None:
         raise FailedError(f"{image} does not answer: {answer.error}")
-    return f"{len(answer.event_times)} events of a stream, as {user} on a read-only root"
+    if kernels is None:
+        raise FailedError(f"{image} computes with stock operators")
+    stream = f"{len(answer.event_times)} events of a stream, kernels for {kernels}"
+    return f"{stream}, as {user} on a read-only root"
 
 
 def check(target: str, base: str, base_bytes: int) -> None:
