@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvasir.model.directory import (
     ENCODER_GRAPH_FILE,
@@ -173,20 +173,32 @@ def _open_runner(
         )
         clock.lap("session_and_warm_up")
     else:
-        from kvasir.server.engine.runner import OnnxRunner  # noqa: PLC0415  imports ONNX Runtime
-
-        runner = OnnxRunner(
-            model_dir.graph_path,
-            model_dir.config,
-            max_num_seqs=settings.max_num_seqs,
-            max_model_len=settings.max_model_len,
-            kv_cache_bytes=settings.kv_cache_memory,
-            n_models=n_models,
-            prefix_cache_bytes=settings.prefix_cache_memory,
-            threads=settings.threads,
-            library=find_library(settings),
-        )
+        runner = _open_decoder(settings, model_dir, n_models)
         clock.lap("session")
         warm_up(runner)
         clock.lap("warm_up")
     return runner
+
+
+def _open_decoder(settings: Settings, model_dir: ModelDirectory, n_models: int) -> Runner:
+    """Load a decoder for the CPU, by operators of our own if there are such for all of it."""
+    from kvasir.server.engine.runner import OnnxRunner  # noqa: PLC0415  imports ONNX Runtime
+
+    library = find_library(settings)
+    options: dict[str, Any] = {
+        "max_num_seqs": settings.max_num_seqs,
+        "max_model_len": settings.max_model_len,
+        "kv_cache_bytes": settings.kv_cache_memory,
+        "n_models": n_models,
+        "prefix_cache_bytes": settings.prefix_cache_memory,
+        "threads": settings.threads,
+    }
+    if library is not None:
+        from kvasir.kernels.fuse import Mismatch  # noqa: PLC0415  imports onnx
+        from kvasir.server.engine.packed import open_packed_runner  # noqa: PLC0415
+
+        try:
+            return open_packed_runner(model_dir.graph_path, model_dir.config, library, **options)
+        except Mismatch as mismatch:
+            logger.info("attention of %s is ONNX Runtime's: %s", model_dir.path.name, mismatch)
+    return OnnxRunner(model_dir.graph_path, model_dir.config, library=library, **options)
