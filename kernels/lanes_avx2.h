@@ -85,6 +85,12 @@ inline int32_t greatest(Ints a) {
     const __m128i two = _mm_max_epi32(four, _mm_unpackhi_epi64(four, four));
     return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 1)));
 }
+inline float greatest(Floats a) {
+    const __m256 eight = _mm256_max_ps(a.low, a.high);
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
 // The lanes as int16, in order.
 inline __m256i narrow(Ints a) {
     return _mm256_permute4x64_epi64(_mm256_packs_epi32(a.low, a.high), 0xd8);

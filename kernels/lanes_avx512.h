@@ -50,6 +50,7 @@ inline float sum(Floats a) {
 }
 inline int32_t sum(Ints a) { return _mm512_reduce_add_epi32(a.v); }
 inline int32_t greatest(Ints a) { return _mm512_reduce_max_epi32(a.v); }
+inline float greatest(Floats a) { return _mm512_reduce_max_ps(a.v); }
 inline void narrow(int8_t* to, Ints a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(a.v));
 }

@@ -79,6 +79,12 @@ inline int32_t greatest(Ints a) {
         result = lane > result ? lane : result;
     return result;
 }
+inline float greatest(Floats a) {
+    float result = a.lane[0];
+    for (float lane : a.lane)
+        result = lane > result ? lane : result;
+    return result;
+}
 inline void narrow(int8_t* to, Ints a) {
     for (int i = 0; i < 16; ++i)
         to[i] = int8_t(a.lane[i]);

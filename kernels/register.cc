@@ -2,6 +2,7 @@
 #include <array>
 #include <string>
 
+#include "attention_operator.h"
 #include "linear_operator.h"
 #include "node.h"
 
@@ -66,15 +67,18 @@ std::string wanted_path(const Runtime& runtime, const OrtSessionOptions* options
 
 // The operators on one path; they outlive every session.
 struct Domain {
-    Domain(const Runtime& runtime, const Path& path) : path(path), linear(runtime, path, false), linear4(runtime, path, true) {
+    Domain(const Runtime& runtime, const Path& path)
+        : path(path), linear(runtime, path, false), linear4(runtime, path, true), attention(runtime, path) {
         check(runtime.CreateCustomOpDomain("kvasir", &domain));
-        check(runtime.CustomOpDomain_Add(domain, &linear));
-        check(runtime.CustomOpDomain_Add(domain, &linear4));
+        for (const OrtCustomOp* op : {static_cast<OrtCustomOp*>(&linear), static_cast<OrtCustomOp*>(&linear4),
+                                      static_cast<OrtCustomOp*>(&attention)})
+            check(runtime.CustomOpDomain_Add(domain, op));
     }
 
     const Path& path;
     OrtCustomOpDomain* domain = nullptr;
     LinearOperator linear, linear4;
+    AttentionOperator attention;
 };
 
 }  // namespace
