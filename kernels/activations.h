@@ -1,12 +1,12 @@
 // Activations, written once over lanes: the same bits wherever a fused multiply-add is one.
 
-constexpr float least_exponent = -87.0f, most_exponent = 88.37f;
-
-// e to the power of each lane, within 2 ulp, of lanes between these two; NaN stays NaN.
+// e to the power of each lane, within 2 ulp. Below -87 it is e^-87, above 88.37 infinity; NaN stays NaN.
 // Range reduction and the polynomial of degree 7 are those of expf in the Cephes library (Moshier, 1992).
-inline Floats exp_within(Floats x) {
-    const Floats n = round_even(x * all(1.44269504f));
-    Floats r = fma(n, all(-0.693359375f), x);
+inline Floats exp(Floats x) {
+    const Floats least = all(-87.0f), most = all(88.37f);
+    const Floats t = if_less(x, least, least, if_less(most, x, most, x));
+    const Floats n = round_even(t * all(1.44269504f));
+    Floats r = fma(n, all(-0.693359375f), t);
     r = fma(n, all(2.12194440e-4f), r);
     Floats p = all(1.9875691500e-4f);
     p = fma(p, r, all(1.3981999507e-3f));
@@ -15,14 +15,7 @@ inline Floats exp_within(Floats x) {
     p = fma(p, r, all(1.6666665459e-1f));
     p = fma(p, r, all(5.0000001201e-1f));
     p = fma(p, r * r, r) + all(1.0f);
-    return p * power_of_two(to_ints(n));
-}
-
-// Below -87 it is e^-87, above 88.37 infinity.
-inline Floats exp(Floats x) {
-    const Floats least = all(least_exponent), most = all(most_exponent);
-    const Floats result = exp_within(if_less(x, least, least, if_less(most, x, most, x)));
-    return if_less(most, x, all(__builtin_inff()), result);
+    return if_less(most, x, all(__builtin_inff()), p * power_of_two(to_ints(n)));
 }
 
 inline Floats negated(Floats x) { return all(-0.0f) - x; }

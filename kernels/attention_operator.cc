@@ -85,6 +85,8 @@ private:
         heads.size = size_t(shape[3]);
         if (heads.scale == 0.0f)
             heads.scale = 1.0f / std::sqrt(float(heads.size));
+        if (heads.softcap == 0.0f)
+            heads.scale *= log2_e;
     }
 
     // The caches after the run, which begin as those before it.
@@ -285,7 +287,7 @@ private:
     static void begin(const Heads& heads, const Stretch& stretch, size_t kv_head, const Softmax& softmax, bool has_sink) {
         has_sink = has_sink && heads.sinks;
         each_query(heads, stretch, kv_head, [&](size_t query, size_t head) {
-            softmax.most[query] = has_sink ? heads.sinks[head] : -INFINITY;
+            softmax.most[query] = has_sink ? heads.sinks[head] * log2_e : -INFINITY;
             softmax.denominator[query] = has_sink ? 1.0f : 0.0f;
             memset(softmax.values + query * heads.size, 0, heads.size * sizeof(float));
         });

@@ -12,6 +12,7 @@ namespace kvasir {
 // probabilities of 15 bits times values below 256 just fits int32.
 constexpr size_t section_tokens = 256;
 constexpr size_t most_head_size = 512;
+constexpr float log2_e = 1.44269504f;
 // Positions are counted in floats as well, exactly up to here.
 constexpr size_t most_tokens = 1 << 24;
 
@@ -19,7 +20,7 @@ struct Heads {
     size_t count;     // H
     size_t kv_count;  // G
     size_t size;      // D, a multiple of 16
-    float scale;      // of scores
+    float scale;      // of scores; times log2(e), but where there is a softcap
     float softcap;    // or 0
     size_t window;    // positions that a token attends to, its own among them
     bool interleaved;  // whether a rotary pair is (2i, 2i + 1), not (i, i + rotated / 2)
@@ -56,7 +57,7 @@ struct Stretch {
     }
 };
 
-// A softmax under way: the sums are those of exp(score - most).
+// A softmax under way, of scores in bits: the sums are those of 2^(score - most).
 struct Softmax {
     float* most;         // [T][H]
     float* denominator;  // [T][H]

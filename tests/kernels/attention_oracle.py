@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 FLOATS = NDArray[np.float32]
 INTS = NDArray[np.int32]
 SECTION, MOST = 256, np.float32(127 * 256 + 127)
-_ONE = np.float32(1)
+_ONE, _LOG2_E = np.float32(1), np.float32(1.44269504)
 
 
 @dataclass
@@ -127,31 +127,32 @@ def attention(
 def _scores(
     query: FLOATS, part: Caches, attributes: dict[str, Any], slope: Any, distance: Any
 ) -> FLOATS:
-    """Return the scores [n] of a query [D] with n keys."""
+    """Return the scores [n] of a query [D] with n keys, in bits."""
     rounded, step = _round(query, np.float32(127))
     scale = np.float32(attributes.get("scale", 0) or _ONE / np.sqrt(np.float32(len(query))))
     scores = (part.keys.astype(np.int64) @ rounded).astype(np.float32)
-    scores = scores * (part.key_scales * (step * scale))
-    if cap := np.float32(attributes.get("softcap", 0)):
-        scores = cap * np.tanh(scores * (_ONE / cap))
-    return scores if slope is None else _fma(slope, distance.astype(np.float32), scores)
+    cap = np.float32(attributes.get("softcap", 0))
+    scores = scores * (part.key_scales * (step * (scale if cap else scale * _LOG2_E)))
+    if cap:
+        scores = cap * _LOG2_E * np.tanh(scores * (_ONE / cap))
+    return scores if slope is None else _fma(slope * _LOG2_E, distance.astype(np.float32), scores)
 
 
 def _softmax(scores: FLOATS, part: Caches, seen: NDArray[Any], sink: Any) -> FLOATS:
     """Return the mean [D] of n values that the scores at n positions give."""
-    most = np.float32(-np.inf if sink is None else sink)
+    most = np.float32(-np.inf if sink is None else sink * _LOG2_E)
     total: Any = np.float32(0 if sink is None else 1)
     mean: FLOATS = np.zeros(part.values.shape[1], dtype=np.float32)
     for section in range(seen[0] // SECTION, seen[-1] // SECTION + 1):
         here = seen // SECTION == section
         largest = scores[here].max()
-        e = np.exp(scores[here] - largest)
-        probabilities, step = _round(e * part.value_scales[here], MOST)
+        powers = np.exp2(scores[here] - largest)
+        probabilities, step = _round(powers * part.value_scales[here], MOST)
         value = (probabilities @ part.values[here].astype(np.int64)).astype(np.float32) * step
         new = max(most, largest)
-        kept, added = np.exp(most - new), np.exp(largest - new)
+        kept, added = np.exp2(most - new), np.exp2(largest - new)
         mean = _fma(mean, kept, value * added)
-        total = _fma(total, kept, e.sum() * added)
+        total = _fma(total, kept, powers.sum() * added)
         most = new
     mean /= total
     return mean
