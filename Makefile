@@ -13,6 +13,7 @@ OUT ?= artifacts/mine
 PRESET ?= smollm2-135m
 WHEELS_OUT = $(if $(filter command line,$(origin OUT)),$(OUT),build/gpu-wheels/pieces)
 
+KERNELS := setup.py kernels/compile_flags.txt $(wildcard kernels/*.cc kernels/*.h)
 STDLIB = $(shell $(PYTHON) -c "import sysconfig; print(sysconfig.get_paths()['stdlib'])")
 NOT_CODE := --exclude 'site-packages/*' --exclude 'test/*' --exclude '*/test/*' --exclude '*/tests/*' \
 	--exclude '*/idle_test/*' --exclude 'encodings/*' --exclude 'pydoc_data/*' --exclude '*_data.py'
@@ -137,16 +138,16 @@ $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Kvasir needs Python 3.11 or newer: make PYTHON=python3.11 …")'
 	$(PYTHON) -m venv $(VENV)
 
-# A stamp's time tells whether an environment is older than pyproject.toml and constraints.txt.
-$(VENV)/.serve: $(BIN)/pip pyproject.toml constraints.txt
+# A stamp's time tells whether an environment is older than what it is made of.
+$(VENV)/.serve: $(BIN)/pip pyproject.toml constraints.txt $(KERNELS)
 	$(INSTALL) -e '.[cpu]'
 	@touch $@
 
-$(VENV)/.train: $(BIN)/pip pyproject.toml constraints.txt
+$(VENV)/.train: $(BIN)/pip pyproject.toml constraints.txt $(KERNELS)
 	$(INSTALL) -e '.[cpu,train]'
 	@touch $@
 
-$(VENV)/.dev: $(BIN)/pip pyproject.toml constraints.txt
+$(VENV)/.dev: $(BIN)/pip pyproject.toml constraints.txt $(KERNELS)
 	$(INSTALL) -e '.[cpu,train,dev]'
 	@touch $@
 

@@ -9,9 +9,7 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-g0"]
-# gcc 12 warns of its own header of AVX-512.
-FLAGS += ["-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+FLAGS = Path("kernels/compile_flags.txt")  # where clangd looks for them, too
 
 
 class BuildLibrary(build_ext):
@@ -36,8 +34,8 @@ setup(
         Extension(
             "kvasir.kernels.libkvasir",
             sources=sorted(map(str, Path("kernels").glob("*.cc"))),
-            depends=sorted(map(str, Path("kernels").glob("*.h"))),
-            extra_compile_args=FLAGS,
+            depends=[str(FLAGS), *sorted(map(str, Path("kernels").glob("*.h")))],
+            extra_compile_args=[*FLAGS.read_text().split(), "-g0"],
             language="c++",
             optional=True,
         )

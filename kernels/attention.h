@@ -59,11 +59,21 @@ inline Factors join(const Softmax& softmax, size_t at, float most, float denomin
 inline void rotate(const Heads& heads, const float* x, size_t position, float* y) {
     const size_t half = heads.rotated / 2;
     const size_t step = heads.interleaved ? 2 : 1, away = heads.interleaved ? 1 : half;
-    const float *const cos = heads.cos + position * half, *const sin = heads.sin + position * half;
+    float first[most_head_size / 2], second[most_head_size / 2];
     for (size_t i = 0; i < half; ++i) {
-        const float a = x[i * step], b = x[i * step + away];
-        y[i * step] = __builtin_fmaf(a, cos[i], -(b * sin[i]));
-        y[i * step + away] = __builtin_fmaf(b, cos[i], a * sin[i]);
+        first[i] = x[i * step];
+        second[i] = x[i * step + away];
+    }
+    for (size_t i = 0; i < half; i += lane_count) {
+        const Floats cos = load(heads.cos + position * half + i, half - i);
+        const Floats sin = load(heads.sin + position * half + i, half - i);
+        const Floats a = load(first + i, half - i), b = load(second + i, half - i);
+        store(first + i, fma(a, cos, negated(b * sin)), half - i);
+        store(second + i, fma(b, cos, a * sin), half - i);
+    }
+    for (size_t i = 0; i < half; ++i) {
+        y[i * step] = first[i];
+        y[i * step + away] = second[i];
     }
     memcpy(y + heads.rotated, x + heads.rotated, (heads.size - heads.rotated) * sizeof(float));
 }
@@ -119,7 +129,9 @@ struct Places {
 };
 
 // Where products find the keys of groups: a panel has 16 positions, its inputs are elements.
+template <class P>
 struct KeyGroups {
+    static constexpr bool adds_128 = P::zero_point == 0;
     const uint8_t* data;
     const size_t* byte;
 
@@ -128,7 +140,9 @@ struct KeyGroups {
 };
 
 // And values: a panel has 16 elements, its inputs are positions.
+template <class P>
 struct ValueGroups {
+    static constexpr bool adds_128 = P::zero_point == 0;
     const uint8_t* data;
     const size_t* byte;
     size_t size;
@@ -162,7 +176,7 @@ public:
             at[r] = (stretch.token + token) * heads.count + head;
             slope[r] = heads.slopes ? heads.slopes[head] * log2_e : 0.0f;
             factor[r] = queries.scales[query + r] * heads.scale;
-            excess[r] = 128 * queries.sums[query + r];
+            excess[r] = P::zero_point * queries.sums[query + r];
             end[r] = lesser(position[r] + 1, from + section_tokens);
             begin[r] = position[r] < heads.window ? 0 : position[r] + 1 - heads.window;
             begin[r] = begin[r] < from ? from : begin[r];
@@ -194,7 +208,7 @@ public:
 
 private:
     using Input = typename P::Input;
-    static_assert(P::panels <= 2 && P::zero_point == 128);
+    static_assert(P::panels <= 2);
 
     bool sees(int r) const { return begin[r] < end[r]; }
 
@@ -203,7 +217,7 @@ private:
     void score(size_t t) {
         Ints whole[R][panels];
         const size_t i = (t - from) / lane_count;
-        multiply_all<P>(q, heads.size, KeyGroups{caches.keys, places.byte + i}, heads.size, whole);
+        multiply_all<P>(q, heads.size, KeyGroups<P>{caches.keys, places.byte + i}, heads.size, whole);
         for (int p = 0; p < panels; ++p, t += lane_count) {
             const Floats scale = load(caches.key_scales + places.token[i + p]);
             for (int r = 0; r < R; ++r) {
@@ -260,9 +274,9 @@ private:
                     totals[1] = totals[1] + high;
                 }
             }
-            total[0] = 128 * sum(totals[0]);
+            total[0] = P::zero_point * sum(totals[0]);
             if constexpr (planes<P> == 2) {
-                total[1] = 128 * sum(totals[1]);
+                total[1] = P::zero_point * sum(totals[1]);
                 total[0] -= 256 * total[1];
             }
         }
@@ -274,7 +288,7 @@ private:
     template <int panels>
     void weigh(size_t d, const Softmax& softmax) {
         Ints whole[R * planes<P>][panels];
-        const ValueGroups values{caches.values + d * 4, places.byte + group, heads.size};
+        const ValueGroups<P> values{caches.values + d * 4, places.byte + group, heads.size};
         multiply_all<P>(probabilities[0], section_tokens, values, stop - start, whole);
         for (int r = 0; r < R; ++r) {
             if (!sees(r))

@@ -295,8 +295,9 @@ private:
 
     static void finish(const Heads& heads, const Stretch& stretch, size_t kv_head, const Softmax& softmax) {
         each_query(heads, stretch, kv_head, [&](size_t query, size_t) {
+            const float inverse = 1.0f / softmax.denominator[query];
             for (size_t d = query * heads.size; d < (query + 1) * heads.size; ++d)
-                softmax.values[d] /= softmax.denominator[query];
+                softmax.values[d] *= inverse;
         });
     }
 

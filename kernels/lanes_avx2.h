@@ -8,32 +8,12 @@ struct Floats {
     __m256 low, high;
 };
 
-// All bits of the first lanes.
-inline Ints first(size_t count) {
-    const __m256i counts = _mm256_set1_epi32(count >= 16 ? 16 : int32_t(count));
-    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    return {_mm256_cmpgt_epi32(counts, lanes), _mm256_cmpgt_epi32(counts, _mm256_add_epi32(lanes, _mm256_set1_epi32(8)))};
-}
-
 inline Floats all(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
 inline Ints all(int32_t value) { return {_mm256_set1_epi32(value), _mm256_set1_epi32(value)}; }
 inline Floats load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
-inline Floats load(const float* from, size_t count) {
-    if (count >= 16)
-        return load(from);
-    const Ints mask = first(count);
-    return {_mm256_maskload_ps(from, mask.low), _mm256_maskload_ps(from + 8, mask.high)};
-}
 inline void store(float* to, Floats a) {
     _mm256_storeu_ps(to, a.low);
     _mm256_storeu_ps(to + 8, a.high);
-}
-inline void store(float* to, Floats a, size_t count) {
-    if (count >= 16)
-        return store(to, a);
-    const Ints mask = first(count);
-    _mm256_maskstore_ps(to, mask.low, a.low);
-    _mm256_maskstore_ps(to + 8, mask.high, a.high);
 }
 
 inline Floats operator+(Floats a, Floats b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
@@ -70,7 +50,8 @@ inline Ints magnitude(Floats a) {
 }
 inline Floats power_of_two(Ints a) {
     const Ints biased = a + all(127);
-    return {_mm256_castsi256_ps(_mm256_slli_epi32(biased.low, 23)), _mm256_castsi256_ps(_mm256_slli_epi32(biased.high, 23))};
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(biased.low, 23)),
+            _mm256_castsi256_ps(_mm256_slli_epi32(biased.high, 23))};
 }
 
 inline Floats scaled(Floats a, Floats n) { return a * power_of_two(to_ints(n)); }

@@ -8,14 +8,10 @@ struct Floats {
     __m512 v;
 };
 
-inline __mmask16 first(size_t count) { return count >= 16 ? 0xffff : (1u << count) - 1; }
-
 inline Floats all(float value) { return {_mm512_set1_ps(value)}; }
 inline Ints all(int32_t value) { return {_mm512_set1_epi32(value)}; }
 inline Floats load(const float* from) { return {_mm512_loadu_ps(from)}; }
-inline Floats load(const float* from, size_t count) { return {_mm512_maskz_loadu_ps(first(count), from)}; }
 inline void store(float* to, Floats a) { _mm512_storeu_ps(to, a.v); }
-inline void store(float* to, Floats a, size_t count) { _mm512_mask_storeu_ps(to, first(count), a.v); }
 
 inline Floats operator+(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Floats operator-(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; }

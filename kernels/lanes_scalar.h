@@ -18,11 +18,7 @@ struct Floats {
 inline Floats all(float value) { EACH_LANE(Floats, value); }
 inline Ints all(int32_t value) { EACH_LANE(Ints, value); }
 inline Floats load(const float* from) { EACH_LANE(Floats, from[i]); }
-// Load the first lanes, all 16 if count is more; the others are 0.
-inline Floats load(const float* from, size_t count) { EACH_LANE(Floats, size_t(i) < count ? from[i] : 0.0f); }
 inline void store(float* to, Floats a) { memcpy(to, a.lane, sizeof a.lane); }
-// Store the first lanes, all 16 if count is more.
-inline void store(float* to, Floats a, size_t count) { memcpy(to, a.lane, (count < 16 ? count : 16) * sizeof(float)); }
 
 inline Floats operator+(Floats a, Floats b) { EACH_LANE(Floats, a.lane[i] + b.lane[i]); }
 inline Floats operator-(Floats a, Floats b) { EACH_LANE(Floats, a.lane[i] - b.lane[i]); }

@@ -4,6 +4,24 @@ inline size_t lesser(size_t a, size_t b) { return a < b ? a : b; }
 
 constexpr float smallest_normal = 1.17549435e-38f, largest_finite = 3.40282347e+38f;
 
+// The first lanes, all 16 if count is more; the others are 0.
+inline Floats load(const float* from, size_t count) {
+    if (count >= lane_count)
+        return load(from);
+    float first[lane_count] = {};
+    memcpy(first, from, count * sizeof(float));
+    return load(first);
+}
+
+// Store the first lanes, all 16 if count is more.
+inline void store(float* to, Floats a, size_t count) {
+    if (count >= lane_count)
+        return store(to, a);
+    float lanes[lane_count];
+    store(lanes, a);
+    memcpy(to, lanes, count * sizeof(float));
+}
+
 #include "activations.h"
 #include "prologue.h"
 
@@ -28,8 +46,9 @@ void multiply_tile(const Call& call, size_t m, size_t panel) {
     for (size_t b = 0; b < layer.blocks; ++b) {
         const size_t start = b * layer.block;
         Ints whole[R][P::panels];
-        const Panels weights{layer.weights + panel * panel_bytes + start * lane_count / P::weights_in_a_byte, panel_bytes};
-        P::multiply(q + start, layer.padded_inputs, weights, lesser(layer.block, layer.padded_inputs - start), whole);
+        const uint8_t* const at = layer.weights + panel * panel_bytes + start * lane_count / P::weights_in_a_byte;
+        P::multiply(q + start, layer.padded_inputs, Panels{at, panel_bytes},
+                    lesser(layer.block, layer.padded_inputs - start), whole);
         for (int r = 0; r < R; ++r) {
             const size_t at = (m + r) * layer.blocks + b;
             const Ints excess = all(P::zero_point * call.rows.sums[at]);

@@ -5,6 +5,7 @@
 #include "memory.h"
 #include "node.h"
 #include "pack.h"
+#include "pages.h"
 #include "run.h"
 
 namespace kvasir {
@@ -123,6 +124,7 @@ private:
             layer.block = size_t(block);
         layer.blocks = (layer.inputs + layer.block - 1) / layer.block;
         weights = pack_bytes(layer, static_cast<const int8_t*>(given.data), transposed, product.zero_point);
+        give_back(given.data, given.count());
         layer.weights = weights.data()->bytes;
         scale_values = pad(floats(node, scales, "scales", layer.outputs), layer.outputs);
         layer.scales = reinterpret_cast<const float*>(scale_values.data());
@@ -137,6 +139,7 @@ private:
         layer.blocks = layer.inputs / nibble_block;
         layer.padded_inputs = layer.inputs;
         weights = pack_nibbles(layer, static_cast<const uint8_t*>(given.data));
+        give_back(given.data, given.count());
         layer.weights = weights.data()->bytes;
         scale_values = pack_block_scales(layer, floats(node, scales, "scales", layer.outputs * layer.blocks));
         layer.scales = reinterpret_cast<const float*>(scale_values.data());
@@ -195,7 +198,9 @@ LinearOperator::LinearOperator(const Runtime& runtime, const Path& path, bool ha
     GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };  // where the provider has its memory
     CreateKernelV2 = [](const OrtCustomOp* op, const OrtApi*, const OrtKernelInfo* info, void** kernel) {
         const LinearOperator& linear = as_linear(op);
-        return guarded(linear.runtime, [&] { *kernel = new LinearKernel(linear, Node(linear.runtime, info, linear.name)); });
+        return guarded(linear.runtime, [&] {
+            *kernel = new LinearKernel(linear, Node(linear.runtime, info, linear.name));
+        });
     };
     KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
         const auto& linear = *static_cast<const LinearKernel*>(kernel);

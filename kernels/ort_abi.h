@@ -79,7 +79,6 @@ struct Runtime {
     ORT_FUNCTION(85, OrtStatus*, KernelInfoGetAttribute_float, const OrtKernelInfo*, const char*, float*);
     ORT_FUNCTION(86, OrtStatus*, KernelInfoGetAttribute_int64, const OrtKernelInfo*, const char*, int64_t*);
     ORT_FUNCTION(87, OrtStatus*, KernelInfoGetAttribute_string, const OrtKernelInfo*, const char*, char*, size_t*);
-    ORT_FUNCTION(88, OrtStatus*, KernelContext_GetInputCount, const OrtKernelContext*, size_t*);
     ORT_FUNCTION(90, OrtStatus*, KernelContext_GetInput, const OrtKernelContext*, size_t, const OrtValue**);
     ORT_FUNCTION(91, OrtStatus*, KernelContext_GetOutput, OrtKernelContext*, size_t, const int64_t*, size_t, OrtValue**);
     ORT_FUNCTION(93, void, ReleaseStatus, OrtStatus*);

@@ -1,14 +1,10 @@
-// The entry that ONNX Runtime calls, and the choice of a path for this CPU.
-#include <array>
+// The entry that ONNX Runtime calls.
 #include <string>
 
 #include "attention_operator.h"
 #include "linear_operator.h"
 #include "node.h"
-
-#if defined(__aarch64__)
-#include <sys/auxv.h>
-#endif
+#include "paths.h"
 
 namespace kvasir {
 
@@ -16,29 +12,6 @@ namespace {
 
 // Of a session's configuration: the path to take, or "auto".
 constexpr const char* path_entry = "kvasir.path";
-
-struct Candidate {
-    const Path& path;
-    bool is_usable;  // by this CPU and its operating system
-};
-
-// The paths of this build, the fastest first.
-std::vector<Candidate> candidates() {
-#if defined(__x86_64__)
-    // These also ask the operating system whether it saves the registers.
-    __builtin_cpu_init();
-    const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                            __builtin_cpu_supports("avx512vnni");
-    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    return {{avx512_path, has_avx512}, {avx2_path, has_avx2}, {scalar_path, true}};
-#elif defined(__aarch64__)
-    constexpr unsigned long dot_product = 1 << 20;  // HWCAP_ASIMDDP
-    return {{neon_path, (getauxval(AT_HWCAP) & dot_product) != 0}, {scalar_path, true}};
-#else
-    return {{scalar_path, true}};
-#endif
-}
 
 const Path& choose_path(const std::string& wanted) {
     std::string known;
@@ -68,14 +41,13 @@ std::string wanted_path(const Runtime& runtime, const OrtSessionOptions* options
 // The operators on one path; they outlive every session.
 struct Domain {
     Domain(const Runtime& runtime, const Path& path)
-        : path(path), linear(runtime, path, false), linear4(runtime, path, true), attention(runtime, path) {
+        : linear(runtime, path, false), linear4(runtime, path, true), attention(runtime, path) {
         check(runtime.CreateCustomOpDomain("kvasir", &domain));
         for (const OrtCustomOp* op : {static_cast<OrtCustomOp*>(&linear), static_cast<OrtCustomOp*>(&linear4),
                                       static_cast<OrtCustomOp*>(&attention)})
             check(runtime.CustomOpDomain_Add(domain, op));
     }
 
-    const Path& path;
     OrtCustomOpDomain* domain = nullptr;
     LinearOperator linear, linear4;
     AttentionOperator attention;

@@ -2,12 +2,13 @@
 
 template <int value>
 struct Constant {
+    static constexpr int number = value;
     constexpr operator int() const { return value; }
 };
 
 // Call body(0) to body(count - 1). An array that is indexed by these constants lives in registers; of one that a loop
-// indexes, which it unrolls too late, gcc 12 writes every element to the stack; callers are [[gnu::flatten]]. It does so too where
-// the product is inlined, so those with long loops are [[gnu::noinline]].
+// indexes, which it unrolls too late, gcc 12 writes every element to the stack. It does so too where the product is
+// inlined. So products are [[gnu::flatten]], and those with long loops [[gnu::noinline]].
 template <int count, class Body>
 inline void unrolled(const Body& body) {
     if constexpr (count > 0) {
@@ -23,6 +24,7 @@ inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 2); }
 // Where the weights of a product lie: panels of columns, one behind the other. at() is the address of four inputs from k
 // on, times 16 columns, of panel p; next() that of the same inputs of the panels that follow.
 struct Panels {
+    static constexpr bool adds_128 = false;  // more than the path's zero point
     const uint8_t* data;
     size_t panel_bytes;
 

@@ -154,7 +154,7 @@ def _softmax(scores: FLOATS, part: Caches, seen: NDArray[Any], sink: Any) -> FLO
         mean = _fma(mean, kept, value * added)
         total = _fma(total, kept, powers.sum() * added)
         most = new
-    mean /= total
+    mean *= _ONE / total
     return mean
 
 

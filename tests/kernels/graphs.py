@@ -75,7 +75,7 @@ def attention_graph(attributes: dict[str, Any], constants: dict[str, Any]) -> by
     return bytes(helper.make_model(body, opset_imports=opsets, ir_version=10).SerializeToString())
 
 
-def session(model: bytes, path: str = "auto", threads: int = 1) -> Any:
+def session(model: bytes | str, path: str = "auto", threads: int = 1) -> Any:
     """Open a session whose operators take a path."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads

@@ -8,11 +8,13 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper
 
 from kvasir.kernels import library, self_test
 from kvasir.kernels.library import Library, load
-from tests.kernels.graphs import needs_library, self_test_graph, usable_paths
+from tests.kernels.graphs import graph, needs_library, self_test_graph, session, usable_paths
 
 COMPILER, OBJDUMP = shutil.which("g++"), shutil.which("objdump")
 
@@ -88,3 +90,26 @@ def test_wide_registers_are_used_only_where_they_were_chosen() -> None:
         if "kvasir::avx512::" not in name:
             assert "zmm" not in body, name
             assert "kvasir::avx2::" in name or "ymm" not in body, name
+
+
+@needs_library
+def test_weights_are_in_memory_once(tmp_path: Path) -> None:
+    """Packed, and no longer in the mapping of their file, which lookups may still read."""
+    weight = np.random.default_rng(1).integers(-127, 128, (4096, 4096), dtype=np.int8)
+    constants = {"weight": weight, "scales": np.ones(4096, dtype=np.float32)}
+    model = onnx.load_from_string(graph("Linear", constants, {"transposed": 1}))
+    onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, location="weights.bin")
+    model = onnx.load(tmp_path / "m.onnx", load_external_data=False)
+    model.graph.node.append(helper.make_node("Gather", ["weight", "ids"], ["rows"]))
+    model.graph.input.append(helper.make_tensor_value_info("ids", TensorProto.INT64, None))
+    model.graph.output.append(helper.make_tensor_value_info("rows", TensorProto.INT8, None))
+    onnx.save(model, tmp_path / "m.onnx")
+    opened = session(str(tmp_path / "m.onnx"))
+    mappings = re.findall(
+        r"weights\.bin\n(?:.*\n)*?Rss: +(\d+) kB", Path("/proc/self/smaps").read_text()
+    )
+    assert mappings
+    assert sum(map(int, mappings)) < weight.nbytes / 1024 / 4
+    y, rows = opened.run(None, {"x": np.eye(2, 4096, dtype=np.float32), "ids": np.arange(4096)})
+    assert (y.round() == weight.T[:2]).all()
+    assert (rows == weight).all()

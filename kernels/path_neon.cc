@@ -1,0 +1,35 @@
+// The path for 64-bit Arm with dot products of int8 (Armv8.2): Graviton from 2, Ampere Altra, Apple from M1.
+#if defined(__aarch64__)
+
+#include <arm_neon.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "path.h"
+
+// As in path_avx512.cc: nothing of the standard library may follow.
+#pragma GCC target("arch=armv8.2-a+dotprod")
+
+namespace kvasir::neon {
+#include "lanes_neon.h"
+#include "unrolled.h"
+//
+#include "product_neon.h"
+//
+#include "linear.h"
+//
+#include "attention.h"
+}  // namespace kvasir::neon
+
+namespace kvasir {
+const Path neon_path = {
+    "neon",
+    neon::product<neon::BytesProduct>(),
+    neon::product<neon::NibblesProduct>(),
+    neon::attention<neon::BytesProduct>(),
+};
+}
+
+#endif
