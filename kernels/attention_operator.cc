@@ -21,7 +21,7 @@ constexpr size_t output_count = 5;
 constexpr size_t fewest_parallel_inputs = 1 << 14;
 constexpr size_t fewest_parallel_products = 1 << 18;
 // Of one task, where there are enough.
-constexpr size_t task_tokens = 8, task_queries = 32;
+constexpr size_t task_tokens = 8, task_queries = 48;
 // Fewer tasks than these are divided by sections, so that all threads have work.
 constexpr size_t fewest_tasks = 8;
 
