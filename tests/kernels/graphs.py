@@ -42,6 +42,39 @@ def graph(
     return bytes(helper.make_model(body, opset_imports=opsets, ir_version=10).SerializeToString())
 
 
+ATTENTION_INPUTS = {
+    "qkv": TensorProto.FLOAT,
+    "keys": TensorProto.INT8,
+    "key_scales": TensorProto.FLOAT,
+    "values": TensorProto.INT8,
+    "value_scales": TensorProto.FLOAT,
+    "cumulative_sequence_length": TensorProto.INT32,
+    "past_seqlens": TensorProto.INT32,
+    "block_table": TensorProto.INT32,
+    "cos": TensorProto.FLOAT,
+    "sin": TensorProto.FLOAT,
+    "slopes": TensorProto.FLOAT,
+    "sinks": TensorProto.FLOAT,
+}
+CACHES = ("keys", "key_scales", "values", "value_scales")
+
+
+def attention_graph(attributes: dict[str, Any], constants: dict[str, Any]) -> bytes:
+    """Return a model of one `Attention`, whose outputs are y and new_ before a cache's name."""
+    variables = list(ATTENTION_INPUTS)[:8]
+    names = [name if name in (*constants, *variables) else "" for name in ATTENTION_INPUTS]
+    outputs = {"y": TensorProto.FLOAT} | {f"new_{name}": ATTENTION_INPUTS[name] for name in CACHES}
+    node = helper.make_node("Attention", names, list(outputs), domain="kvasir", **attributes)
+    inputs, results = (
+        [helper.make_tensor_value_info(name, of_type, None) for name, of_type in values.items()]
+        for values in ({name: ATTENTION_INPUTS[name] for name in variables}, outputs)
+    )
+    initializers = [numpy_helper.from_array(of, name) for name, of in constants.items()]
+    body = helper.make_graph([node], "one", inputs, results, initializers)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("kvasir", 1)]
+    return bytes(helper.make_model(body, opset_imports=opsets, ir_version=10).SerializeToString())
+
+
 def session(model: bytes | str, path: str = "auto", threads: int = 1) -> Any:
     """Open a session whose operators take a path."""
     options = onnxruntime.SessionOptions()
