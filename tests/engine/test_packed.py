@@ -20,13 +20,12 @@ from kvasir.server.engine.gpu.runner import PagedRunner
 from kvasir.server.engine.packed import bind_cpu_blocks, open_packed_runner
 from kvasir.server.engine.session import open_session
 from tests.engine.test_invariance import N_REQUESTS, RandomCapacity, make_request
-from tests.kernels.graphs import needs_library
-
-PATHS = ("scalar", "avx2", "avx512")
+from tests.kernels.graphs import needs_library, usable_paths
 from tests.kit.engine_driver import Result, assert_same, run_at_random, run_to_end
 from tests.kit.random_models import RandomModel, export_random
 
 MODELS = ["random_int8_model", "random_int4_model"]
+PATHS = usable_paths()
 pytestmark = needs_library
 
 
