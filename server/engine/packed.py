@@ -7,7 +7,9 @@ the same bits whatever else is in the run.
 from __future__ import annotations
 
 import mmap
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +59,7 @@ def open_packed_runner(
             f"kv_cache_memory of {n_bytes} bytes holds no prompt: a block of {BLOCK_SIZE} tokens "
             f"takes {block_bytes}"
         )
-    blocks = KVBlocks(
+    blocks = MemoryBlocks(
         n_blocks=n_blocks,
         block_size=BLOCK_SIZE,
         max_num_seqs=max_num_seqs,
@@ -65,8 +67,34 @@ def open_packed_runner(
         keep_prompts=cache_bytes > 0,
         token_bytes=block_bytes // BLOCK_SIZE,
     )
-    model = DeviceModel(session, n_blocks, bind_cpu_blocks)
+    model = DeviceModel(session, n_blocks, blocks.bind)
     return PagedRunner(model, blocks, max_model_len=longest, vocab_size=config.vocab_size)
+
+
+class MemoryBlocks(KVBlocks):
+    """Blocks in the CPU's memory, of which free ones give their pages back."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._memories: list[tuple[mmap.mmap, int]] = []  # and the bytes of a block in each
+
+    def bind(self, binding: onnxruntime.IOBinding, kv: KVInput, n_blocks: int) -> object:
+        """See bind_cpu_blocks."""
+        memory = bind_cpu_blocks(binding, kv, n_blocks)
+        self._memories.append((memory, kv.bytes_per_item))
+        return memory
+
+    def release_idle_memory(self) -> None:
+        """See KVStore: named blocks stay."""
+        if sys.platform != "linux":
+            return
+        free, page = np.sort(self._free), mmap.PAGESIZE
+        for blocks in np.split(free, np.flatnonzero(np.diff(free) > 1) + 1):
+            for memory, size in self._memories if len(blocks) else ():
+                start = -(-int(blocks[0]) * size // page) * page
+                end = (int(blocks[-1]) + 1) * size // page * page
+                if start < end:
+                    memory.madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
 def bind_cpu_blocks(binding: onnxruntime.IOBinding, kv: KVInput, n_blocks: int) -> mmap.mmap:

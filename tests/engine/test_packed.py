@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from typing import Any
 
@@ -17,7 +18,8 @@ from kvasir.kernels.page import BLOCK_SIZE, page
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.gpu.model import DeviceModel
 from kvasir.server.engine.gpu.runner import PagedRunner
-from kvasir.server.engine.packed import bind_cpu_blocks, open_packed_runner
+from kvasir.server.engine.kv.memory import map_memory
+from kvasir.server.engine.packed import MemoryBlocks, bind_cpu_blocks, open_packed_runner
 from kvasir.server.engine.session import open_session
 from tests.engine.test_invariance import N_REQUESTS, RandomCapacity, make_request
 from tests.kernels.graphs import needs_library, usable_paths
@@ -94,12 +96,34 @@ def test_the_loss_is_that_of_stock_operators(random_int8_model: RandomModel) -> 
     assert ours.mean_kl < 1.5 * stock.mean_kl
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are released on Linux only")
+def test_free_blocks_give_their_pages_back() -> None:
+    """Pages that they share with held blocks stay."""
+    size, n_blocks = 5000, 40
+    blocks = MemoryBlocks(n_blocks=n_blocks, block_size=64, max_num_seqs=9, max_model_len=640)
+    memory = map_memory(n_blocks * size)
+    blocks._memories.append((memory, size))
+    memory[:] = b"\1" * len(memory)
+    rows = [blocks.admit(64 * n, 0, []) for n in (3, 9, 2, 7, 1)]
+    for admitted in rows[::2]:
+        assert admitted is not None
+        blocks.free(admitted[0])
+    held = {int(block) for row, n in ((1, 9), (3, 7)) for block in blocks.table[row, :n]}
+    blocks.release_idle_memory()
+    for block in range(n_blocks):
+        of_block = memory[block * size : (block + 1) * size]
+        if block in held:
+            assert of_block == b"\1" * size
+        elif not held & {block - 1, block + 1}:
+            assert of_block == bytes(size) or block in {0, n_blocks - 1}
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
         ({"precision": "fp32"}, "no 8 bits"),
         ({"position": "alibi"}, "a bias"),
-        ({"head_dim": 12, "position": "learned"}, "12 channels"),
+        ({"head_dim": 24, "position": "learned"}, "24 channels"),
     ],
 )
 def test_other_attention_is_left_alone(
