@@ -136,7 +136,7 @@ struct KeyGroups {
     const size_t* byte;
 
     const uint8_t* at(int p, size_t k) const { return data + byte[p] + k * lane_count; }
-    const uint8_t* next(int panels, int p, size_t k) const { return at(p + panels, k); }
+    const uint8_t* next(int p, size_t k) const { return at(p + P::panels, k); }
 };
 
 // And values: a panel has 16 elements, its inputs are positions.
@@ -150,7 +150,7 @@ struct ValueGroups {
     const uint8_t* at(int p, size_t k) const {
         return data + byte[k / lane_count] + k % lane_count * size + p * 4 * lane_count;
     }
-    const uint8_t* next(int, int p, size_t k) const { return at(p, k + lane_count); }
+    const uint8_t* next(int p, size_t k) const { return at(p, k + lane_count); }
 };
 
 // P::multiply for any number of rows.

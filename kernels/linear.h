@@ -47,8 +47,8 @@ void multiply_tile(const Call& call, size_t m, size_t panel) {
         const size_t start = b * layer.block;
         Ints whole[R][P::panels];
         const uint8_t* const at = layer.weights + panel * panel_bytes + start * lane_count / P::weights_in_a_byte;
-        P::multiply(q + start, layer.padded_inputs, Panels{at, panel_bytes},
-                    lesser(layer.block, layer.padded_inputs - start), whole);
+        const Panels weights{at, at + P::panels * panel_bytes, panel_bytes};
+        P::multiply(q + start, layer.padded_inputs, weights, lesser(layer.block, layer.padded_inputs - start), whole);
         for (int r = 0; r < R; ++r) {
             const size_t at = (m + r) * layer.blocks + b;
             const Ints excess = all(P::zero_point * call.rows.sums[at]);

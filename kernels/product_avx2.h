@@ -14,7 +14,7 @@ struct BytesProduct {
         unrolled<R>([&](auto r) { unrolled<4>([&](auto i) { total[r][i] = _mm256_setzero_si256(); }); });
         for (size_t k = 0; k < count; k += 4) {
             const uint8_t* const at = weights.at(0, k);
-            prefetch(weights.next(panels, 0, k));
+            prefetch(weights.next(0, k));
             unrolled<R>([&](auto r) {
                 int64_t four;
                 memcpy(&four, q + r * stride + k, sizeof four);

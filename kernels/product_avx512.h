@@ -20,10 +20,15 @@ struct BytesProduct {
         for (size_t k = 0; k < count; k += 4) {
             unrolled<panels>([&](auto p) {
                 weight[p] = _mm512_loadu_si512(weights.at(p, k));
-                prefetch(weights.next(panels, p, k));
+                prefetch(weights.next(p, k));
             });
+            // gcc would keep a pointer for each row, which are more than there are registers.
+            const Input* early = q + k;
+            asm("" : "+r"(early));
+            const Input* late = early + 4 * stride;
+            asm("" : "+r"(late));
             unrolled<R>([&](auto r) {
-                const __m512i input = four_inputs(q + r * stride + k);
+                const __m512i input = four_inputs((r < 4 ? early : late) + r % 4 * stride);
                 unrolled<panels>([&](auto p) { total[r][p] = _mm512_dpbusd_epi32(total[r][p], weight[p], input); });
             });
         }

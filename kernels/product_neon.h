@@ -35,7 +35,7 @@ struct BytesProduct {
             unrolled<R>([&](auto r) { input[r] = vld1q_s8(q + r * stride + k); });
             unrolled<4>([&](auto lane) {
                 const uint8_t* const at = weights.at(0, k + lane * 4);
-                prefetch(weights.next(panels, 0, k + lane * 4));
+                prefetch(weights.next(0, k + lane * 4));
                 unrolled<4>([&](auto i) {
                     const uint8x16_t bytes = vld1q_u8(at + i * 16);
                     weight[i] = vreinterpretq_s8_u8(Weights::adds_128 ? veorq_u8(bytes, vdupq_n_u8(128)) : bytes);
