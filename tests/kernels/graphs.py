@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from kvasir.kernels import library, self_test
 from kvasir.model.onnx.runtime import onnxruntime
@@ -105,7 +105,13 @@ def self_test_graph() -> bytes:
     weight, scales, bias = self_test.weights()
     constants = {"weight": weight, "scales": scales, "bias": bias}
     attributes = {"activation": "", "epsilon": 1e-5, "gated": 0}
-    return graph("Linear", constants, attributes, ("x", "residual"))
+    model = ModelProto.FromString(graph("Linear", constants, attributes, ("x", "residual")))
+    attention = ModelProto.FromString(attention_graph(self_test.HEADS, {})).graph
+    attention.node[0].output[0] = attention.output[0].name = "attended"
+    model.graph.node.extend(attention.node)
+    model.graph.input.extend(attention.input)
+    model.graph.output.extend(attention.output)
+    return bytes(model.SerializeToString())
 
 
 if __name__ == "__main__":
