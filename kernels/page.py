@@ -30,6 +30,7 @@ MOST_CHANNELS = 512  # of a head
 _DECODE = "decode"
 _TOKENS, _ROW, _AXIS = ("input_ids", "position_ids"), ".row", "row.axis"
 _RUN = ("cumulative_sequence_length", "past_seqlens", "block_table")
+_OF_FLOATS = ("MatMul", "Gemm", "MoE", "QMoE")
 _OF_ROWS = ("seqlens_k", "total_sequence_length", _DECODE)
 _FLOAT_ROWS = ("prompt_key_values.", "prompt_present.")
 # Inputs of GroupQueryAttention by their places.
@@ -40,7 +41,8 @@ def page(model: ModelProto) -> ModelProto:
     """Return a model of packed tokens; the one given is not changed.
 
     model: a decoder in int8 or int4, loaded without external data. Raises Mismatch for what the
-    operator does not compute: float keys and values, or scores with a bias.
+    operator does not compute: float keys and values, or scores with a bias; and for other products
+    than those of `fuse`, on which a token's neighbours have a bearing.
     """
     paged = ModelProto()
     paged.CopyFrom(model)
@@ -49,6 +51,9 @@ def page(model: ModelProto) -> ModelProto:
     attentions = [node for node in nodes if node.op_type == "GroupQueryAttention"]
     if not attentions:
         raise Mismatch("the graph has no attention over rows")
+    for node in nodes:
+        if node.op_type in _OF_FLOATS:
+            raise Mismatch(f"{node.op_type} gives a lone token other bits than one beside others")
     given = {value.name: value for value in graph.input}
     for node in attentions:
         _attend_over_blocks(node, given)

@@ -49,10 +49,12 @@ def open_session(
     if library is not None:
         import onnx  # noqa: PLC0415  slow to import
 
-        from kvasir.kernels.fuse import fuse  # noqa: PLC0415  imports onnx
+        from kvasir.kernels.fuse import Mismatch, fuse  # noqa: PLC0415  imports onnx
 
         model = onnx.load(graph, load_external_data=False)
-        model, _ = fuse(model if rewrite is None else rewrite(model))
+        model, report = fuse(model if rewrite is None else rewrite(model))
+        if rewrite is not None and report.left:
+            raise Mismatch(next(iter(report.left.values())))
         source = model.SerializeToString()
         entries["session.model_external_initializers_file_folder_path"] = graph.parent
     return open_cpu_session(

@@ -123,6 +123,7 @@ def test_free_blocks_give_their_pages_back() -> None:
     [
         ({"precision": "fp32"}, "no 8 bits"),
         ({"position": "alibi"}, "a bias"),
+        ({"n_experts": 4, "n_experts_per_token": 2, "d_expert": 32}, "MatMul|QMoE"),
         ({"head_dim": 24, "position": "learned"}, "24 channels"),
     ],
 )
