@@ -121,9 +121,9 @@ def test_free_blocks_give_their_pages_back() -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"precision": "fp32"}, "no 8 bits"),
+        ({"precision": "fp32"}, "MatMul"),
         ({"position": "alibi"}, "a bias"),
-        ({"n_experts": 4, "n_experts_per_token": 2, "d_expert": 32}, "MatMul|QMoE"),
+        ({"n_experts": 4, "n_experts_per_token": 2, "d_expert": 32, "d_model": 64}, "MatMul|QMoE"),
         ({"head_dim": 24, "position": "learned"}, "24 channels"),
     ],
 )
