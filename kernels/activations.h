@@ -22,6 +22,8 @@ inline Floats negated(Floats x) { return all(-0.0f) - x; }
 
 inline Floats sigmoid(Floats x) { return all(1.0f) / (all(1.0f) + exp(negated(x))); }
 
+inline Floats tanh(Floats x) { return fma(all(2.0f), sigmoid(x + x), all(-1.0f)); }
+
 // x * sigmoid(x).
 inline Floats silu(Floats x) { return x / (all(1.0f) + exp(negated(x))); }
 

@@ -27,6 +27,7 @@ inline Floats if_less(Floats a, Floats b, Floats yes, Floats no) {
     return {_mm256_blendv_ps(no.low, yes.low, _mm256_cmp_ps(a.low, b.low, _CMP_LT_OQ)),
             _mm256_blendv_ps(no.high, yes.high, _mm256_cmp_ps(a.high, b.high, _CMP_LT_OQ))};
 }
+inline Floats greater(Floats a, Floats b) { return {_mm256_max_ps(b.low, a.low), _mm256_max_ps(b.high, a.high)}; }
 inline Floats round_even(Floats a) {
     constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     return {_mm256_round_ps(a.low, mode), _mm256_round_ps(a.high, mode)};
@@ -37,6 +38,11 @@ inline Ints operator-(Ints a, Ints b) { return {_mm256_sub_epi32(a.low, b.low), 
 inline Ints greater(Ints a, Ints b) { return {_mm256_max_epi32(a.low, b.low), _mm256_max_epi32(a.high, b.high)}; }
 
 inline Ints to_ints(Floats whole) { return {_mm256_cvtps_epi32(whole.low), _mm256_cvtps_epi32(whole.high)}; }
+inline Ints round_to_ints(Floats a) { return to_ints(a); }
+inline Ints high_bytes(Ints a) {
+    const Ints sum = a + all(128);
+    return {_mm256_srai_epi32(sum.low, 8), _mm256_srai_epi32(sum.high, 8)};
+}
 inline Floats to_floats(Ints a) { return {_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
 inline Ints magnitude(Floats a) {
     const __m256i mask = _mm256_set1_epi32(0x7fffffff);
@@ -47,6 +53,8 @@ inline Floats power_of_two(Ints a) {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(biased.low, 23)),
             _mm256_castsi256_ps(_mm256_slli_epi32(biased.high, 23))};
 }
+
+inline Floats scaled(Floats a, Floats n) { return a * power_of_two(to_ints(n)); }
 
 inline float sum(Floats a) {
     const __m256 eight = _mm256_add_ps(a.low, a.high);
@@ -65,6 +73,12 @@ inline int32_t greatest(Ints a) {
     const __m128i four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
     const __m128i two = _mm_max_epi32(four, _mm_unpackhi_epi64(four, four));
     return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 1)));
+}
+inline float greatest(Floats a) {
+    const __m256 eight = _mm256_max_ps(a.low, a.high);
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 // The lanes as int16, in order.
 inline __m256i narrow(Ints a) {

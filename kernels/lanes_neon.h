@@ -31,6 +31,7 @@ inline Floats fma(Floats a, Floats b, Floats c) { EACH_PART(Floats, vfmaq_f32(c.
 inline Floats if_less(Floats a, Floats b, Floats yes, Floats no) {
     EACH_PART(Floats, vbslq_f32(vcltq_f32(a.part[i], b.part[i]), yes.part[i], no.part[i]));
 }
+inline Floats greater(Floats a, Floats b) { return if_less(a, b, b, a); }
 inline Floats round_even(Floats a) { EACH_PART(Floats, vrndnq_f32(a.part[i])); }
 
 inline Ints operator+(Ints a, Ints b) { EACH_PART(Ints, vaddq_s32(a.part[i], b.part[i])); }
@@ -38,6 +39,8 @@ inline Ints operator-(Ints a, Ints b) { EACH_PART(Ints, vsubq_s32(a.part[i], b.p
 inline Ints greater(Ints a, Ints b) { EACH_PART(Ints, vmaxq_s32(a.part[i], b.part[i])); }
 
 inline Ints to_ints(Floats whole) { EACH_PART(Ints, vcvtq_s32_f32(whole.part[i])); }
+inline Ints round_to_ints(Floats a) { EACH_PART(Ints, vcvtnq_s32_f32(a.part[i])); }
+inline Ints high_bytes(Ints a) { EACH_PART(Ints, vrshrq_n_s32(a.part[i], 8)); }
 inline Floats to_floats(Ints a) { EACH_PART(Floats, vcvtq_f32_s32(a.part[i])); }
 inline Ints magnitude(Floats a) {
     EACH_PART(Ints, vandq_s32(vreinterpretq_s32_f32(a.part[i]), vdupq_n_s32(0x7fffffff)));
@@ -47,6 +50,8 @@ inline Floats power_of_two(Ints a) {
 }
 
 #undef EACH_PART
+
+inline Floats scaled(Floats a, Floats n) { return a * power_of_two(to_ints(n)); }
 
 inline float sum(Floats a) {
     const float32x4_t four = vaddq_f32(vaddq_f32(a.part[0], a.part[2]), vaddq_f32(a.part[1], a.part[3]));
@@ -58,6 +63,9 @@ inline int32_t sum(Ints a) {
 }
 inline int32_t greatest(Ints a) {
     return vmaxvq_s32(vmaxq_s32(vmaxq_s32(a.part[0], a.part[2]), vmaxq_s32(a.part[1], a.part[3])));
+}
+inline float greatest(Floats a) {
+    return vmaxvq_f32(vmaxq_f32(vmaxq_f32(a.part[0], a.part[2]), vmaxq_f32(a.part[1], a.part[3])));
 }
 inline void narrow(int8_t* to, Ints a) {
     const int16x8_t low = vcombine_s16(vmovn_s32(a.part[0]), vmovn_s32(a.part[1]));

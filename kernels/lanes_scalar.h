@@ -31,6 +31,8 @@ inline Floats fma(Floats a, Floats b, Floats c) {
 inline Floats if_less(Floats a, Floats b, Floats yes, Floats no) {
     EACH_LANE(Floats, a.lane[i] < b.lane[i] ? yes.lane[i] : no.lane[i]);
 }
+// a < b ? b : a, which is a where either is NaN.
+inline Floats greater(Floats a, Floats b) { EACH_LANE(Floats, a.lane[i] < b.lane[i] ? b.lane[i] : a.lane[i]); }
 inline Floats round_even(Floats a) { EACH_LANE(Floats, __builtin_rintf(a.lane[i])); }
 
 inline Ints operator+(Ints a, Ints b) { EACH_LANE(Ints, a.lane[i] + b.lane[i]); }
@@ -38,6 +40,9 @@ inline Ints operator-(Ints a, Ints b) { EACH_LANE(Ints, a.lane[i] - b.lane[i]); 
 inline Ints greater(Ints a, Ints b) { EACH_LANE(Ints, a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]); }
 
 inline Ints to_ints(Floats whole) { EACH_LANE(Ints, int32_t(whole.lane[i])); }
+inline Ints round_to_ints(Floats a) { return to_ints(round_even(a)); }
+// a / 256, rounded so that the rest is from -128 to 127.
+inline Ints high_bytes(Ints a) { EACH_LANE(Ints, (a.lane[i] + 128) >> 8); }
 inline Floats to_floats(Ints a) { EACH_LANE(Floats, float(a.lane[i])); }
 // The bits of |a|, whose order is that of the numbers; NaN is above infinity.
 inline Ints magnitude(Floats a) {
@@ -53,6 +58,9 @@ inline Floats power_of_two(Ints a) {
     memcpy(result.lane, a.lane, sizeof a.lane);
     return result;
 }
+
+// a times 2 to the power of n, which is whole, from -126 to 127.
+inline Floats scaled(Floats a, Floats n) { return a * power_of_two(to_ints(n)); }
 
 #undef EACH_LANE
 
@@ -75,6 +83,13 @@ inline int32_t greatest(Ints a) {
         result = lane > result ? lane : result;
     return result;
 }
+inline float greatest(Floats a) {
+    float result = a.lane[0];
+    for (float lane : a.lane)
+        result = lane > result ? lane : result;
+    return result;
+}
+// The low bytes.
 inline void narrow(int8_t* to, Ints a) {
     for (int i = 0; i < 16; ++i)
         to[i] = int8_t(a.lane[i]);

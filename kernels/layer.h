@@ -57,18 +57,4 @@ struct Product {
                      float* out);
 };
 
-struct Path {
-    const char* name;
-    Product bytes;    // weights of int8
-    Product nibbles;  // weights of 4 bits
-};
-
-extern const Path scalar_path;
-#if defined(__x86_64__)
-extern const Path avx2_path;
-extern const Path avx512_path;
-#elif defined(__aarch64__)
-extern const Path neon_path;
-#endif
-
 }  // namespace kvasir

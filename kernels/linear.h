@@ -46,9 +46,9 @@ void multiply_tile(const Call& call, size_t m, size_t panel) {
     for (size_t b = 0; b < layer.blocks; ++b) {
         const size_t start = b * layer.block;
         Ints whole[R][P::panels];
-        const uint8_t* const weights = layer.weights + panel * panel_bytes + start * lane_count / P::weights_in_a_byte;
-        P::template multiply<R>(q + start, layer.padded_inputs, weights, panel_bytes,
-                                lesser(layer.block, layer.padded_inputs - start), whole);
+        const uint8_t* const at = layer.weights + panel * panel_bytes + start * lane_count / P::weights_in_a_byte;
+        const Panels weights{at, at + P::panels * panel_bytes, panel_bytes};
+        P::multiply(q + start, layer.padded_inputs, weights, lesser(layer.block, layer.padded_inputs - start), whole);
         for (int r = 0; r < R; ++r) {
             const size_t at = (m + r) * layer.blocks + b;
             const Ints excess = all(P::zero_point * call.rows.sums[at]);

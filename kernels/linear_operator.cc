@@ -6,6 +6,7 @@
 #include "node.h"
 #include "pack.h"
 #include "pages.h"
+#include "run.h"
 
 namespace kvasir {
 
@@ -31,20 +32,13 @@ Value choice(const Node& node, const char* attribute, const char* const (&names)
     node.refuse(std::string("the attribute ") + attribute + " is \"" + given + "\"; it has to be one of " + known);
 }
 
-bool flag(const Node& node, const char* attribute) {
-    const int64_t value = node.integer(attribute, 0);
-    if (value != 0 && value != 1)
-        node.refuse(std::string("the attribute ") + attribute + " is " + std::to_string(value) + "; it has to be 0 or 1");
-    return value == 1;
-}
-
 class LinearKernel {
 public:
     LinearKernel(const LinearOperator& op, const Node& node) : runtime(op.runtime), product(op.product), name(op.name) {
         layer.activation = choice<Activation>(
             node, "activation", {"", "silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid"});
         layer.norm = choice<Norm>(node, "norm", {"", "rms", "layer"});
-        layer.gated = flag(node, "gated");
+        layer.gated = node.flag("gated");
         layer.epsilon = node.number("epsilon", -1.0f);
         if (layer.norm != Norm::none && !(layer.epsilon >= 0.0f))
             node.refuse("the attribute epsilon has to be there, and at least 0, where norm is");
@@ -58,8 +52,8 @@ public:
         has_residual = node.has_input(residual);
     }
 
-    void compute(OrtKernelContext* context) const {
-        const Tensor input = tensor_at(context, x);
+    void compute(const Run& run) const {
+        const Tensor input = run.input(x);
         Shape shape = input.shape;
         if (shape.empty() || shape.back() != int64_t(layer.row_width()))
             throw Refusal("kvasir." + name + ": x is " + describe(input) + "; its last dimension has to be " +
@@ -68,23 +62,20 @@ public:
         shape.back() = int64_t(layer.outputs);
         const float* added = nullptr;
         if (has_residual) {
-            const Tensor tensor = tensor_at(context, residual);
+            const Tensor tensor = run.input(residual);
             if (tensor.shape != shape)
                 throw Refusal("kvasir." + name + ": residual is " + describe(tensor) + "; it has to be " + describe(shape));
             added = tensor.floats();
         }
-        OrtValue* output = nullptr;
-        void* out = nullptr;
-        check(runtime.KernelContext_GetOutput(context, 0, shape.data(), shape.size(), &output));
-        check(runtime.GetTensorMutableData(output, &out));
+        float* const out = run.output<float>(0, shape);
         if (rows)
-            compute(context, rows, input.floats(), added, static_cast<float*>(out));
+            compute(run, rows, input.floats(), added, out);
     }
 
     const Runtime& runtime;
 
 private:
-    void compute(const OrtKernelContext* context, size_t rows, const float* from, const float* added, float* out) const {
+    void compute(const Run& run, size_t rows, const float* from, const float* added, float* out) const {
         const size_t prepare_step = rows * layer.row_width() < fewest_parallel_inputs ? rows : prepared_rows;
         const size_t prepare_tasks = (rows + prepare_step - 1) / prepare_step;
         const size_t values_bytes = round_up(rows * layer.padded_inputs * product.input_bytes, sizeof(CacheLine));
@@ -101,7 +92,7 @@ private:
                                   reinterpret_cast<int32_t*>(at + values_bytes + scales_bytes)};
         auto* const y = reinterpret_cast<float*>(at + values_bytes + 2 * scales_bytes);
 
-        in_parallel(context, prepare_tasks, [&](size_t task) {
+        run.in_parallel(prepare_tasks, [&](size_t task) {
             const size_t first = task * prepare_step, last = first + prepare_step < rows ? first + prepare_step : rows;
             for (size_t m = first; m < last; ++m)
                 product.prepare(layer, from + m * layer.row_width(), y + task * layer.padded_inputs, rounded, m);
@@ -115,28 +106,14 @@ private:
             product.multiply(layer, rounded, first, last, task / row_tasks * tile_columns, added, out);
         };
         if (rows * layer.inputs * layer.outputs >= fewest_parallel_products)
-            return in_parallel(context, tiles * row_tasks, multiply);
+            return run.in_parallel(tiles * row_tasks, multiply);
         for (size_t task = 0; task < tiles * row_tasks; ++task)
             multiply(task);
     }
 
-    template <class Work>
-    void in_parallel(const OrtKernelContext* context, size_t tasks, Work work) const {
-        if (tasks == 1)
-            return work(0);
-        const auto call = [](void* data, size_t task) { (*static_cast<Work*>(data))(task); };
-        check(runtime.KernelContext_ParallelFor(context, call, tasks, 0, &work));
-    }
-
-    Tensor tensor_at(const OrtKernelContext* context, Input index) const {
-        const OrtValue* value = nullptr;
-        check(runtime.KernelContext_GetInput(context, index, &value));
-        return tensor_of(runtime, value);
-    }
-
     void take_bytes(const Node& node) {
         const Tensor given = node.constant(weight, "weight");
-        const bool transposed = flag(node, "transposed");
+        const bool transposed = node.flag("transposed");
         if (given.type != element_int8 || given.shape.size() != 2)
             node.refuse("weight is " + describe(given) + "; it has to be int8 of two dimensions");
         set_shape(node, size_t(given.shape[transposed]), size_t(given.shape[!transposed]));
@@ -227,7 +204,7 @@ LinearOperator::LinearOperator(const Runtime& runtime, const Path& path, bool ha
     };
     KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
         const auto& linear = *static_cast<const LinearKernel*>(kernel);
-        return guarded(linear.runtime, [&] { linear.compute(context); });
+        return guarded(linear.runtime, [&] { linear.compute(Run(linear.runtime, context)); });
     };
     KernelDestroy = [](void* kernel) { delete static_cast<LinearKernel*>(kernel); };
 }

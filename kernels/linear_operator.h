@@ -1,8 +1,8 @@
 // The operators kvasir.Linear and kvasir.Linear4, on one path.
 #pragma once
 
-#include "layer.h"
 #include "ort_abi.h"
+#include "path.h"
 
 namespace kvasir {
 

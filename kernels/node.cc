@@ -20,6 +20,7 @@ std::string describe(const Tensor& tensor) {
     const char* const type = tensor.type == element_float   ? "float"
                              : tensor.type == element_int8  ? "int8"
                              : tensor.type == element_uint8 ? "uint8"
+                             : tensor.type == element_int32 ? "int32"
                                                             : "another type";
     return type + describe(tensor.shape);
 }
@@ -74,6 +75,13 @@ float Node::number(const char* attribute, float absent) const {
     if (!succeeds(runtime.KernelInfoGetAttribute_float(info, attribute, &value)))
         refuse_other_type(attribute, "a float");
     return value;
+}
+
+bool Node::flag(const char* attribute) const {
+    const int64_t value = integer(attribute, 0);
+    if (value != 0 && value != 1)
+        refuse(std::string("the attribute ") + attribute + " is " + std::to_string(value) + "; it has to be 0 or 1");
+    return value == 1;
 }
 
 std::string Node::text(const char* attribute) const {

@@ -27,6 +27,7 @@ struct Tensor {
     const void* data;
 
     const float* floats() const { return static_cast<const float*>(data); }
+    const int32_t* ints() const { return static_cast<const int32_t*>(data); }
     size_t count() const;
 };
 
@@ -68,6 +69,7 @@ public:
     // Attributes; one that is not there has the value given here.
     int64_t integer(const char* attribute, int64_t absent) const;
     float number(const char* attribute, float absent) const;
+    bool flag(const char* attribute) const;  // 0 or 1
     std::string text(const char* attribute) const;
 
     [[noreturn]] void refuse(const std::string& what) const { throw Refusal("kvasir." + name + ": " + what); }

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "layer.h"
+#include "path.h"
 
 // As in path_avx512.cc: nothing of the standard library may follow.
 #pragma GCC target("avx2,fma")
@@ -18,10 +18,17 @@ namespace kvasir::avx2 {
 #include "product_avx2.h"
 //
 #include "linear.h"
+//
+#include "attention.h"
 }  // namespace kvasir::avx2
 
 namespace kvasir {
-const Path avx2_path = {"avx2", avx2::product<avx2::BytesProduct>(), avx2::product<avx2::NibblesProduct>()};
+const Path avx2_path = {
+    "avx2",
+    avx2::product<avx2::BytesProduct>(),
+    avx2::product<avx2::NibblesProduct>(),
+    avx2::attention<avx2::BytesProduct>(),
+};
 }
 
 #endif

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "layer.h"
+#include "path.h"
 
 // From here on the compiler may use these instructions: nothing of the standard library may follow, or the linker could
 // take such a copy of one of its functions for the whole library.
@@ -19,10 +19,17 @@ namespace kvasir::avx512 {
 #include "product_avx512.h"
 //
 #include "linear.h"
+//
+#include "attention.h"
 }  // namespace kvasir::avx512
 
 namespace kvasir {
-const Path avx512_path = {"avx512", avx512::product<avx512::BytesProduct>(), avx512::product<avx512::NibblesProduct>()};
+const Path avx512_path = {
+    "avx512",
+    avx512::product<avx512::BytesProduct>(),
+    avx512::product<avx512::NibblesProduct>(),
+    avx512::attention<avx512::BytesProduct>(),
+};
 }
 
 #endif

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "layer.h"
+#include "path.h"
 
 // As in path_avx512.cc: nothing of the standard library may follow.
 #pragma GCC target("arch=armv8.2-a+dotprod")
@@ -19,10 +19,17 @@ namespace kvasir::neon {
 #include "product_neon.h"
 //
 #include "linear.h"
+//
+#include "attention.h"
 }  // namespace kvasir::neon
 
 namespace kvasir {
-const Path neon_path = {"neon", neon::product<neon::BytesProduct>(), neon::product<neon::NibblesProduct>()};
+const Path neon_path = {
+    "neon",
+    neon::product<neon::BytesProduct>(),
+    neon::product<neon::NibblesProduct>(),
+    neon::attention<neon::BytesProduct>(),
+};
 }
 
 #endif

@@ -3,15 +3,24 @@
 #include <cstdint>
 #include <cstring>
 
-#include "layer.h"
+#include "path.h"
 
 namespace kvasir::scalar {
 #include "lanes_scalar.h"
+#include "unrolled.h"
+//
 #include "product_scalar.h"
 //
 #include "linear.h"
+//
+#include "attention.h"
 }  // namespace kvasir::scalar
 
 namespace kvasir {
-const Path scalar_path = {"scalar", scalar::product<scalar::BytesProduct>(), scalar::product<scalar::NibblesProduct>()};
+const Path scalar_path = {
+    "scalar",
+    scalar::product<scalar::BytesProduct>(),
+    scalar::product<scalar::NibblesProduct>(),
+    scalar::attention<scalar::BytesProduct>(),
+};
 }

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "layer.h"
+#include "path.h"
 
 namespace kvasir {
 

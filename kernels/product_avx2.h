@@ -7,21 +7,21 @@ struct BytesProduct {
     static constexpr int rows = 2, panels = 1, zero_point = 128, weights_in_a_byte = 1;
     static constexpr bool scales_blocks = false;
 
-    template <int R>
-    [[gnu::flatten, gnu::noinline]] static void multiply(const Input* q, size_t stride, const uint8_t* weights,
-                                                         size_t panel_bytes, size_t count, Ints (&sums)[R][panels]) {
+    template <int R, int panels, class Weights>
+    [[gnu::flatten, gnu::noinline]] static void multiply(const Input* q, size_t stride, const Weights& weights,
+                                                         size_t count, Ints (&sums)[R][panels]) {
         __m256i total[R][4], input[R];
         unrolled<R>([&](auto r) { unrolled<4>([&](auto i) { total[r][i] = _mm256_setzero_si256(); }); });
         for (size_t k = 0; k < count; k += 4) {
-            const uint8_t* const at = weights + k * lane_count;
-            prefetch(at + panel_bytes);
+            const uint8_t* const at = weights.at(0, k);
+            prefetch(weights.next(0, k));
             unrolled<R>([&](auto r) {
                 int64_t four;
                 memcpy(&four, q + r * stride + k, sizeof four);
                 input[r] = _mm256_set1_epi64x(four);
             });
             unrolled<4>([&](auto i) {
-                const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(at + i * 16));
+                const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at + i * 16));
                 const __m256i weight = _mm256_cvtepu8_epi16(bytes);
                 unrolled<R>([&](auto r) {
                     total[r][i] = _mm256_add_epi32(total[r][i], _mm256_madd_epi16(weight, input[r]));
@@ -41,17 +41,17 @@ struct NibblesProduct {
     static constexpr int rows = 4, panels = 1, zero_point = 8, weights_in_a_byte = 2;
     static constexpr bool scales_blocks = true;
 
-    template <int R>
-    [[gnu::flatten]] static void multiply(const Input* q, size_t stride, const uint8_t* weights, size_t panel_bytes, size_t,
+    template <int R, int panels>
+    [[gnu::flatten]] static void multiply(const Input* q, size_t stride, const Panels& weights, size_t,
                                           Ints (&sums)[R][panels]) {
         const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
         __m256i total[R][2];
         unrolled<R>([&](auto r) { unrolled<2>([&](auto half) { total[r][half] = _mm256_setzero_si256(); }); });
         unrolled<4>([&](auto i) {
             unrolled<2>([&](auto half) {
-                const uint8_t* const at = weights + i * 64 + half * 32;
+                const uint8_t* const at = weights.data + i * 64 + half * 32;
                 const __m256i both = _mm256_load_si256(reinterpret_cast<const __m256i*>(at));
-                prefetch(at + panel_bytes);
+                prefetch(at + weights.panel_bytes);
                 const __m256i first = _mm256_and_si256(both, low);
                 const __m256i second = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
                 unrolled<R>([&](auto r) {

@@ -12,19 +12,23 @@ struct BytesProduct {
     static constexpr int rows = 8, panels = 2, zero_point = 128, weights_in_a_byte = 1;
     static constexpr bool scales_blocks = false;
 
-    template <int R>
-    [[gnu::flatten, gnu::noinline]] static void multiply(const Input* q, size_t stride, const uint8_t* weights,
-                                                         size_t panel_bytes, size_t count, Ints (&sums)[R][panels]) {
+    template <int R, int panels, class Weights>
+    [[gnu::flatten, gnu::noinline]] static void multiply(const Input* q, size_t stride, const Weights& weights,
+                                                         size_t count, Ints (&sums)[R][panels]) {
         __m512i total[R][panels], weight[panels];
         unrolled<R>([&](auto r) { unrolled<panels>([&](auto p) { total[r][p] = _mm512_setzero_si512(); }); });
         for (size_t k = 0; k < count; k += 4) {
             unrolled<panels>([&](auto p) {
-                const uint8_t* const at = weights + p * panel_bytes + k * lane_count;
-                weight[p] = _mm512_load_si512(at);
-                prefetch(at + panels * panel_bytes);
+                weight[p] = _mm512_loadu_si512(weights.at(p, k));
+                prefetch(weights.next(p, k));
             });
+            // gcc would keep a pointer for each row, which are more than there are registers.
+            const Input* early = q + k;
+            asm("" : "+r"(early));
+            const Input* late = early + 4 * stride;
+            asm("" : "+r"(late));
             unrolled<R>([&](auto r) {
-                const __m512i input = four_inputs(q + r * stride + k);
+                const __m512i input = four_inputs((r < 4 ? early : late) + r % 4 * stride);
                 unrolled<panels>([&](auto p) { total[r][p] = _mm512_dpbusd_epi32(total[r][p], weight[p], input); });
             });
         }
@@ -38,15 +42,15 @@ struct NibblesProduct {
     static constexpr int rows = 8, panels = 1, zero_point = 8, weights_in_a_byte = 2;
     static constexpr bool scales_blocks = true;
 
-    template <int R>
-    [[gnu::flatten]] static void multiply(const Input* q, size_t stride, const uint8_t* weights, size_t panel_bytes, size_t,
+    template <int R, int panels>
+    [[gnu::flatten]] static void multiply(const Input* q, size_t stride, const Panels& weights, size_t,
                                           Ints (&sums)[R][panels]) {
         const __m512i low = _mm512_set1_epi8(15);
         __m512i weight[8];
         unrolled<4>([&](auto i) {
-            const uint8_t* const at = weights + i * 64;
+            const uint8_t* const at = weights.data + i * 64;
             const __m512i both = _mm512_load_si512(at);
-            prefetch(at + panel_bytes);
+            prefetch(at + weights.panel_bytes);
             weight[i] = _mm512_and_si512(both, low);
             weight[i + 4] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
         });

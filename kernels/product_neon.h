@@ -25,18 +25,21 @@ struct BytesProduct {
     static constexpr int rows = 4, panels = 1, zero_point = 0, weights_in_a_byte = 1;
     static constexpr bool scales_blocks = false;
 
-    template <int R>
-    [[gnu::flatten, gnu::noinline]] static void multiply(const Input* q, size_t stride, const uint8_t* weights,
-                                                         size_t panel_bytes, size_t count, Ints (&sums)[R][panels]) {
+    template <int R, int panels, class Weights>
+    [[gnu::flatten, gnu::noinline]] static void multiply(const Input* q, size_t stride, const Weights& weights,
+                                                         size_t count, Ints (&sums)[R][panels]) {
         int32x4_t total[R][4];
         int8x16_t input[R], weight[4];
         clear(total);
         for (size_t k = 0; k < count; k += 16) {
             unrolled<R>([&](auto r) { input[r] = vld1q_s8(q + r * stride + k); });
             unrolled<4>([&](auto lane) {
-                const uint8_t* const at = weights + k * lane_count + lane * 64;
-                prefetch(at + panel_bytes);
-                unrolled<4>([&](auto i) { weight[i] = vreinterpretq_s8_u8(vld1q_u8(at + i * 16)); });
+                const uint8_t* const at = weights.at(0, k + lane * 4);
+                prefetch(weights.next(0, k + lane * 4));
+                unrolled<4>([&](auto i) {
+                    const uint8x16_t bytes = vld1q_u8(at + i * 16);
+                    weight[i] = vreinterpretq_s8_u8(Weights::adds_128 ? veorq_u8(bytes, vdupq_n_u8(128)) : bytes);
+                });
                 add_dots<R, decltype(lane)::number>(total, weight, input);
             });
         }
@@ -49,9 +52,9 @@ struct NibblesProduct {
     static constexpr int rows = 4, panels = 1, zero_point = 8, weights_in_a_byte = 2;
     static constexpr bool scales_blocks = true;
 
-    template <int R>
-    [[gnu::flatten, gnu::noinline]] static void multiply(const Input* q, size_t stride, const uint8_t* weights,
-                                                         size_t panel_bytes, size_t, Ints (&sums)[R][panels]) {
+    template <int R, int panels>
+    [[gnu::flatten, gnu::noinline]] static void multiply(const Input* q, size_t stride, const Panels& weights, size_t,
+                                                         Ints (&sums)[R][panels]) {
         int32x4_t total[R][4];
         int8x16_t first[R], second[R], low[4], high[4];
         clear(total);
@@ -60,8 +63,8 @@ struct NibblesProduct {
             second[r] = vld1q_s8(q + r * stride + 16);
         });
         unrolled<4>([&](auto lane) {
-            const uint8_t* const at = weights + lane * 64;
-            prefetch(at + panel_bytes);
+            const uint8_t* const at = weights.data + lane * 64;
+            prefetch(at + weights.panel_bytes);
             unrolled<4>([&](auto i) {
                 const uint8x16_t both = vld1q_u8(at + i * 16);
                 low[i] = vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(15)));

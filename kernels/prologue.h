@@ -56,20 +56,27 @@ inline void normalise(const Layer& layer, const float* x, float* y) {
     }
 }
 
-// Round y [count] to q [padded], by s = max |y| / 127. A block with a NaN or an infinity has NaN for s, and one whose s
-// would be denormal is taken for zeros: both have zeros for q. |y / s| never rounds above 127.
+// Return s, of which the largest value of these magnitudes is `most`: NaN of a NaN or an infinity, 0 where it would be
+// denormal.
+inline float scale_for(Ints magnitudes, float most) {
+    const int32_t bits = greatest(magnitudes);
+    float largest;
+    memcpy(&largest, &bits, sizeof largest);
+    const float scale = largest / most;
+    if (scale >= smallest_normal && scale <= largest_finite)
+        return scale;
+    return scale < smallest_normal ? 0.0f : __builtin_nanf("");
+}
+
+// Round y [count] to q [padded], by s = max |y| / 127. Where s is NaN or 0, q is zeros. |y / s| never rounds above 127.
 template <class Input>
 void round_block(const float* y, size_t count, size_t padded, Input* q, float& scale, int32_t& total) {
     Ints most = all(0);
     for (size_t k = 0; k < count; k += lane_count)
         most = greater(most, magnitude(load(y + k, count - k)));
-    const int32_t bits = greatest(most);
-    float largest;
-    memcpy(&largest, &bits, sizeof largest);
-    scale = largest / 127.0f;
+    scale = scale_for(most, 127.0f);
     total = 0;
-    if (!(scale >= smallest_normal && scale <= largest_finite)) {
-        scale = scale < smallest_normal ? 0.0f : __builtin_nanf("");
+    if (!(scale > 0.0f)) {
         memset(q, 0, padded * sizeof(Input));
         return;
     }

@@ -1,6 +1,7 @@
 // The entry that ONNX Runtime calls.
 #include <string>
 
+#include "attention_operator.h"
 #include "linear_operator.h"
 #include "node.h"
 #include "paths.h"
@@ -39,14 +40,17 @@ std::string wanted_path(const Runtime& runtime, const OrtSessionOptions* options
 
 // The operators on one path; they outlive every session.
 struct Domain {
-    Domain(const Runtime& runtime, const Path& path) : linear(runtime, path, false), linear4(runtime, path, true) {
+    Domain(const Runtime& runtime, const Path& path)
+        : linear(runtime, path, false), linear4(runtime, path, true), attention(runtime, path) {
         check(runtime.CreateCustomOpDomain("kvasir", &domain));
-        check(runtime.CustomOpDomain_Add(domain, &linear));
-        check(runtime.CustomOpDomain_Add(domain, &linear4));
+        for (const OrtCustomOp* op : {static_cast<OrtCustomOp*>(&linear), static_cast<OrtCustomOp*>(&linear4),
+                                      static_cast<OrtCustomOp*>(&attention)})
+            check(runtime.CustomOpDomain_Add(domain, op));
     }
 
     OrtCustomOpDomain* domain = nullptr;
     LinearOperator linear, linear4;
+    AttentionOperator attention;
 };
 
 }  // namespace

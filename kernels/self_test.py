@@ -1,4 +1,4 @@
-"""A trial of the library on a graph of one node; run in a process of its own, which may crash.
+"""A trial of the library on a graph with a node of each kind, in a process that may crash.
 
 python -m kvasir.kernels.self_test LIBRARY PATH ends with 0 if the operators compute what they
 should.
@@ -14,9 +14,11 @@ import numpy as np
 from kvasir.kernels.library import Library
 from kvasir.model.onnx.runtime import onnxruntime
 
-# A `Linear` with a bias and a residual, which tests/kernels/graphs.py writes.
+# A `Linear` with a bias and a residual, and an `Attention`, which tests/kernels/graphs.py writes.
 GRAPH = Path(__file__).with_name("self_test.onnx")
+HEADS = {"heads": 4, "kv_heads": 2}
 _ROWS = 16  # enough to use several threads
+_SIZE, _BLOCK = 16, 16  # of a head, and of a block
 
 
 def weights() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -38,9 +40,30 @@ def run(library: Library) -> None:
     steps = np.abs(x).max(axis=1, keepdims=True) / np.float32(127)
     rounded = np.rint(x * (1 / steps)).astype(np.int32)
     expected = (rounded @ weight.astype(np.int32)) * steps * scales + bias + residual
-    (found,) = session.run(None, {"x": x, "residual": residual})
-    if not np.allclose(found, expected, rtol=1e-5, atol=1e-5):
-        raise RuntimeError(f"wrong by up to {np.abs(found - expected).max()}")
+    # Each sequence is one token, which attends to itself: its values come out, rounded to 8 bits.
+    heads, of_values = HEADS["heads"], HEADS["kv_heads"] * _SIZE
+    qkv = np.sin(np.arange(_ROWS * (heads * _SIZE + 2 * of_values), dtype=np.float32))
+    qkv = qkv.reshape(_ROWS, -1)
+    values = qkv[:, -of_values:].reshape(_ROWS, -1, _SIZE)
+    steps_of_blocks = np.ones((_ROWS, HEADS["kv_heads"], _BLOCK), dtype=np.float32)
+    blocks = np.zeros((*steps_of_blocks.shape, _SIZE), dtype=np.int8)
+    inputs = {
+        "x": x,
+        "residual": residual,
+        "qkv": qkv,
+        "keys": blocks,
+        "key_scales": steps_of_blocks,
+        "values": blocks,
+        "value_scales": steps_of_blocks,
+        "cumulative_sequence_length": np.arange(_ROWS + 1, dtype=np.int32),
+        "past_seqlens": np.zeros(_ROWS, dtype=np.int32),
+        "block_table": np.arange(_ROWS, dtype=np.int32)[:, None],
+    }
+    found, attended = session.run(["y", "attended"], inputs)
+    copies = values.repeat(heads // HEADS["kv_heads"], axis=1).reshape(_ROWS, -1)
+    for result, right, error in ((found, expected, 1e-5), (attended, copies, 1 / 127)):
+        if not np.allclose(result, right, rtol=1e-5, atol=error):
+            raise RuntimeError(f"wrong by up to {np.abs(result - right).max()}")
 
 
 if __name__ == "__main__":

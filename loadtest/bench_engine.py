@@ -41,6 +41,7 @@ from kvasir.server.engine.gpu.runner import PagedRunner
 from kvasir.server.engine.gpu.session import open_gpu_runner
 from kvasir.server.engine.kv.memory import KVShape
 from kvasir.server.engine.model_runner import warm_up
+from kvasir.server.engine.packed import open_decoder
 from kvasir.server.engine.runner import OnnxRunner
 from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.sequence import Sequence
@@ -304,8 +305,12 @@ def _open(
     most = DECODE_BATCHES[device][-1]
     if device == "cuda":
         return open_gpu_runner(device, graph, config, max_num_seqs=most, keep_prompts=False)
-    runner = OnnxRunner(
-        graph, config, max_num_seqs=most, n_models=n_models, threads=threads, library=library
+    runner = open_decoder(
+        *(graph, config, library),
+        max_num_seqs=most,
+        n_models=n_models,
+        prefix_cache_bytes=0,
+        threads=threads,
     )
     warm_up(runner)
     return runner

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvasir.kernels.library import Library
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import CACHE_OUTPUTS
 from kvasir.model.onnx.runtime import onnxruntime, open_cpu_session
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
 
 _ELEMENT_TYPES = {  # numbers in onnx.TensorProto, and bytes
     "tensor(float)": (1, 4),
@@ -26,13 +31,14 @@ def open_session(
     spin_microseconds: int = 100,
     *,
     library: Library | None = None,
+    rewrite: Callable[[ModelProto], ModelProto] | None = None,
     plans_memory: bool = True,
     fits_16_bits: bool = False,
 ) -> onnxruntime.InferenceSession:
     """Open a session on the CPU.
 
     spin_microseconds: how long an idle thread keeps its processor. library: of the operators to use
-    in place of ONNX Runtime's; None is none.
+    in place of ONNX Runtime's; None is none. rewrite: what is done to the graph before they are.
     """
     entries: dict[str, object] = {
         "session.intra_op.allow_spinning": int(spin_microseconds > 0),
@@ -43,9 +49,13 @@ def open_session(
     if library is not None:
         import onnx  # noqa: PLC0415  slow to import
 
-        from kvasir.kernels.fuse import fuse  # noqa: PLC0415  imports onnx
+        from kvasir.kernels.fuse import Mismatch, fuse  # noqa: PLC0415  imports onnx
 
-        source = fuse(onnx.load(graph, load_external_data=False))[0].SerializeToString()
+        model = onnx.load(graph, load_external_data=False)
+        model, report = fuse(model if rewrite is None else rewrite(model))
+        if rewrite is not None and report.left:
+            raise Mismatch(next(iter(report.left.values())))
+        source = model.SerializeToString()
         entries["session.model_external_initializers_file_folder_path"] = graph.parent
     return open_cpu_session(
         source,
@@ -106,7 +116,7 @@ def kv_inputs(session: onnxruntime.InferenceSession) -> list[KVInput]:
         family, _, place = value.name.partition(".")
         if family in CACHE_OUTPUTS:
             layer, part = place.split(".")
-            block = 2 * int(layer) + (part == "value")
+            block = 2 * int(layer) + part.startswith("value")
             present, kind = f"{CACHE_OUTPUTS[family]}.{place}", _ELEMENT_TYPES[value.type]
             inputs.append(KVInput(value.name, present, block, *kind, tuple(value.shape[1:])))
     return inputs

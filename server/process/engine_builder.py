@@ -191,18 +191,18 @@ def _open_runner(
         )
         clock.lap("session_and_warm_up")
     else:
-        from kvasir.server.engine.runner import OnnxRunner  # noqa: PLC0415  imports ONNX Runtime
+        from kvasir.server.engine.packed import open_decoder  # noqa: PLC0415  imports ONNX Runtime
 
-        runner = OnnxRunner(
+        runner = open_decoder(
             model_dir.graph_path,
             model_dir.config,
+            library,
             max_num_seqs=settings.max_num_seqs,
             max_model_len=settings.max_model_len,
             kv_cache_bytes=settings.kv_cache_memory,
             n_models=n_models,
             prefix_cache_bytes=settings.prefix_cache_memory,
             threads=settings.threads,
-            library=library,
         )
         clock.lap("session")
         warm_up(runner)

@@ -3,6 +3,7 @@
 // Prints a hash of all results, which is the same on every machine, or what differs.
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -60,9 +61,9 @@ static std::vector<float> draw_floats(size_t count) {
 }
 
 // A random layer, and its results on one path.
-class Trial {
+class LayerTrial {
 public:
-    explicit Trial(bool has_nibbles) : has_nibbles(has_nibbles) {
+    explicit LayerTrial(bool has_nibbles) : has_nibbles(has_nibbles) {
         layer.inputs = has_nibbles ? 32 * (1 + draw(9)) : 1 + draw(300);
         layer.outputs = 1 + draw(140);
         layer.padded_inputs = has_nibbles ? layer.inputs : round_up(layer.inputs, input_padding);
@@ -128,25 +129,152 @@ private:
     std::vector<float> scales, bias, norm_weight, norm_bias, x, residual;
 };
 
+// Random tokens of one sequence: what they attend to, and the caches after that, on one path.
+class AttentionTrial {
+public:
+    AttentionTrial() {
+        heads.kv_count = 1 + draw(2);
+        heads.count = heads.kv_count * (1 + draw(9));
+        heads.size = 16 * (1 + draw(6));
+        heads.scale = 0.25f;
+        heads.softcap = draw(3) ? 0.0f : 3.0f;
+        heads.window = draw(3) ? most_tokens : 1 + draw(400);
+        heads.interleaved = draw(2);
+        heads.rotated = 2 * draw(uint32_t(heads.size / 2 + 1));
+        stretch.position = draw(700);
+        stretch.count = 1 + draw(12);
+        length = stretch.position + stretch.count;
+        block_tokens = 16 * (1 + draw(4));
+        // Blocks in descending order, with one to spare.
+        for (size_t i = (length - 1) / block_tokens + 1; i > 0; --i)
+            table.push_back(int32_t(i));
+        tokens = (table.size() + 1) * heads.kv_count * block_tokens;
+        bytes.resize(tokens * heads.size);
+        for (uint8_t& byte : bytes)
+            byte = uint8_t(draw(256));
+        key_scales = draw_scales();
+        value_scales = draw_scales();
+        angles = draw_floats(length * heads.rotated / 2);
+        slopes = draw_floats(draw(2) ? heads.count : 0);
+        x = draw_floats(stretch.count * heads.row_width());
+    }
+
+    // Also add each section to the softmax directly, or alone and by join.
+    std::vector<float> run(const Path& path, bool at_end) const {
+        const Attention& attention = path.attention;
+        const size_t queries = stretch.count * heads.count;
+        const Guarded keys(bytes.data(), bytes.size(), at_end), values(bytes.data(), bytes.size(), at_end);
+        const Guarded key_scale_page(key_scales.data(), tokens * 4, at_end);
+        const Guarded value_scale_page(value_scales.data(), tokens * 4, at_end);
+        const Guarded table_page(table.data(), table.size() * 4, at_end);
+        const Guarded angle_page(angles.data(), angles.size() * 4, at_end);
+        const Guarded slope_page(slopes.data(), slopes.size() * 4, at_end);
+        const Guarded x_page(x.data(), x.size() * 4, at_end);
+        const Guarded rounded(nullptr, queries * heads.size * attention.input_bytes, at_end);
+        const Guarded scales(nullptr, queries * 4, at_end), sums(nullptr, queries * 4, at_end);
+        const GuardedSoftmax whole(heads, queries, at_end), alone(heads, queries, at_end);
+
+        Heads placed = heads;
+        placed.cos = placed.sin = angle_page.floats();
+        placed.slopes = slopes.empty() ? nullptr : slope_page.floats();
+        const auto as_bytes = [](const Guarded& page) { return reinterpret_cast<uint8_t*>(page.data); };
+        const Caches caches{block_tokens, as_bytes(keys), key_scale_page.floats(), as_bytes(values), value_scale_page.floats()};
+        Stretch here = stretch;
+        here.blocks = reinterpret_cast<const int32_t*>(table_page.data);
+        const RoundedRows all{rounded.data, scales.floats(), reinterpret_cast<int32_t*>(sums.data)};
+        for (size_t token = 0; token < here.count; ++token)
+            attention.append(placed, caches, x_page.floats() + token * heads.row_width(), here, token, here.count, all);
+        const size_t first = here.position < heads.window ? 0 : (here.position + 1 - heads.window) / section_tokens;
+        for (size_t head = 0; head < heads.kv_count; ++head) {
+            const size_t at = head * here.count * heads.group();
+            const RoundedRows own{rounded.data + at * heads.size * attention.input_bytes, all.scales + at, all.sums + at};
+            for (size_t section = first; section <= (length - 1) / section_tokens; ++section) {
+                if (at_end)
+                    alone.clear();
+                attention.attend(placed, caches, here, head, section, own, at_end ? alone.softmax : whole.softmax);
+                if (at_end)
+                    attention.join(placed, here, head, alone.softmax, whole.softmax);
+            }
+        }
+        std::vector<float> results(whole.values.floats(), whole.values.floats() + queries * heads.size);
+        results.insert(results.end(), whole.denominator.floats(), whole.denominator.floats() + queries);
+        results.insert(results.end(), key_scale_page.floats(), key_scale_page.floats() + tokens);
+        results.insert(results.end(), value_scale_page.floats(), value_scale_page.floats() + tokens);
+        for (const Guarded* page : {&keys, &values})
+            results.insert(results.end(), as_bytes(*page), as_bytes(*page) + bytes.size());
+        return results;
+    }
+
+private:
+    struct GuardedSoftmax {
+        GuardedSoftmax(const Heads& heads, size_t queries, bool at_end)
+            : most(nullptr, queries * 4, at_end),
+              denominator(nullptr, queries * 4, at_end),
+              values(nullptr, queries * heads.size * 4, at_end),
+              softmax{most.floats(), denominator.floats(), values.floats()},
+              queries(queries),
+              size(heads.size) {
+            clear();
+        }
+
+        void clear() const {
+            std::fill_n(softmax.most, queries, -INFINITY);
+            std::fill_n(softmax.denominator, queries, 0.0f);
+            std::fill_n(softmax.values, queries * size, 0.0f);
+        }
+
+        const Guarded most, denominator, values;
+        const Softmax softmax;
+        const size_t queries, size;
+    };
+
+    std::vector<float> draw_scales() const {
+        std::vector<float> drawn(tokens);
+        for (float& scale : drawn)
+            scale = float(1 + draw(100)) / 5000;
+        return drawn;
+    }
+
+    Heads heads{};
+    Stretch stretch{};
+    size_t length, block_tokens, tokens;
+    std::vector<int32_t> table;
+    std::vector<uint8_t> bytes;
+    std::vector<float> key_scales, value_scales, angles, slopes, x;
+};
+
+static uint64_t hash = 14695981039346656037u;  // FNV-1a
+
+// Return whether all paths compute the same.
+template <class Trial>
+static bool agree(const Trial& trial, const char* name) {
+    const std::vector<float> expected = trial.run(scalar_path, true);
+    const size_t bytes = expected.size() * sizeof(float);
+    for (const Candidate& candidate : candidates())
+        for (bool at_end : {false, true})
+            if (candidate.is_usable && memcmp(trial.run(candidate.path, at_end).data(), expected.data(), bytes)) {
+                printf("%s differs on the path %s\n", name, candidate.path.name);
+                return false;
+            }
+    for (size_t i = 0; i < bytes; ++i)
+        hash = (hash ^ reinterpret_cast<const uint8_t*>(expected.data())[i]) * 1099511628211u;
+    return true;
+}
+
 int main() {
-    uint64_t hash = 14695981039346656037u;  // FNV-1a
     std::string names;
     for (const Candidate& candidate : candidates())
         if (candidate.is_usable)
             names += std::string(" ") + candidate.path.name;
     for (uint64_t seed = 0; seed < 300; ++seed) {
         state = seed;
-        const Trial trial(seed % 2);
-        const std::vector<float> expected = trial.run(scalar_path, true);
-        const size_t bytes = expected.size() * sizeof(float);
-        for (const Candidate& candidate : candidates())
-            for (bool at_end : {false, true})
-                if (candidate.is_usable && memcmp(trial.run(candidate.path, at_end).data(), expected.data(), bytes)) {
-                    printf("layer %d differs on the path %s\n", int(seed), candidate.path.name);
-                    return 1;
-                }
-        for (size_t i = 0; i < bytes; ++i)
-            hash = (hash ^ reinterpret_cast<const uint8_t*>(expected.data())[i]) * 1099511628211u;
+        if (!agree(LayerTrial(seed % 2), ("layer " + std::to_string(seed)).c_str()))
+            return 1;
+    }
+    for (uint64_t seed = 0; seed < 60; ++seed) {
+        state = seed;
+        if (!agree(AttentionTrial(), ("attention " + std::to_string(seed)).c_str()))
+            return 1;
     }
     printf("%016llx%s\n", static_cast<unsigned long long>(hash), names.c_str());
 }

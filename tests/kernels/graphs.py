@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from kvasir.kernels import library, self_test
 from kvasir.model.onnx.runtime import onnxruntime
@@ -38,6 +38,39 @@ def graph(
     output = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
     initializers = [numpy_helper.from_array(of, name) for name, of in constants.items()]
     body = helper.make_graph([node], "one", inputs, [output], initializers)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("kvasir", 1)]
+    return bytes(helper.make_model(body, opset_imports=opsets, ir_version=10).SerializeToString())
+
+
+ATTENTION_INPUTS = {
+    "qkv": TensorProto.FLOAT,
+    "keys": TensorProto.INT8,
+    "key_scales": TensorProto.FLOAT,
+    "values": TensorProto.INT8,
+    "value_scales": TensorProto.FLOAT,
+    "cumulative_sequence_length": TensorProto.INT32,
+    "past_seqlens": TensorProto.INT32,
+    "block_table": TensorProto.INT32,
+    "cos": TensorProto.FLOAT,
+    "sin": TensorProto.FLOAT,
+    "slopes": TensorProto.FLOAT,
+    "sinks": TensorProto.FLOAT,
+}
+CACHES = ("keys", "key_scales", "values", "value_scales")
+
+
+def attention_graph(attributes: dict[str, Any], constants: dict[str, Any]) -> bytes:
+    """Return a model of one `Attention`, whose outputs are y and new_ before a cache's name."""
+    variables = list(ATTENTION_INPUTS)[:8]
+    names = [name if name in (*constants, *variables) else "" for name in ATTENTION_INPUTS]
+    outputs = {"y": TensorProto.FLOAT} | {f"new_{name}": ATTENTION_INPUTS[name] for name in CACHES}
+    node = helper.make_node("Attention", names, list(outputs), domain="kvasir", **attributes)
+    inputs, results = (
+        [helper.make_tensor_value_info(name, of_type, None) for name, of_type in values.items()]
+        for values in ({name: ATTENTION_INPUTS[name] for name in variables}, outputs)
+    )
+    initializers = [numpy_helper.from_array(of, name) for name, of in constants.items()]
+    body = helper.make_graph([node], "one", inputs, results, initializers)
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("kvasir", 1)]
     return bytes(helper.make_model(body, opset_imports=opsets, ir_version=10).SerializeToString())
 
@@ -72,7 +105,13 @@ def self_test_graph() -> bytes:
     weight, scales, bias = self_test.weights()
     constants = {"weight": weight, "scales": scales, "bias": bias}
     attributes = {"activation": "", "epsilon": 1e-5, "gated": 0}
-    return graph("Linear", constants, attributes, ("x", "residual"))
+    model = ModelProto.FromString(graph("Linear", constants, attributes, ("x", "residual")))
+    attention = ModelProto.FromString(attention_graph(self_test.HEADS, {})).graph
+    attention.node[0].output[0] = attention.output[0].name = "attended"
+    model.graph.node.extend(attention.node)
+    model.graph.input.extend(attention.input)
+    model.graph.output.extend(attention.output)
+    return bytes(model.SerializeToString())
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class RowMemory:
         self.n_positions = math.ceil(max_model_len / step) * step
         self.row_shape = (shape.n_kv_head, self.n_positions, shape.head_dim)
         n_blocks = 2 * shape.n_layer
-        self._memory = _map_memory(n_blocks * n_rows * per_position * self.n_positions)
+        self._memory = map_memory(n_blocks * n_rows * per_position * self.n_positions)
         self.array: NDArray[Any] = np.frombuffer(self._memory, dtype=self.dtype)
         self.array = self.array.reshape(n_blocks, n_rows, *self.row_shape)
 
@@ -99,7 +99,8 @@ class RowMemory:
                     self._memory.madvise(mmap.MADV_DONTNEED, first, end - first)
 
 
-def _map_memory(size: int) -> mmap.mmap:
+def map_memory(size: int) -> mmap.mmap:
+    """Return zero bytes, whose pages the operating system commits when they are first written."""
     if sys.platform != "linux":
         return mmap.mmap(-1, size)
     # Private, or MADV_DONTNEED frees nothing; small pages, or a token commits 2 MiB.

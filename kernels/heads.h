@@ -1,0 +1,82 @@
+// Heads of attention over keys and values of 8 bits, and the table of functions that compute them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "layer.h"
+
+namespace kvasir {
+
+// A softmax is taken in sections of this many positions, from 0, each with its own largest score. A section's sum of
+// probabilities of 15 bits times values below 256 just fits int32.
+constexpr size_t section_tokens = 256;
+constexpr size_t most_head_size = 512;
+constexpr float log2_e = 1.44269504f;
+// Positions are counted in floats as well, exactly up to here.
+constexpr size_t most_tokens = 1 << 24;
+
+struct Heads {
+    size_t count;     // H
+    size_t kv_count;  // G
+    size_t size;      // D, a multiple of 16
+    float scale;      // of scores; times log2(e), but where there is a softcap
+    float softcap;    // or 0
+    size_t window;    // positions that a token attends to, its own among them
+    bool interleaved;  // whether a rotary pair is (2i, 2i + 1), not (i, i + rotated / 2)
+    size_t rotated;    // elements of a head that are rotated
+    const float* cos;  // [P][rotated / 2]
+    const float* sin;
+    const float* slopes;  // [H], or null
+    const float* sinks;   // [H], or null
+
+    size_t row_width() const { return (count + 2 * kv_count) * size; }
+    size_t group() const { return count / kv_count; }  // query heads that share a key and value
+};
+
+// A byte is the integer + 128; kernels/README.md draws the order within a block.
+struct Caches {
+    size_t block_tokens;  // B, a multiple of 16
+    uint8_t* keys;        // [N][G][B / 16][D / 4][16][4]
+    float* key_scales;    // [N][G][B]
+    uint8_t* values;      // [N][G][B / 4][D][4]
+    float* value_scales;  // [N][G][B]
+};
+
+// Tokens of one sequence at consecutive positions, of a run of T tokens.
+struct Stretch {
+    const int32_t* blocks;  // of the sequence
+    size_t position;        // of the first
+    size_t token;           // its place in the run
+    size_t count;
+
+    // The place of a position among the tokens of caches.
+    size_t place(const Heads& heads, const Caches& caches, size_t kv_head, size_t at) const {
+        const size_t block = size_t(blocks[at / caches.block_tokens]);
+        return (block * heads.kv_count + kv_head) * caches.block_tokens + at % caches.block_tokens;
+    }
+};
+
+// A softmax under way, of scores in bits: the sums are those of 2^(score - most).
+struct Softmax {
+    float* most;         // [T][H]
+    float* denominator;  // [T][H]
+    float* values;       // [T][H][D]
+};
+
+struct Attention {
+    size_t input_bytes;  // of a rounded query: 1, or 2 where products need 16 bits
+
+    // Round the queries of a token from x [row_width], and append its keys and values. RoundedRows are [G][T][H / G].
+    void (*append)(const Heads&, const Caches&, const float* x, const Stretch&, size_t token, size_t tokens,
+                   const RoundedRows& queries);
+
+    // Add a section to the softmax of a stretch's queries that share a key/value head; queries are theirs, [count][H / G].
+    void (*attend)(const Heads&, const Caches&, const Stretch&, size_t kv_head, size_t section, const RoundedRows& queries,
+                   const Softmax&);
+
+    // Add what attend left of one section alone.
+    void (*join)(const Heads&, const Stretch&, size_t kv_head, const Softmax& section, const Softmax&);
+};
+
+}  // namespace kvasir

@@ -1,0 +1,155 @@
+"""A decoder's graph whose attention is over blocks of keys and values, by the operator `Attention`.
+
+The exported graph runs over rows, and has branches for prompts and for decoding, whose rows differ.
+The operator rounds keys and values itself, a token and head at a time, so one kind of run computes
+packed tokens of any sequences, prompts' and new ones alike. Inputs are those of
+`export.graphs.paged`; past_key_values.{i}.key and .value are int8 [blocks, n_kv_head, BLOCK_SIZE,
+head_dim], and the scales of their tokens .key_scales and .value_scales, float [blocks, n_kv_head,
+BLOCK_SIZE]. Outputs are logits, and the same blocks as present.{i}.…, to be aliased.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+from onnx.helper import (
+    get_attribute_value,
+    make_attribute,
+    make_node,
+    make_opsetid,
+    make_tensor,
+    make_tensor_value_info,
+)
+
+from kvasir.kernels.fuse import DOMAIN, Mismatch
+
+BLOCK_SIZE = 64  # tokens
+MOST_CHANNELS = 512  # of a head
+_DECODE = "decode"
+_TOKENS, _ROW, _AXIS = ("input_ids", "position_ids"), ".row", "row.axis"
+_RUN = ("cumulative_sequence_length", "past_seqlens", "block_table")
+_OF_FLOATS = ("MatMul", "Gemm", "MoE", "QMoE")
+_OF_ROWS = ("seqlens_k", "total_sequence_length", _DECODE)
+_FLOAT_ROWS = ("prompt_key_values.", "prompt_present.")
+# Inputs of GroupQueryAttention by their places.
+_QKV, _KEYS, _COSINES, _SINES, _BIAS, _SINKS, _STEP = 0, 3, 7, 8, 10, 11, 12
+
+
+def page(model: ModelProto) -> ModelProto:
+    """Return a model of packed tokens; the one given is not changed.
+
+    model: a decoder in int8 or int4, loaded without external data. Raises Mismatch for what the
+    operator does not compute: float keys and values, or scores with a bias; and for other products
+    than those of `fuse`, on which a token's neighbours have a bearing.
+    """
+    paged = ModelProto()
+    paged.CopyFrom(model)
+    graph = paged.graph
+    nodes = list(_decoding(graph))
+    attentions = [node for node in nodes if node.op_type == "GroupQueryAttention"]
+    if not attentions:
+        raise Mismatch("the graph has no attention over rows")
+    for node in nodes:
+        if node.op_type in _OF_FLOATS:
+            raise Mismatch(f"{node.op_type} gives a lone token other bits than one beside others")
+    given = {value.name: value for value in graph.input}
+    for node in attentions:
+        _attend_over_blocks(node, given)
+    in_one_row = [make_node("Unsqueeze", [name, _AXIS], [name + _ROW]) for name in _TOKENS]
+    for node in nodes:
+        node.input[:] = [name + _ROW if name in _TOKENS else name for name in node.input]
+    _replace(graph.node, [*in_one_row, *nodes])
+    graph.initializer.append(make_tensor(_AXIS, TensorProto.INT64, [1], [0]))
+    _replace(graph.input, _inputs(list(graph.input)))
+    _replace(graph.output, _outputs(list(graph.output)))
+    paged.opset_import.append(make_opsetid(DOMAIN, 1))
+    return paged
+
+
+def _decoding(graph: GraphProto) -> Iterator[NodeProto]:
+    """Yield a graph's nodes as they decode, without branches."""
+    for node in graph.node:
+        if node.op_type != "If" or node.input[0] != _DECODE:
+            yield node
+            continue
+        branch: GraphProto = next(
+            get_attribute_value(a) for a in node.attribute if a.name == "then_branch"
+        )
+        names = {
+            made.name: name for made, name in zip(branch.output, node.output, strict=True) if name
+        }
+        for inner in branch.node:
+            inner.input[:] = [names.get(name, name) for name in inner.input]
+            inner.output[:] = [names.get(name, name) for name in inner.output]
+            inner.ClearField("name")  # which another layer may have too
+            yield inner
+
+
+def _attend_over_blocks(node: NodeProto, given: dict[str, ValueInfoProto]) -> None:
+    """Make GroupQueryAttention over rows of int8 an `Attention`."""
+    inputs = [*node.input, *[""] * (_STEP + 2 - len(node.input))]
+    keys, values = inputs[_KEYS : _KEYS + 2]
+    attributes = {a.name: get_attribute_value(a) for a in node.attribute}
+    rows = given[keys].type.tensor_type
+    if rows.elem_type != TensorProto.INT8:
+        raise Mismatch("keys and values have no 8 bits")
+    if inputs[_BIAS]:
+        raise Mismatch("scores have a bias")
+    n_channels = rows.shape.dim[3].dim_value
+    if n_channels % 16 or n_channels > MOST_CHANNELS:
+        raise Mismatch(f"a head of {n_channels} channels")
+    rotation = inputs[_COSINES : _SINES + 1] if attributes.get("do_rotary") else ["", ""]
+    cached = [keys, f"{keys}_scales", values, f"{values}_scales"]
+    attended, *present = node.output
+    made = [name for output in present for name in (output, f"{output}_scales")]
+    node.Clear()
+    node.op_type, node.domain = "Attention", DOMAIN
+    node.input.extend([inputs[_QKV], *cached, *_RUN, *rotation, "", inputs[_SINKS]])
+    node.output.extend([attended, *made])
+    options: dict[str, Any] = {
+        "heads": attributes["num_heads"],
+        "kv_heads": attributes["kv_num_heads"],
+        "scale": attributes.get("scale", 0.0),
+        "softcap": attributes.get("softcap", 0.0),
+        "window": attributes.get("local_window_size", -1),
+        "interleaved": attributes.get("rotary_interleaved", 0),
+    }
+    node.attribute.extend(make_attribute(name, value) for name, value in options.items())
+
+
+def _inputs(given: list[ValueInfoProto]) -> Iterator[ValueInfoProto]:
+    for value in given:
+        name = value.name
+        if name in _TOKENS:
+            yield make_tensor_value_info(name, TensorProto.INT64, ["tokens"])
+        elif name.startswith("past_key_values."):
+            yield from _blocks(value)
+        elif name not in _OF_ROWS and not name.startswith(_FLOAT_ROWS):
+            yield value
+    yield make_tensor_value_info(_RUN[0], TensorProto.INT32, ["batch + 1"])
+    yield make_tensor_value_info(_RUN[1], TensorProto.INT32, ["batch"])
+    yield make_tensor_value_info(_RUN[2], TensorProto.INT32, ["batch", "blocks"])
+
+
+def _outputs(given: list[ValueInfoProto]) -> Iterator[ValueInfoProto]:
+    for value in given:
+        if value.name.startswith("present."):
+            yield from _blocks(value)
+        elif not value.name.startswith(_FLOAT_ROWS):
+            yield value
+
+
+def _blocks(rows: ValueInfoProto) -> Iterator[ValueInfoProto]:
+    """Yield blocks in the place of rows, and their scales."""
+    _, heads, _, channels = (dim.dim_value for dim in rows.type.tensor_type.shape.dim)
+    shape: list[str | int] = ["num_blocks", heads, BLOCK_SIZE]
+    yield make_tensor_value_info(rows.name, TensorProto.INT8, [*shape, channels])
+    yield make_tensor_value_info(f"{rows.name}_scales", TensorProto.FLOAT, shape)
+
+
+def _replace(held: Any, values: Iterable[ValueInfoProto] | Iterable[NodeProto]) -> None:
+    replaced = list(values)
+    del held[:]
+    held.extend(replaced)

@@ -1,0 +1,42 @@
+// One run of a node: its values, and the session's threads.
+#pragma once
+
+#include "node.h"
+
+namespace kvasir {
+
+class Run {
+public:
+    Run(const Runtime& runtime, OrtKernelContext* context) : runtime(runtime), context(context) {}
+
+    Tensor input(size_t index) const {
+        const OrtValue* value = nullptr;
+        check(runtime.KernelContext_GetInput(context, index, &value));
+        return tensor_of(runtime, value);
+    }
+
+    // Room for an output, which is an input's where the caller bound both to one address.
+    template <class Value>
+    Value* output(size_t index, const Shape& shape) const {
+        OrtValue* value = nullptr;
+        void* data = nullptr;
+        check(runtime.KernelContext_GetOutput(context, index, shape.data(), shape.size(), &value));
+        check(runtime.GetTensorMutableData(value, &data));
+        return static_cast<Value*>(data);
+    }
+
+    // Call work(0) to work(tasks - 1) on the session's threads, which take the next task or, of 0 batches, an equal share.
+    template <class Work>
+    void in_parallel(size_t tasks, Work work, size_t batches = 0) const {
+        if (tasks == 1)
+            return work(0);
+        const auto call = [](void* data, size_t task) { (*static_cast<Work*>(data))(task); };
+        check(runtime.KernelContext_ParallelFor(context, call, tasks, batches, &work));
+    }
+
+private:
+    const Runtime& runtime;
+    OrtKernelContext* const context;
+};
+
+}  // namespace kvasir
