@@ -24,6 +24,14 @@ FROM packages AS packages-load
 RUN /opt/kvasir/bin/pip install --constraint constraints.txt '.[loadtest]' \
     && rm -r /opt/kvasir/lib/python3*/site-packages/kvasir && /opt/kvasir/bin/pip uninstall --yes pip setuptools
 
+# Without this library the server would use stock operators. setup.py has the flags of the compiler.
+FROM packages AS library
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+COPY setup.py ./
+COPY kernels ./kernels
+RUN /opt/kvasir/bin/pip install --no-deps --target /built . && test -f /built/kvasir/kernels/libkvasir.so
+
 # Some base images contain pip, which no final stage needs.
 FROM ${BASE} AS bare
 RUN rm -rf /usr/local/bin/pip* /usr/local/lib/python3*/ensurepip \
@@ -49,6 +57,7 @@ WORKDIR /opt/kvasir/app
 COPY examples/stdlib /models/example
 COPY kvasir/__init__.py kvasir/__main__.py kvasir/py.typed ./kvasir/
 COPY commands ./kvasir/commands
+COPY kernels/*.py kernels/self_test.onnx ./kvasir/kernels/
 COPY model ./kvasir/model
 COPY server ./kvasir/server
 RUN python3 -m compileall -q .
@@ -66,3 +75,4 @@ COPY --from=packages-cuda /opt/kvasir /opt/kvasir
 
 FROM runtime AS cpu
 COPY --from=packages-cpu /opt/kvasir /opt/kvasir
+COPY --from=library /built/kvasir/kernels/libkvasir.so ./kvasir/kernels/

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from string import ascii_uppercase
-from typing import Any
+from typing import Any, Literal
 
 from typer import Argument, Option
 
@@ -18,6 +18,7 @@ from kvasir.commands.console.output import fail, one_line_errors, show
 from kvasir.commands.console.progress import ProgressBar, loading
 from kvasir.model.directory import PRECISIONS
 
+Kernels = Literal["on", "off", "on,off"]
 _RANDOM_MODELS = Path("artifacts/bench")
 _WORKLOAD = (
     "text, embed, seq2seq (suites), or CONCURRENCYx[SHARED+]INPUT/OUTPUT: 16x128/64 is 16 requests "
@@ -47,19 +48,31 @@ def bench_engine(
     device: Device = "cpu",
     precision: Precision = None,
     threads: int | None = Option(None, min=1, help="Default: all usable processors."),
+    kernels: Kernels | None = Option(
+        None, help="Operators of Kvasir's own, or both in turn. Default: on, if they work here."
+    ),
     cache: Path = Option(_RANDOM_MODELS, help="Folder of random models."),
     as_json: Json = False,
 ) -> None:
     """Measure the engine in this process, with random weights and without HTTP."""
     with loading(quiet=as_json):
-        from kvasir.loadtest.bench_engine import bench_engine as measure
+        from kvasir.loadtest import bench_engine as bench
         from kvasir.loadtest.random_model import folder_name
 
     precision = precision or PRECISIONS[device][0]
     with one_line_errors(), ProgressBar(quiet=as_json) as progress:
-        figures = measure(preset, precision, threads, cache, device, progress)
+        library = None
+        if kernels != "off":
+            library = bench.find_library(precision, device, is_needed=kernels is not None)
+        what = preset, precision, threads, cache
+        if kernels == "on,off" and library is not None:
+            both = bench.compare_kernels(*what, progress, library=library)
+            values, tables = both.as_json(), both.tables()
+        else:
+            one = bench.bench_engine(*what, device, progress, library=library)
+            values, tables = asdict(one), one.tables()
     then = ("bench", "serve", cache / folder_name(preset, precision, device))
-    show(as_json, asdict(figures), *figures.tables(), then=then)
+    show(as_json, values, *tables, then=then)
 
 
 def bench_serve(

@@ -88,21 +88,21 @@ def _cost(model: Path) -> str:
 
 def examine() -> dict[str, Any]:
     """Return what the command shows."""
-    from kvasir.model.platform.machine import available_memory, usable_cpus
+    from kvasir.model.platform.machine import available_memory, processor_name, usable_cpus
 
     described = Path("/proc/cpuinfo")  # on Linux
     cpuinfo = described.read_text(encoding="utf-8") if described.is_file() else ""
     features, gpus = cpu_features(cpuinfo), _gpus()
     installed = {name: number for name in _SHOWN_VERSIONS if (number := _version(name))}
     runtimes = [name for name in installed if name.startswith("onnxruntime")]
-    model = re.search(r"^model name\s*: (.*)$", cpuinfo, re.MULTILINE)
     left, total = available_memory(), psutil.virtual_memory().total
     return {
         "versions": installed | {"python": platform.python_version()},
         "machine": {
             "system": platform.platform(),
-            "processor": model[1] if model else platform.machine(),
+            "processor": processor_name(),
             "features": ", ".join(features) or "unknown",
+            "kernels": _kernels(),
             "cpus": f"{usable_cpus()} of {os.cpu_count()} usable",
             "memory": f"{_size(left)} of {_size(total)} free",
             "gpu": "; ".join(gpus) or "none",
@@ -112,6 +112,16 @@ def examine() -> dict[str, Any]:
         "notes": _notes(features, runtimes, has_gpu=bool(gpus)),
         "can_serve": bool(runtimes),
     }
+
+
+def _kernels() -> str:
+    """Return the path of our own operators, or why stock ones are used, after a new trial."""
+    try:
+        from kvasir.kernels.library import load
+    except ModuleNotFoundError:  # _notes tells
+        return "no ONNX Runtime is installed"
+    library = load("auto", None)
+    return library if isinstance(library, str) else library.path
 
 
 def cpu_features(cpuinfo: str) -> list[str]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, get_args
@@ -26,23 +29,37 @@ class Library:
     file: Path
     path: str = "auto"
 
+    @cached_property
+    def version(self) -> str:
+        """A name of the library's content, on which answers depend."""
+        return hashlib.sha256(self.file.read_bytes()).hexdigest()[:12]
+
+    def resolved(self) -> Library:
+        """Return the same library with the name of its path. Raises OSError if it cannot load."""
+        if self.path != "auto":
+            return self
+        name = ctypes.CDLL(str(self.file)).KvasirFastestPath
+        name.restype = ctypes.c_char_p
+        return Library(self.file, name().decode())
+
     def register(self, options: onnxruntime.SessionOptions) -> None:
         """Make the operators known to a session that opens with these options."""
         options.add_session_config_entry("kvasir.path", self.path)
         options.register_custom_ops_library(str(self.file))
 
 
-def load(choice: Choice, cache: Path, file: Path = FILE) -> Library | str:
+def load(choice: Choice, cache: Path | None, file: Path = FILE) -> Library | str:
     """Return the library, or a sentence that says why stock operators are used instead.
 
-    cache: a folder that remembers which libraries passed their trial.
+    cache: a folder that remembers which paths of which libraries passed their trial, if any.
     """
     if (reason := _unusable(choice, file)) is not None:
         return f"stock operators are used: {reason}"
     library = Library(file, choice)
-    passed = cache / f"kernels-{_digest(file, choice)}"
-    if passed.exists():
-        return library
+    passed = None if cache is None else cache / f"kernels-{_digest(library)}"
+    # Machines may share a cache, and their fastest paths differ.
+    if (path := _read(passed)) and library.resolved().path == path:
+        return library.resolved()
     command = (sys.executable, "-m", "kvasir.kernels.self_test", str(file), choice)
     try:
         trial = subprocess.run(  # noqa: S603
@@ -53,12 +70,20 @@ def load(choice: Choice, cache: Path, file: Path = FILE) -> Library | str:
     if trial.returncode:
         fault = (trial.stderr.strip() or f"it ended with {trial.returncode}").splitlines()[-1]
         return f"stock operators are used: the trial of {file.name} failed: {fault}"
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        passed.touch()
-    except OSError:
-        pass  # the next start tries again, which takes half a second
+    library = library.resolved()
+    if passed is not None:
+        with suppress(OSError):  # the next start tries again, which takes half a second
+            passed.parent.mkdir(parents=True, exist_ok=True)
+            passed.write_text(library.path)
     return library
+
+
+def _read(passed: Path | None) -> str | None:
+    """Return the path that a trial was of; None without one, or where it cannot be read."""
+    try:
+        return None if passed is None else passed.read_text()
+    except OSError:
+        return None
 
 
 def _unusable(choice: Choice, file: Path) -> str | None:
@@ -71,7 +96,7 @@ def _unusable(choice: Choice, file: Path) -> str | None:
     return None
 
 
-def _digest(file: Path, choice: str) -> str:
-    """Name a library, the runtime that loads it, and the path it takes."""
-    what = f"{onnxruntime.__version__} {choice}".encode()
-    return hashlib.sha256(file.read_bytes() + what).hexdigest()[:16]
+def _digest(library: Library) -> str:
+    """Name a library, the runtime that loads it, and the path that it is asked for."""
+    what = f"{library.version} {onnxruntime.__version__} {library.path}"
+    return hashlib.sha256(what.encode()).hexdigest()[:16]

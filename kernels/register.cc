@@ -57,6 +57,11 @@ struct Domain {
 
 }  // namespace kvasir
 
+// The name of the path that "auto" takes on this machine.
+extern "C" __attribute__((visibility("default"))) const char* KvasirFastestPath() {
+    return kvasir::choose_path("auto").name;
+}
+
 extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(OrtSessionOptions* options,
                                                                               const OrtApiBase* base) {
     static const kvasir::Runtime runtime(base->GetApi(ort_api_version));

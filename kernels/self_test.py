@@ -68,6 +68,7 @@ def run(library: Library) -> None:
 
 if __name__ == "__main__":
     try:
-        run(Library(Path(sys.argv[1]), sys.argv[2]))
+        run(library := Library(Path(sys.argv[1]), sys.argv[2]))
+        library.resolved()
     except Exception as error:  # the parent tells its user
         sys.exit(str(error))

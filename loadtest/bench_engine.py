@@ -4,6 +4,9 @@ Weights are random, in a preset's shape; figures are medians. The roofline is me
 run: a decode step must read every weight that it uses and the keys and values of every sequence.
 The best of several readings of as many bytes, from the same caches, gives the memory's speed; on a
 GPU a copy does.
+
+Operators of our own and stock ones are compared in one process, figure by figure in turn: a ratio
+then hardly depends on what else the machine does.
 """
 
 from __future__ import annotations
@@ -12,23 +15,25 @@ import math
 import platform
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from rich.table import Column, Table
 
+from kvasir.kernels.library import Library, load
 from kvasir.loadtest.random_model import folder_name, make_random_model
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import GRAPH_FILE, Device
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.onnx.runtime import onnxruntime
-from kvasir.model.platform.machine import usable_cpus
+from kvasir.model.platform.machine import processor_name, usable_cpus
 from kvasir.model.platform.progress import Progress, no_progress, with_progress
 from kvasir.model.presets import preset
 from kvasir.server.engine.engine import Engine
@@ -80,6 +85,8 @@ class EngineFigures:
     device: str
     precision: str
     threads: int
+    processor: str
+    kernels: str | None  # instructions of our own operators; None: stock ones
     versions: dict[str, str]
     decode: list[DecodeFigures]
     prefill_tokens_per_second: dict[int, float]
@@ -90,9 +97,16 @@ class EngineFigures:
     # a prompt's last token meets the head.
     prefill_of_peak: dict[int, float]
 
+    def heading(self) -> str:
+        """Return a line on the model and the machine."""
+        machine = "one GPU"
+        if self.device == "cpu":
+            machine = f"{self.threads} threads of {self.processor}, "
+            machine += f"kernels for {self.kernels}" if self.kernels else "stock operators"
+        return f"{self.preset}, {self.precision}, {machine}"
+
     def tables(self) -> list[str | Table]:
         """Return a line on the machine and three tables for a terminal."""
-        machine = f"{self.threads} threads" if self.device == "cpu" else "one GPU"
         decode = [
             {
                 "batch": str(row.batch),
@@ -116,11 +130,56 @@ class EngineFigures:
             "temperature 0.8, top-p 0.95": f"{self.outside_sampled:.1%}",
         }
         return [
-            f"{self.preset}, {self.precision}, {machine}",
+            self.heading(),
             _table("decode", decode),
             _table("prefill", prefill),
             _table(f"batch-{self.decode[-1].batch} step, share outside the model", [outside]),
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The result of `kvasir bench engine --kernels on,off`, and ratios of tokens per second."""
+
+    kernels: EngineFigures
+    stock: EngineFigures
+
+    @property
+    def decode_ratios(self) -> dict[int, float]:
+        """Ours to stock, by batch."""
+        rows = zip(self.kernels.decode, self.stock.decode, strict=True)
+        return {a.batch: a.tokens_per_second / b.tokens_per_second for a, b in rows}
+
+    @property
+    def prefill_ratios(self) -> dict[int, float]:
+        """Ours to stock, by prompt tokens."""
+        stock = self.stock.prefill_tokens_per_second
+        return {n: one / stock[n] for n, one in self.kernels.prefill_tokens_per_second.items()}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return both sets of figures and the ratios."""
+        ratios = {"decode_ratios": self.decode_ratios, "prefill_ratios": self.prefill_ratios}
+        return asdict(self) | ratios
+
+    def tables(self) -> list[str | Table]:
+        """Return a line on the machine and a table for a terminal."""
+        speeds = [
+            (f"decode, batch {a.batch}", a.tokens_per_second, b.tokens_per_second)
+            for a, b in zip(self.kernels.decode, self.stock.decode, strict=True)
+        ]
+        stock = self.stock.prefill_tokens_per_second
+        for n, speed in self.kernels.prefill_tokens_per_second.items():
+            speeds.append((f"prefill, {n:,} tokens", speed, stock[n]))
+        rows = [
+            {
+                "tokens/s": name,
+                "kernels": f"{a:,.0f}",
+                "stock": f"{b:,.0f}",
+                "ratio": f"{a / b:.2f}",
+            }
+            for name, a, b in speeds
+        ]
+        return [self.kernels.heading(), _table("operators of our own and stock ones", rows)]
 
 
 def _table(title: str, rows: list[dict[str, str]]) -> Table:
@@ -137,50 +196,119 @@ def bench_engine(
     cache: Path,
     device: Device,
     progress: Progress = no_progress,
+    *,
+    library: Library | None = None,
 ) -> EngineFigures:
     """Measure a preset with random weights, kept in `cache`; raises as `make_random_model`."""
+    return _measure(name, precision, threads, cache, device, progress, [library])[0]
+
+
+def compare_kernels(
+    name: str,
+    precision: str,
+    threads: int | None,
+    cache: Path,
+    progress: Progress = no_progress,
+    *,
+    library: Library,
+) -> Comparison:
+    """Measure a preset on the CPU with a library's operators and with stock ones, in turn."""
+    return Comparison(*_measure(name, precision, threads, cache, "cpu", progress, [library, None]))
+
+
+def find_library(precision: str, device: Device, *, is_needed: bool) -> Library | None:
+    """Return the library that a server would use. Raises ValueError if one is needed in vain."""
+    found: Library | str = f"{precision} on {device} has no products for them"
+    if device == "cpu" and precision != "fp32":
+        found = load("auto", None)
+    if isinstance(found, Library):
+        return found
+    if is_needed:
+        raise ValueError(f"kernels cannot be on: {found}")
+    return None
+
+
+def _measure(
+    name: str,
+    precision: str,
+    threads: int | None,
+    cache: Path,
+    device: Device,
+    progress: Progress,
+    libraries: list[Library | None],
+) -> list[EngineFigures]:
+    """Measure a preset with the operators of each library in turn; None stands for stock ones."""
     if device not in DECODE_BATCHES:
         raise ValueError(f"no figures of {device}; there are {', '.join(DECODE_BATCHES)}")
     folder = cache / folder_name(name, precision, device)
     graph = make_random_model(name, precision, folder, device, progress) / GRAPH_FILE
     config, batches, threads = preset(name), DECODE_BATCHES[device], threads or usable_cpus()
     progress("loading the model", 0, 0)
-    runner: OnnxRunner | PagedRunner
-    if device == "cuda":
-        runner = open_gpu_runner(
-            device, graph, config, max_num_seqs=batches[-1], keep_prompts=False
-        )
-    else:
-        runner = OnnxRunner(graph, config, max_num_seqs=batches[-1], threads=threads)
-        warm_up(runner)
-    bench = _EngineBench(runner, _CHUNK[device])
+    benches = [
+        _EngineBench(_open(graph, config, threads, device, len(libraries), library), _CHUNK[device])
+        for library in libraries
+    ]
     progress("reading memory", 0, 0)
     copied, peak = measure_gpu() if device == "cuda" else (None, None)
     prompts = with_progress(PREFILL_TOKENS[device], "prefill", progress)
-    prefill = {n_tokens: bench.prefill(n_tokens) for n_tokens in prompts}
-    decode = []
+    prefill = [(n, [bench.prefill(n) for bench in benches]) for n in prompts]
+    decode: list[list[DecodeFigures]] = []
     for batch in with_progress(batches, "decode", progress):
-        seconds, outside = bench.decode(batch, temperature=0.0)
+        measured = [bench.decode(batch, temperature=0.0) for bench in benches]
         n_bytes = bytes_per_step(config, precision, batch, device)
         speed = copied or read_speed(n_bytes, threads)
-        memory = speed / 1e9, n_bytes / speed / seconds
-        decode.append(DecodeFigures(batch, batch / seconds, seconds * 1e3, *memory, outside))
+        decode.append(
+            [
+                DecodeFigures(
+                    batch=batch,
+                    tokens_per_second=batch / seconds,
+                    step_milliseconds=seconds * 1e3,
+                    read_gigabytes_per_second=speed / 1e9,
+                    roofline=n_bytes / speed / seconds,
+                    outside=outside,
+                )
+                for seconds, outside in measured
+            ]
+        )
     progress("time outside the model", 0, 0)
-    _, outside_sampled = bench.decode(batches[-1], temperature=0.8)
+    sampled = [bench.decode(batches[-1], temperature=0.8)[1] for bench in benches]
     per_token = 2 * n_layer_weights(config)
-    return EngineFigures(
-        preset=name,
-        device=device,
-        precision=precision,
-        threads=threads,
-        versions={"onnxruntime": onnxruntime.__version__, "python": platform.python_version()},
-        decode=decode,
-        prefill_tokens_per_second=prefill,
-        outside_greedy=decode[-1].outside,
-        outside_sampled=outside_sampled,
-        peak_teraflops=peak and peak / 1e12,
-        prefill_of_peak={n: per_token * speed / peak for n, speed in prefill.items() if peak},
+    return [
+        EngineFigures(
+            preset=name,
+            device=device,
+            precision=precision,
+            threads=threads,
+            processor=processor_name(),
+            kernels=library.path if library else None,
+            versions={"onnxruntime": onnxruntime.__version__, "python": platform.python_version()},
+            decode=[row[i] for row in decode],
+            prefill_tokens_per_second={n: speeds[i] for n, speeds in prefill},
+            outside_greedy=decode[-1][i].outside,
+            outside_sampled=sampled[i],
+            peak_teraflops=peak and peak / 1e12,
+            prefill_of_peak={n: per_token * speeds[i] / peak for n, speeds in prefill if peak},
+        )
+        for i, library in enumerate(libraries)
+    ]
+
+
+def _open(
+    graph: Path,
+    config: TransformerConfig,
+    threads: int,
+    device: Device,
+    n_models: int,
+    library: Library | None,
+) -> OnnxRunner | PagedRunner:
+    most = DECODE_BATCHES[device][-1]
+    if device == "cuda":
+        return open_gpu_runner(device, graph, config, max_num_seqs=most, keep_prompts=False)
+    runner = OnnxRunner(
+        graph, config, max_num_seqs=most, n_models=n_models, threads=threads, library=library
     )
+    warm_up(runner)
+    return runner
 
 
 class _EngineBench:

@@ -202,8 +202,11 @@ class Settings(BaseSettings):
 
 
 def user_cache() -> Path:
-    """Return the folder of this user for what can be made again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvasir"
+    """Return this user's folder for what can be made again. Raises StartupError without one."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvasir"
+    except RuntimeError:
+        raise StartupError("this user has no home directory; set KVASIR_CACHE_DIR") from None
 
 
 def describe_fault(error: ValidationError) -> str:

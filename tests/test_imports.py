@@ -71,9 +71,9 @@ RULES = {
         *(*SHARED, "server.settings", "server.explain"),
         *("server.engine", "server.telemetry", "server.text", "server.requests", "server.batches"),
     ),
-    "server.process": (*WITHOUT_TORCH, "server"),
+    "server.process": (*WITHOUT_TORCH, "kernels", "server"),
     "loadtest.locust": ("loadtest.client",),
-    "loadtest": ("model", "export", "server.engine", "server.process.local_server"),
+    "loadtest": ("model", "kernels", "export", "server.engine", "server.process.local_server"),
     "commands": ROOMS,
     "kvasir": ("commands",),
 }
@@ -208,7 +208,7 @@ def in_the_image() -> set[str]:
         if (installed - {"kvasir-lm"}) & {*map(canonicalize_name, packages)}:
             names.add(module)
     copies = read_stages(ROOT / "Dockerfile")["cpu"].copies
-    return names | {Path(source).stem for source in copies}
+    return names | {Path(source).parts[0] for source in copies}
 
 
 def test_commands_of_the_image_import_only_what_it_has() -> None:

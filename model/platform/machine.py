@@ -8,6 +8,8 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import platform
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -37,6 +39,13 @@ def usable_cpus(cgroup: Path = _CGROUP, of_process: Path = _OF_PROCESS) -> int:
         if quota.isdigit():
             n_cpus = min(n_cpus, math.ceil(int(quota) / int(period)))
     return max(1, n_cpus)
+
+
+def processor_name(described: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the processor's name; its architecture where Linux does not say more."""
+    text = described.read_text(encoding="utf-8") if described.is_file() else ""
+    model = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+    return model[1] if model else platform.machine()
 
 
 def available_memory(cgroup: Path = _CGROUP, of_process: Path = _OF_PROCESS) -> int:

@@ -37,6 +37,10 @@ class Version(ResponseBody):
     model: str
     precision: str
     device: str
+    kernels: str | None = Field(
+        description="The instructions that Kvasir's own operators use; null for stock operators, "
+        "and while the model loads."
+    )
     speculate: bool
 
 
@@ -137,6 +141,7 @@ async def versions(served: NamedModel) -> Version:
         version=version("kvasir-lm"),
         onnxruntime=onnxruntime_version(),
         **served.describe_model(),
+        kernels=served.kernels,
         speculate=served.settings.speculate,
     )
 

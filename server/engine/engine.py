@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from time import perf_counter
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from kvasir.server.engine.sampling.speculation import Speculation
 from kvasir.server.engine.scheduler import Scheduler
 from kvasir.server.engine.sequence import FinishReason, Sequence
 from kvasir.server.engine.step_capacity import StepCapacity
+
+if TYPE_CHECKING:  # it imports ONNX Runtime
+    from kvasir.kernels.library import Library
 
 StepKind = Literal["decode", "mixed", "prefill"]
 
@@ -74,7 +77,8 @@ class Engine:
 
     chunk_size: most prompt tokens in a step. itl_target: seconds of a step with streams, which runs
     fewer prompt tokens for it; see StepCapacity. speculate: draft tokens while few sequences run;
-    rounding then depends on the load. clock: seconds. Raises ValueError for a chunk_size below 2.
+    rounding then depends on the load. library: the runner's operators, for who asks what computes.
+    clock: seconds. Raises ValueError for a chunk_size below 2.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class Engine:
         chunk_size: int,
         itl_target: float | None = 0.0,
         speculate: bool = False,
+        library: Library | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         if chunk_size < 2:
@@ -96,6 +101,7 @@ class Engine:
         self.kv = runner.kv
         self.limits = ContextLimits(runner.max_model_len, runner.max_source_len)
         self.speculate = speculate
+        self.library = library
         capacity = StepCapacity(chunk_size, itl_target)
         self.scheduler = Scheduler(self.kv, capacity, scoring_chunk_size=scoring)
         self._clock = clock

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -63,13 +64,23 @@ def check_model(settings: Settings, name: str | None = None) -> ModelDirectory:
     return model_dir
 
 
-def find_library(settings: Settings) -> Library | None:
-    """Return the library of operators, or None after a line in the log that says why not."""
-    return _find_library(settings.kernels, settings.cache_dir or user_cache())
+def find_library(settings: Settings, model_dir: ModelDirectory) -> Library | None:
+    """Return the library of a model's operators; None for stock ones.
+
+    A line in the log says why stock ones have to do.
+    """
+    manifest = model_dir.manifest
+    if manifest.device != "cpu" or manifest.precision == "fp32":  # nothing could be replaced
+        return None
+    folder = settings.cache_dir
+    if folder is None:
+        with suppress(StartupError):  # as of a container's user
+            folder = user_cache()
+    return _find_library(settings.kernels, folder)
 
 
 @cache  # for all models
-def _find_library(choice: Choice, folder: Path) -> Library | None:
+def _find_library(choice: Choice, folder: Path | None) -> Library | None:
     from kvasir.kernels.library import Library, load  # noqa: PLC0415  imports ONNX Runtime
 
     library = load(choice, folder)
@@ -92,13 +103,14 @@ def build_encoder_engine(
             f"its tokenizer gives token type {highest} to pairs of texts, but the model has only "
             f"{n_types} types; mend the tokenizer's post-processor, and export the model again"
         )
+    library = find_library(settings, model_dir)
     runner = EncoderRunner(
         model_dir.graph_path,
         model_dir.config,
         max_model_len=settings.max_model_len,
         threads=settings.threads,
         fits_16_bits=model_dir.manifest.fits_16_bits,
-        library=find_library(settings),
+        library=library,
     )
     if clock is not None:
         clock.lap("session")
@@ -106,6 +118,7 @@ def build_encoder_engine(
         runner,
         token_budget=settings.chunk_size or TOKEN_BUDGET,
         max_num_seqs=settings.max_num_seqs,
+        library=library,
     )
 
 
@@ -127,17 +140,22 @@ def build_engine(
         from kvasir.server.engine.gpu.session import BACKENDS  # noqa: PLC0415  imports ONNX Runtime
 
         chunk_size = settings.chunk_size or BACKENDS[device].chunk_size
-    target = settings.itl_target_ms
+    target, library = settings.itl_target_ms, find_library(settings, model_dir)
     return Engine(
-        _open_runner(settings, model_dir, chunk_size, clock or StartClock()),
+        _open_runner(settings, model_dir, chunk_size, library, clock or StartClock()),
         chunk_size=chunk_size,
         itl_target=None if target is None else target / 1e3,
         speculate=settings.speculate,
+        library=library,
     )
 
 
 def _open_runner(
-    settings: Settings, model_dir: ModelDirectory, chunk_size: int, clock: StartClock
+    settings: Settings,
+    model_dir: ModelDirectory,
+    chunk_size: int,
+    library: Library | None,
+    clock: StartClock,
 ) -> Runner:
     """Load the graphs of a model of text and warm them up."""
     n_models = len(settings.models)
@@ -169,27 +187,26 @@ def _open_runner(
             n_models=n_models,
             threads=settings.threads,
             fits_16_bits=model_dir.manifest.fits_16_bits,
-            library=find_library(settings),
+            library=library,
         )
         clock.lap("session_and_warm_up")
     else:
-        runner = _open_decoder(settings, model_dir, n_models)
+        runner = _open_decoder(settings, model_dir, library)
         clock.lap("session")
         warm_up(runner)
         clock.lap("warm_up")
     return runner
 
 
-def _open_decoder(settings: Settings, model_dir: ModelDirectory, n_models: int) -> Runner:
+def _open_decoder(settings: Settings, model_dir: ModelDirectory, library: Library | None) -> Runner:
     """Load a decoder for the CPU, by operators of our own if there are such for all of it."""
     from kvasir.server.engine.runner import OnnxRunner  # noqa: PLC0415  imports ONNX Runtime
 
-    library = find_library(settings)
     options: dict[str, Any] = {
         "max_num_seqs": settings.max_num_seqs,
         "max_model_len": settings.max_model_len,
         "kv_cache_bytes": settings.kv_cache_memory,
-        "n_models": n_models,
+        "n_models": len(settings.models),
         "prefix_cache_bytes": settings.prefix_cache_memory,
         "threads": settings.threads,
     }

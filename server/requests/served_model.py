@@ -104,11 +104,18 @@ class ServedModel:
         manifest = self.model_dir.manifest
         return {"model": self.name, "precision": manifest.precision, "device": manifest.device}
 
+    @property
+    def kernels(self) -> str | None:
+        """The instructions of our own operators; None for stock ones, and while it loads."""
+        library = self.engine.engine.library if self.engine.engine else None
+        return library.path if library else None
+
     @cached_property
     def fingerprint(self) -> str:
         """A name of the files and software, whose answers to the same seed are the same."""
-        versions = (version("kvasir-lm"), onnxruntime_version(), self.settings.speculate)
-        parts = (self.model_dir.manifest.model_dump_json(), *versions)
+        library = self.engine.engine.library if self.engine.engine else None
+        versions = (version("kvasir-lm"), onnxruntime_version(), library and library.version)
+        parts = (self.model_dir.manifest.model_dump_json(), *versions, self.settings.speculate)
         return f"fp_{sha256(repr(parts).encode()).hexdigest()[:12]}"
 
     async def start(self, build: Callable[[], AnyEngine], clock: StartClock) -> None:
@@ -120,8 +127,8 @@ class ServedModel:
         return_freed_memory()  # what only loading needed
         if self.admission.phase is Phase.LOADING:
             self.admission.phase = Phase.READY
-            fields = self.describe_model() | {"start_seconds": clock.rounded()}
-            logger.info("ready", extra={"fields": fields})
+            fields = {"kernels": self.kernels, "start_seconds": clock.rounded()}
+            logger.info("ready", extra={"fields": self.describe_model() | fields})
 
     async def drain(self) -> None:
         """Refuse new requests, end queued ones, and end running ones after `drain_timeout`."""

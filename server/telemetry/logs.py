@@ -64,7 +64,9 @@ class TextFormatter(logging.Formatter):
         elif message == "ready":
             seconds = fields["start_seconds"]["total"]
             model = self._paint(fields["model"], "bold")
-            text = f"{model} is ready: {fields['precision']} on {fields['device']}, {seconds:.1f} s"
+            path = fields["kernels"]
+            words = [f"{fields['precision']} on {fields['device']}", f"kernels for {path}"]
+            text = f"{model} is ready: {', '.join(words[: 1 + bool(path)])}, {seconds:.1f} s"
         else:
             name = "" if level == "info" else self._paint(f"{level}: ", _LEVEL_STYLES.get(level))
             text = "  ".join([name + printable(message, one_line=True), *_words(fields)])

@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 
 from kvasir.__main__ import app
 from kvasir.commands import doctor
+from kvasir.kernels import library
+from kvasir.kernels.library import Library
 from kvasir.model.platform.machine import usable_cpus
 
 XEON = "flags\t\t: fpu avx2 avx512f avx512_vnni avx512_bf16 amx_bf16 amx_tile amx_int8\n"
@@ -42,6 +44,17 @@ def test_it_tells_of_this_machine_in_tables_and_in_json() -> None:
     for section in ("versions", "machine", "precisions", "missing"):
         assert section in shown.stdout
         assert all(name in shown.stdout for name in found[section])
+
+
+@pytest.mark.parametrize("is_built", [False, True])
+def test_it_tells_what_computes(is_built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = "stock operators are used: libkvasir.so was not built when Kvasir was installed"
+    found = Library(library.FILE, "avx2") if is_built else stock
+    monkeypatch.setattr(library, "load", lambda *_: found)
+    shown = CliRunner().invoke(app, ["doctor"])
+    facts = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    assert facts["machine"]["kernels"] == ("avx2" if is_built else stock)
+    assert "kernels" in shown.stdout
 
 
 def test_every_extra_of_the_package_has_a_purpose() -> None:

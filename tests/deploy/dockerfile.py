@@ -16,6 +16,8 @@ from pathlib import Path
 
 from tests.deploy.shapes import SHAPES, misfits
 
+KERNELS = "./kvasir/kernels/"
+LIBRARY = "--from=library:/built/kvasir/kernels/libkvasir.so"
 SERVE = """import kvasir.__main__, kvasir.server.process.app, kvasir.server.process.serve, sys
 print(*[name for name, module in sys.modules.items() if name.partition(".")[0] == "kvasir"
         and not module.__file__.startswith(sys.argv[1])])
@@ -78,14 +80,16 @@ def image_faults(root: Path) -> Iterator[str]:
             yield f"{name}: KVASIR_MODEL is {model}, which no COPY makes"
         if stage.environment["PYTHONPATH"] != stage.words["WORKDIR"]:
             yield f"{name}: the source is in {stage.words['WORKDIR']}, not in PYTHONPATH"
-        files = [(source, at) for source, at in stage.copies.items() if at.startswith("./")]
-        for fault in import_faults(tuple(((root / one).resolve(), at) for one, at in files)):
+        copies = [(source, at) for source, at in stage.copies.items() if at.startswith("./")]
+        files = [(path.resolve(), at) for one, at in copies for path in sorted(root.glob(one))]
+        for fault in import_faults(tuple(files)):
             yield f"{name}: {fault}"
     if "loadtest" not in stages["load"].copies:
         yield "load: no COPY of loadtest"
     for name in ("cpu", "cuda", "load"):
         if f"--from=packages-{name}:/opt/kvasir" not in stages[name].copies:
             yield f"{name}: no COPY of its packages"
+    yield from kernels_faults(root, stages)
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     needed = {
         "pyproject.toml",
@@ -98,13 +102,28 @@ def image_faults(root: Path) -> Iterator[str]:
         yield f"packages: no COPY of {sorted(missing)}"
 
 
+def kernels_faults(root: Path, stages: dict[str, Stage]) -> Iterator[str]:
+    """Yield what the images lack of kernels/, most of which is imported only once it is used."""
+    for name in ("cpu", "cuda"):
+        wanted = {*root.glob("kernels/*.py"), root / "kernels/self_test.onnx"}
+        for source, target in stages[name].copies.items():
+            if target == KERNELS and ":" not in source:
+                wanted -= {*root.glob(source)}
+        if wanted:
+            yield f"{name}: no COPY of {sorted(path.name for path in wanted)} of kernels"
+    if stages["cpu"].copies.get(LIBRARY) != KERNELS:
+        yield "cpu: no COPY of the library of operators"
+    if missing := {"setup.py", "kernels"} - stages["library"].copies.keys():
+        yield f"library: no COPY of {sorted(missing)}"
+
+
 @cache
 def import_faults(copies: tuple[tuple[Path, str], ...]) -> list[str]:
     """Import the server in a folder that has only what the image copies; return what it lacks."""
     with tempfile.TemporaryDirectory() as folder:
         for source, target in copies:
             place = Path(folder, target, source.name if target.endswith("/") else "")
-            place.parent.mkdir(exist_ok=True)
+            place.parent.mkdir(parents=True, exist_ok=True)
             place.symlink_to(source)
         command = [sys.executable, "-B", "-c", SERVE, folder]
         done = subprocess.run(

@@ -28,7 +28,7 @@ from tests.deploy.checking import ROOT, FailedError
 BASE = "localhost/kvasir-base"
 OF_THE_BASE = "python3,python3-venv,ca-certificates"
 FOR_PIP = ("/etc/ssl/certs", "/etc/pip.conf")  # of this machine, mounted during the build
-PACKAGES = {"torch", "onnx", "onnxscript", "pip", "setuptools"}
+PACKAGES = {"torch", "onnxscript", "pip", "setuptools"}
 PROGRAMS = {"pip", "pip3", "gcc", "cc", "g++", "c++", "ld", "make"}
 LARGEST = 450_000_000  # bytes that the server's image may add to its base
 MAX_TOKENS = 32

@@ -6,6 +6,7 @@ python -m tests.deploy.package_check works in build/package. Needs a package ind
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,8 @@ BUILD = ROOT / "build/package"
 _LIBRARY = """import kvasir
 with kvasir.load(kvasir.__path__[0] + "/stdlib") as model:
     print(model.generate("def ", max_tokens=4, temperature=0))"""
+_KERNELS = """from kvasir.kernels.library import load
+print(getattr(found := load("auto", None), "path", found))"""
 
 
 def run(*command: str | Path, cwd: Path | str = ROOT) -> str:
@@ -53,6 +56,7 @@ def main() -> None:
     assert packages == {"kvasir"}, packages
     with tempfile.TemporaryDirectory() as empty:
         text = run(stranger / "python", "-c", _LIBRARY, cwd=empty)
+        kernels = run(stranger / "python", "-c", _KERNELS, cwd=empty).strip()
         serve = (stranger / "kvasir", "serve", "--host", "127.0.0.1", "--port", "0")
         with run_server(["env", "-C", empty, *serve]) as ready:
             body = {"prompt": "def ", "max_tokens": 4, "temperature": 0}
@@ -60,11 +64,14 @@ def main() -> None:
             with urlopen(Request(url, json.dumps(body).encode())) as answer:
                 served = json.load(answer)["choices"][0]["text"]
     assert text == served + "\n", (text, served)
+    # setuptools goes on without a library that it cannot build, such as without a header.
+    assert "stock" not in kernels or not shutil.which(os.environ.get("CXX", "g++")), kernels
     run(stranger / "pip", "uninstall", "--yes", "onnxruntime")
     refused = subprocess.run(serve, capture_output=True, text=True, check=False)
     assert refused.returncode == 1, refused
     assert refused.stderr.endswith("install it with: pip install 'kvasir-lm[cpu]'\n"), refused
-    print(f"{wheel.name}: {wheel.stat().st_size} bytes; it serves, and continues {served!r}")  # noqa: T201
+    size = f"{wheel.stat().st_size} bytes, kernels: {kernels}"
+    print(f"{wheel.name}: {size}; it serves, and continues {served!r}")  # noqa: T201
 
 
 if __name__ == "__main__":

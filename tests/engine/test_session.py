@@ -241,7 +241,7 @@ def test_the_extra_for_gpus_brings_what_onnxruntime_links_and_nothing_else() -> 
         "nvidia-curand",
         "onnxruntime-gpu",
     }
-    assert names["cpu"] == {"onnxruntime"}
+    assert names["cpu"] == {"onnx", "onnxruntime"}
     devices = {"cpu", "cuda", "webgpu"}
     others = set().union(*(brought for extra, brought in names.items() if extra not in devices))
     assert not {"onnxruntime", "onnxruntime-gpu"} & others

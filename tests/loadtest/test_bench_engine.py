@@ -15,6 +15,7 @@ from kvasir.loadtest import bench_engine as bench
 from kvasir.loadtest.gpu import check
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.presets import preset
+from tests.kernels.graphs import needs_library, usable_paths
 
 
 def test_the_command_prints_its_figures(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,8 +47,30 @@ def test_the_command_prints_its_figures(tiny_model: Path, monkeypatch: pytest.Mo
     assert 0 < figures["outside_greedy"] < 1
     assert 0 < figures["outside_sampled"] < 1
 
-    assert "of roofline" in CliRunner().invoke(app, arguments).stdout
+    shown = CliRunner().invoke(app, arguments).stdout
+    assert "of roofline" in shown
+    assert f"threads of {figures['processor']}, " in shown
     assert (tiny_model / "model.onnx").stat().st_mtime_ns == written, "the preset is kept"
+
+
+@needs_library
+def test_operators_of_our_own_and_stock_ones_are_measured_in_turn(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("_DECODE_STEPS", 6), ("_PREFILL_ROUNDS", 1), ("_READ_BYTES", 2**20)):
+        monkeypatch.setattr(bench, name, value)
+    arguments = ["bench", "engine", "--preset", "tiny", "--cache", str(tiny_model.parent)]
+    arguments += ["--kernels", "on,off"]
+    found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert (found["kernels"]["kernels"], found["stock"]["kernels"]) == (usable_paths()[-1], None)
+    for place, (batch, ratio) in enumerate(found["decode_ratios"].items()):
+        ours, stock = (found[name]["decode"][place] for name in ("kernels", "stock"))
+        assert ours["batch"] == stock["batch"] == int(batch)
+        assert ratio == pytest.approx(stock["step_milliseconds"] / ours["step_milliseconds"])
+    assert found["prefill_ratios"].keys() == {"128", "512"}
+    table = CliRunner().invoke(app, arguments).stdout
+    assert f"kernels for {found['kernels']['kernels']}" in table
+    assert table.count("decode, batch") == 3
 
 
 @pytest.mark.parametrize("name", check.PRESETS)
@@ -67,11 +90,14 @@ def test_the_speed_of_reading_is_a_number(n_bytes: float) -> None:
         ("--preset", "huge", "no preset 'huge'"),
         ("--precision", "int3", "no precision 'int3'"),
         ("--device", "cuda", "install the extra cuda"),
+        ("--kernels", "on", "kernels cannot be on: libkvasir.so is missing"),
+        ("--kernels", "on,off", "kernels cannot be on: libkvasir.so is missing"),
     ],
 )
 def test_an_unusable_option_is_refused_in_one_line(
-    option: str, value: str, reason: str, tmp_path: Path
+    option: str, value: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(bench, "load", lambda *_: "libkvasir.so is missing")
     arguments = ["bench", "engine", "--preset", "tiny", "--cache", str(tmp_path), option, value]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1

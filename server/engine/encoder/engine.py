@@ -18,6 +18,7 @@ from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.engine.sequence import FinishReason, SequenceStatus
 
 if TYPE_CHECKING:  # it imports ONNX Runtime
+    from kvasir.kernels.library import Library
     from kvasir.server.engine.encoder.runner import EncoderRunner
 
 TOKEN_BUDGET = 256  # of a run, unless another one is set
@@ -28,7 +29,7 @@ class EncoderEngine:
     """Continuous batching of texts: those that arrive during a step can run in the next.
 
     token_budget: most tokens of a run, unless one text has more. max_num_seqs: most texts of a
-    run. clock: seconds.
+    run. library: see `Engine`. clock: seconds.
     """
 
     def __init__(
@@ -37,11 +38,13 @@ class EncoderEngine:
         *,
         token_budget: int,
         max_num_seqs: int,
+        library: Library | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.runner = runner
         self.max_model_len = runner.max_model_len
         self.max_num_seqs = max_num_seqs
+        self.library = library
         self._token_budget = token_budget
         self._clock = clock
         self._waiting: list[EncoderSequence] = []  # in the order of their queue keys
