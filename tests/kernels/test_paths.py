@@ -22,16 +22,20 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return what makes the program for a compiler's machine, once."""
     folder = tmp_path_factory.mktemp("paths")
 
-    @cache
     def program(compiler: str) -> Path:
-        if not shutil.which(compiler):
+        found = shutil.which(compiler)
+        if not found:
             pytest.skip(f"needs {compiler}")
+        return made_by(Path(found).resolve())  # which may have several names
+
+    @cache
+    def made_by(compiler: Path) -> Path:
         flags = (ROOT / "kernels/compile_flags.txt").read_text().split()
         sources = [Path(__file__).with_name("check_paths.cc"), ROOT / "kernels/pack.cc"]
         sources += sorted((ROOT / "kernels").glob("path*.cc"))
-        command = [compiler, *flags, f"-I{ROOT / 'kernels'}", "-static", *map(str, sources)]
-        subprocess.run([*command, "-o", str(folder / compiler)], check=True)
-        return folder / compiler
+        command = [str(compiler), *flags, f"-I{ROOT / 'kernels'}", "-static", *map(str, sources)]
+        subprocess.run([*command, "-o", str(folder / compiler.name)], check=True)
+        return folder / compiler.name
 
     return program
 
