@@ -15,26 +15,33 @@ operators refuse another one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
-from onnx.helper import get_attribute_value, make_attribute, make_opsetid
+from onnx import ModelProto, NodeProto, TensorProto
+from onnx.helper import make_opsetid
 from onnx.numpy_helper import to_array
+
+from kvasir.kernels.graph import (
+    NIBBLE_BLOCK,
+    Mismatch,
+    Values,
+    attribute,
+    drop_unread_nodes,
+    inputs_of,
+    parts,
+    replace_input,
+    require,
+    set_attributes,
+)
 
 DOMAIN = "kvasir"
 _LINEARS = ("Linear", "Linear4")
 _PRODUCTS = ("MatMulIntegerToFloat", "MatMulNBits")
 _N_INPUTS, _BIAS, _NORM, _NORM_BIAS, _RESIDUAL = 7, 3, 4, 5, 6  # of both
-_BLOCK = 32  # inputs for each scale of `Linear4`
 # Attributes of MatMulNBits whose kernel rounds activations as `Linear4` does.
-_IN_BLOCKS = {"bits": 4, "block_size": _BLOCK, "accuracy_level": 4}
-
-
-class Mismatch(Exception):  # noqa: N818  it is no error
-    """The reason for which a rule leaves a node as it is."""
+_IN_BLOCKS = {"bits": 4, "block_size": NIBBLE_BLOCK, "accuracy_level": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +61,7 @@ def fuse(model: ModelProto) -> tuple[ModelProto, Report]:
     fused.CopyFrom(model)
     graph = fused.graph
     for operators, rule in _RULES:
-        values = _Values(graph)
+        values = Values(graph)
         for node in values.nodes:
             if node.op_type in operators:
                 try:
@@ -62,11 +69,11 @@ def fuse(model: ModelProto) -> tuple[ModelProto, Report]:
                 except Mismatch as mismatch:
                     reasons[node.output[0]] = str(mismatch)
         read = set[str]()
-        _drop_unread_nodes(graph, read)
+        drop_unread_nodes(graph, read)
     kept = [tensor for tensor in graph.initializer if tensor.name in read]
     del graph.initializer[:]
     graph.initializer.extend(kept)
-    nodes = [node for part in _parts(graph) for node in part.node]
+    nodes = [node for part in parts(graph) for node in part.node]
     left = {n.output[0]: reasons[n.output[0]] for n in nodes if n.op_type in _PRODUCTS}
     report = Report(sum(node.domain == DOMAIN for node in nodes), left)
     if report.fused and all(opset.domain != DOMAIN for opset in fused.opset_import):
@@ -74,165 +81,99 @@ def fuse(model: ModelProto) -> tuple[ModelProto, Report]:
     return fused, report
 
 
-class _Values:
-    """Constants of a graph, and the nodes that make and read its values, in branches too."""
-
-    def __init__(self, graph: GraphProto) -> None:
-        given = {value.name for value in graph.input}
-        self.constants: dict[str, TensorProto] = {
-            tensor.name: tensor for tensor in graph.initializer if tensor.name not in given
-        }
-        self.nodes: list[NodeProto] = []
-        self._makers: dict[str, NodeProto | None] = {}  # None: of a name that is not unique
-        self._readers: dict[str, list[NodeProto]] = {}
-        self._outputs: set[str] = set()
-        for part in _parts(graph):
-            self._outputs.update(value.name for value in part.output)
-            for node in part.node:
-                self.nodes.append(node)
-                for name in node.output:
-                    self._makers[name] = None if name in self._makers else node
-                for name in node.input:
-                    self._readers.setdefault(name, []).append(node)
-
-    def operator(self, name: str) -> str:
-        """Return the operator that makes a value; empty for inputs and constants."""
-        node = self._makers.get(name)
-        return "" if node is None else node.op_type
-
-    def maker(self, name: str, *operators: str) -> NodeProto:
-        """Return the node that makes a value, which is one of these operators."""
-        node = self._makers.get(name)
-        if node is None or node.op_type not in operators:
-            raise Mismatch(f"{name} is not made by {' or '.join(operators)}")
-        return node
-
-    def readers(self, name: str) -> list[NodeProto]:
-        """Return the nodes that read a value, one for each time, if it is no output."""
-        _require(name not in self._outputs, f"{name} is an output")
-        return self._readers.get(name, [])
-
-    def reader(self, name: str, *operators: str) -> NodeProto:
-        """Return the only node that reads a value, which is one of these operators."""
-        found = self.readers(name)
-        if len(found) != 1 or found[0].op_type not in operators:
-            raise Mismatch(f"{name} is not read by one {' or '.join(operators)} alone")
-        return found[0]
-
-    def constant(self, name: str, *shape: int) -> TensorProto:
-        """Return a constant of this shape."""
-        found = self.constants.get(name)
-        if found is None or tuple(found.dims) != shape:
-            raise Mismatch(f"{name} is no constant of shape {list(shape)}")
-        return found
-
-    def number(self, name: str) -> float:
-        """Return the only number of a constant that is in the graph's own file."""
-        found = self.constant(name, 1)
-        _require(not found.external_data, f"{name} is external")
-        return float(to_array(found).item())
-
-    def sizes(self, linear: NodeProto) -> tuple[int, int]:
-        """Return the numbers of inputs and outputs of a product."""
-        dims = self.constants[linear.input[1]].dims
-        if linear.op_type == "Linear4":
-            return dims[1] * _BLOCK, dims[0]
-        return (dims[1], dims[0]) if _attribute(linear, "transposed") else (dims[0], dims[1])
-
-
-def _int8_product(values: _Values, product: NodeProto) -> None:
+def _int8_product(values: Values, product: NodeProto) -> None:
     """Make rounding, MatMulIntegerToFloat and the scale of each token a `Linear`."""
-    quantized, matrix, one, scales, zero_point = _inputs(product, 5)  # no zero points, no bias
+    quantized, matrix, one, scales, zero_point = inputs_of(product, 5)  # no zero points, no bias
     x, scale, block = _rounded(values, quantized)
     transposed = values.operator(matrix) == "Transpose"
     if transposed:
         transpose = values.maker(matrix, "Transpose")
-        _require(_attribute(transpose, "perm") == [1, 0], f"{matrix} is no matrix transposed")
+        require(attribute(transpose, "perm") == [1, 0], f"{matrix} is no matrix transposed")
         matrix = transpose.input[0]
     weight = values.constants.get(matrix)
     if weight is None or weight.data_type != TensorProto.INT8 or len(weight.dims) != 2:
         raise Mismatch(f"{matrix} is no constant matrix of int8")
     n_in, n_out = weight.dims[::-1] if transposed else weight.dims
     values.constant(scales, n_out)
-    _require(n_in == block, "activations have several scales a token")
-    _require(values.number(one) == 1.0, "activations have another scale")
-    _require(values.number(zero_point) == 128.0, "the zero point is not 128")
+    require(n_in == block, "activations have several scales a token")
+    require(values.number(one) == 1.0, "activations have another scale")
+    require(values.number(zero_point) == 128.0, "the zero point is not 128")
     target = values.reader(product.output[0], "Mul", "Split")
     if target.op_type == "Split":
         _scale_all_outputs(values, target, scale)
         target = product
     else:
-        _require(scale in target.input, "the product has the scale of other activations")
+        require(scale in target.input, "the product has the scale of other activations")
     _become(target, "Linear", (x, matrix, scales), transposed=int(transposed), block=0)
 
 
-def _rounded(values: _Values, quantized: str) -> tuple[str, str, int]:
+def _rounded(values: Values, quantized: str) -> tuple[str, str, int]:
     """Return x, the scale s = max|x| / 127, and inputs for each, of round(x / s) + 128 as uint8.
 
     Zero points are one for each token, and ONNX Runtime wants as many scales, so the axis of both
     is the last.
     """
     node = values.maker(quantized, "QuantizeLinear")
-    x, scale, zero_points = _inputs(node, 3)
+    x, scale, zero_points = inputs_of(node, 3)
     largest, step = values.maker(scale, "Mul").input
     reduction = values.maker(largest, "ReduceMax")
-    magnitudes, axis = _inputs(reduction, 2)
-    zero_point = _attribute(values.maker(zero_points, "ConstantOfShape"), "value", TensorProto())
-    _require(values.maker(magnitudes, "Abs").input[0] == x, "the scale is of other activations")
-    _require(values.number(axis) == _attribute(node, "axis"), "the scale is along another axis")
-    _require(_attribute(reduction, "keepdims", 1) == 1, "the scale lacks an axis")
-    _require(values.number(step) == np.float32(1 / 127), "a step is not 1/127")
+    magnitudes, axis = inputs_of(reduction, 2)
+    zero_point = attribute(values.maker(zero_points, "ConstantOfShape"), "value", TensorProto())
+    require(values.maker(magnitudes, "Abs").input[0] == x, "the scale is of other activations")
+    require(values.number(axis) == attribute(node, "axis"), "the scale is along another axis")
+    require(attribute(reduction, "keepdims", 1) == 1, "the scale lacks an axis")
+    require(values.number(step) == np.float32(1 / 127), "a step is not 1/127")
     is_128 = zero_point.data_type and to_array(zero_point).tolist() == [128]
-    _require(is_128, "the zero points are not 128")
-    return x, scale, _attribute(node, "block_size", 0)
+    require(is_128, "the zero points are not 128")
+    return x, scale, attribute(node, "block_size", 0)
 
 
-def _scale_all_outputs(values: _Values, split: NodeProto, scale: str) -> None:
+def _scale_all_outputs(values: Values, split: NodeProto, scale: str) -> None:
     """Let a product that makes a gate and what it gates have its scale before it is split.
 
     The exporter scales the gate alone: act(s · gate) · up then lacks a factor s, which the scale of
     the next product gets. Nothing else may read what changes by s.
     """
-    _require(len(split.output) == 2, "the product is split in more than two")
+    require(len(split.output) == 2, "the product is split in more than two")
     gate, up = split.output
     scaled, gated = values.reader(gate, "Mul"), values.reader(up, "Mul").output[0]
-    _require(scale in scaled.input, "the gate has the scale of other activations")
+    require(scale in scaled.input, "the gate has the scale of other activations")
     readers = sorted((n.op_type, n.output[0]) for n in values.readers(gated))
     readers = [pair for pair in readers if pair[0] != "Shape"]
     operators = [operator for operator, _ in readers]
-    _require(operators == ["Abs", "QuantizeLinear"], "what is gated is not rounded alone")
+    require(operators == ["Abs", "QuantizeLinear"], "what is gated is not rounded alone")
     (_, magnitudes), (_, quantized) = readers
     own_scale = _rounded(values, quantized)[1]
     values.reader(values.reader(magnitudes, "ReduceMax").output[0], "Mul")
     lowered = values.reader(quantized, "MatMulIntegerToFloat").output[0]
     rescaling = values.reader(lowered, "Mul")
     (factor,) = (name for name in rescaling.input if name != lowered)
-    _require(
+    require(
         sorted(values.maker(factor, "Mul").input) == sorted([own_scale, scale]),
         "the factor is not applied afterwards",
     )
     values.reader(factor, "Mul")
     operators = sorted(node.op_type for node in values.readers(own_scale))
-    _require(operators == ["Mul", "QuantizeLinear"], "the scale is read elsewhere")
+    require(operators == ["Mul", "QuantizeLinear"], "the scale is read elsewhere")
     for node in values.readers(scaled.output[0]):
-        _replace_input(node, scaled.output[0], gate)
-    _replace_input(rescaling, factor, own_scale)
+        replace_input(node, scaled.output[0], gate)
+    replace_input(rescaling, factor, own_scale)
 
 
-def _int4_product(values: _Values, product: NodeProto) -> None:
+def _int4_product(values: Values, product: NodeProto) -> None:
     """Make MatMulNBits of 4 bits, which rounds activations itself, a `Linear4`."""
-    given = {name: _attribute(product, name, 0) for name in _IN_BLOCKS}
-    _require(given == _IN_BLOCKS, f"its kernel is another one: {given}")
-    _require(not any(product.input[3:]), "the product has zero points or a bias of its own")
-    n_in, n_out = _attribute(product, "K"), _attribute(product, "N")
-    _require(n_in % _BLOCK == 0, f"{n_in} inputs are no blocks of {_BLOCK}")
-    values.constant(product.input[1], n_out, n_in // _BLOCK, _BLOCK // 2)
+    given = {name: attribute(product, name, 0) for name in _IN_BLOCKS}
+    require(given == _IN_BLOCKS, f"its kernel is another one: {given}")
+    require(not any(product.input[3:]), "the product has zero points or a bias of its own")
+    n_in, n_out = attribute(product, "K"), attribute(product, "N")
+    require(n_in % NIBBLE_BLOCK == 0, f"{n_in} inputs are no blocks of {NIBBLE_BLOCK}")
+    values.constant(product.input[1], n_out, n_in // NIBBLE_BLOCK, NIBBLE_BLOCK // 2)
     scales = values.constants.get(product.input[2], TensorProto())
-    _require(scales.data_type == TensorProto.FLOAT, "the scales are no constant of floats")
+    require(scales.data_type == TensorProto.FLOAT, "the scales are no constant of floats")
     _become(product, "Linear4", product.input[:3])
 
 
-def _addition(values: _Values, add: NodeProto) -> None:
+def _addition(values: Values, add: NodeProto) -> None:
     """Put the addition of a bias or a residual into the product before it."""
     for made, other in (tuple(add.input), tuple(add.input)[::-1]):
         if values.operator(made) not in _LINEARS:
@@ -251,56 +192,56 @@ def _addition(values: _Values, add: NodeProto) -> None:
     raise Mismatch("nothing is added to a product")
 
 
-def _activation(values: _Values, linear: NodeProto) -> None:
+def _activation(values: Values, linear: NodeProto) -> None:
     """Put an activation, and the gate that it is of, into the product after it."""
     made = linear.input[0]
     values.reader(made, *_LINEARS)
-    _require(not _attribute(linear, "activation"), "it has an activation already")
+    require(not attribute(linear, "activation"), "it has an activation already")
     try:
         gated, (activation, x) = True, _gate(values, made)
     except Mismatch:
         gated, (activation, x) = False, _activated(values, made)
     if gated:
         n_out = values.sizes(values.maker(x, *_LINEARS))[1]
-        _require(n_out == 2 * values.sizes(linear)[0], "the halves are not those of a product")
+        require(n_out == 2 * values.sizes(linear)[0], "the halves are not those of a product")
     linear.input[0] = x
-    _set_attributes(linear, activation=activation, gated=int(gated))
+    set_attributes(linear, activation=activation, gated=int(gated))
 
 
-def _gate(values: _Values, name: str) -> tuple[str, str]:
+def _gate(values: Values, name: str) -> tuple[str, str]:
     """Return the activation of a value's first half, which multiplies the other, and the value."""
     activated, up = values.maker(name, "Mul").input
     split = values.maker(up, "Split")
     activation, gate = _activated(values, activated)
-    _require(list(split.output) == [gate, up], "it is not the first half that is a gate")
-    _require(_attribute(split, "num_outputs", 0) == 2, "the halves may differ in size")
+    require(list(split.output) == [gate, up], "it is not the first half that is a gate")
+    require(attribute(split, "num_outputs", 0) == 2, "the halves may differ in size")
     return activation, split.input[0]
 
 
-def _activated(values: _Values, name: str) -> tuple[str, str]:
+def _activated(values: Values, name: str) -> tuple[str, str]:
     """Return an activation and the value that it is of."""
     node = values.maker(name, "Gelu", "Relu", "Mul")
     if node.op_type == "Gelu":
-        is_tanh = _attribute(node, "approximate", b"none") == b"tanh"
+        is_tanh = attribute(node, "approximate", b"none") == b"tanh"
         return "gelu_tanh" if is_tanh else "gelu", node.input[0]
     if node.op_type == "Relu":
         return "relu", node.input[0]
     x, share = node.input
-    _require(values.maker(share, "Sigmoid").input[0] == x, "it is no activation")
+    require(values.maker(share, "Sigmoid").input[0] == x, "it is no activation")
     return "silu", x
 
 
-def _norm(values: _Values, norm: NodeProto) -> None:
+def _norm(values: Values, norm: NodeProto) -> None:
     """Put a norm into the products after it, if nothing else reads it."""
     (made, *statistics), (x, *weights) = norm.output, norm.input
-    _require(_attribute(norm, "axis", -1) == -1, "the norm is over several axes")
-    _require(not any(statistics), "the norm has more outputs")
+    require(attribute(norm, "axis", -1) == -1, "the norm is over several axes")
+    require(not any(statistics), "the norm has more outputs")
     linears = values.readers(made)
     for linear in linears:
         is_first = linear.op_type in _LINEARS and linear.input[0] == made
-        _require(is_first, "not products alone read it")
-        has_other = _attribute(linear, "activation") or _attribute(linear, "norm")
-        _require(not has_other, "an activation or another norm is between")
+        require(is_first, "not products alone read it")
+        has_other = attribute(linear, "activation") or attribute(linear, "norm")
+        require(not has_other, "an activation or another norm is between")
         for weight in weights:
             values.constant(weight, values.sizes(linear)[0])
     kind = "rms" if norm.op_type == "RMSNormalization" else "layer"
@@ -308,10 +249,10 @@ def _norm(values: _Values, norm: NodeProto) -> None:
         linear.input[0] = x
         for i, weight in zip((_NORM, _NORM_BIAS), weights, strict=False):
             linear.input[i] = weight
-        _set_attributes(linear, norm=kind, epsilon=_attribute(norm, "epsilon", 1e-5))
+        set_attributes(linear, norm=kind, epsilon=attribute(norm, "epsilon", 1e-5))
 
 
-_Rule = Callable[[_Values, NodeProto], None]
+_Rule = Callable[[Values, NodeProto], None]
 # In the order of the rounds: operators, and what is done to each of their nodes.
 _RULES: tuple[tuple[tuple[str, ...], _Rule], ...] = (
     (("MatMulIntegerToFloat",), _int8_product),
@@ -322,62 +263,10 @@ _RULES: tuple[tuple[tuple[str, ...], _Rule], ...] = (
 )
 
 
-def _require(condition: object, reason: str) -> None:
-    if not condition:
-        raise Mismatch(reason)
-
-
-def _inputs(node: NodeProto, n: int) -> list[str]:
-    _require(len(node.input) == n, f"{node.op_type} has {len(node.input)} inputs and not {n}")
-    return list(node.input)
-
-
-def _attribute(node: NodeProto, name: str, default: Any = None) -> Any:
-    found = (a for a in node.attribute if a.name == name)
-    return next((get_attribute_value(attribute) for attribute in found), default)
-
-
-def _set_attributes(node: NodeProto, **values: float | str) -> None:
-    kept = [attribute for attribute in node.attribute if attribute.name not in values]
-    made = [make_attribute(name, value) for name, value in values.items()]
-    node.attribute.clear()
-    node.attribute.extend([*kept, *made])
-
-
-def _replace_input(node: NodeProto, old: str, new: str) -> None:
-    node.input[:] = [new if name == old else name for name in node.input]
-
-
 def _become(node: NodeProto, operator: str, inputs: Iterable[str], **attributes: int) -> None:
     """Make a node one of our operators, with every attribute, that makes the same value."""
     names = list(inputs)
     node.op_type, node.domain = operator, DOMAIN
     node.input[:] = names + [""] * (_N_INPUTS - len(names))
     node.attribute.clear()
-    _set_attributes(node, activation="", gated=0, norm="", epsilon=0.0, **attributes)
-
-
-def _branches(node: NodeProto) -> list[GraphProto]:
-    return [a.g for a in node.attribute if a.type == AttributeProto.GRAPH]
-
-
-def _parts(graph: GraphProto) -> Iterator[GraphProto]:
-    """Yield a graph, and every branch in it."""
-    yield graph
-    for node in graph.node:
-        for branch in _branches(node):
-            yield from _parts(branch)
-
-
-def _drop_unread_nodes(graph: GraphProto, read: set[str]) -> None:
-    """Drop nodes of a graph and its branches that nothing reads; add what is read to `read`."""
-    read.update(value.name for value in graph.output)
-    kept: list[NodeProto] = []
-    for node in reversed(graph.node):
-        if read.intersection(node.output):
-            kept.append(node)
-            read.update(node.input)
-            for branch in _branches(node):
-                _drop_unread_nodes(branch, read)
-    del graph.node[:]
-    graph.node.extend(reversed(kept))
+    set_attributes(node, activation="", gated=0, norm="", epsilon=0.0, **attributes)

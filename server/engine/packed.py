@@ -38,7 +38,7 @@ def open_decoder(
     options: OnnxRunner's. Raises as it does.
     """
     if library is not None:
-        from kvasir.kernels.fuse import Mismatch  # noqa: PLC0415  imports onnx
+        from kvasir.kernels.graph import Mismatch  # noqa: PLC0415  imports onnx
 
         try:
             return open_packed_runner(graph, config, library, **options)

@@ -49,7 +49,8 @@ def open_session(
     if library is not None:
         import onnx  # noqa: PLC0415  slow to import
 
-        from kvasir.kernels.fuse import Mismatch, fuse  # noqa: PLC0415  imports onnx
+        from kvasir.kernels.fuse import fuse  # noqa: PLC0415  imports onnx
+        from kvasir.kernels.graph import Mismatch  # noqa: PLC0415  imports onnx
 
         model = onnx.load(graph, load_external_data=False)
         model, report = fuse(model if rewrite is None else rewrite(model))

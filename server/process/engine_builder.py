@@ -134,7 +134,9 @@ def build_engine(
     if settings.speculate and model_dir.config.encoder is not None:
         raise ValueError("speculate is not for encoder-decoders; leave it out")
     if settings.speculate:
-        logger.info("speculation is on: with stock operators the load may change answers, by rounding")
+        logger.info(
+            "speculation is on: with stock operators the load may change answers, by rounding"
+        )
     device, chunk_size = model_dir.manifest.device, settings.chunk_size or _CPU_CHUNK
     if device != "cpu":
         from kvasir.server.engine.gpu.session import BACKENDS  # noqa: PLC0415  imports ONNX Runtime

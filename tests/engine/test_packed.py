@@ -12,7 +12,8 @@ import pytest
 
 from kvasir.export.verification.paged_session import PagedSession
 from kvasir.export.verification.verify import Verifier
-from kvasir.kernels.fuse import Mismatch, fuse
+from kvasir.kernels.fuse import fuse
+from kvasir.kernels.graph import Mismatch
 from kvasir.kernels.library import FILE, Library
 from kvasir.kernels.page import BLOCK_SIZE, page
 from kvasir.server.engine.engine import Engine
@@ -25,14 +26,20 @@ from tests.engine.test_invariance import N_REQUESTS, RandomCapacity, make_reques
 from tests.kernels.graphs import needs_library, usable_paths
 from tests.kit.engine_driver import Result, assert_same, run_at_random, run_to_end
 from tests.kit.random_models import RandomModel, export_random
+from tests.model.variants import VARIANTS
 
-MODELS = ["random_int8_model", "random_int4_model"]
+# With norms of queries and keys, and with norms after sublayers and soft caps, which stay stock.
+OF_VARIANTS = ("qwen3", "gemma")
+MODELS = ["random_int8_model", "random_int4_model", *OF_VARIANTS]
 PATHS = usable_paths()
 pytestmark = needs_library
 
 
-@pytest.fixture(params=MODELS)
-def model(request: pytest.FixtureRequest) -> RandomModel:
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
+    if request.param in OF_VARIANTS:
+        changes = {**VARIANTS[request.param], "max_model_len": 256}
+        return export_random(tmp_path_factory.mktemp("model"), "int8", **changes)
     exported: RandomModel = request.getfixturevalue(request.param)
     return exported
 
