@@ -162,17 +162,19 @@ def stand(
         return
     row.grown, until = server.memory("VmHWM") - before, perf_counter() + _SETTLED
     most = before + MOST_GROWTH // 8 if settles else 2**62
-    while _is_unsettled(server, most, n_files) and perf_counter() < until:
+    while (held := _held(server, most, n_files)) and perf_counter() < until:
         sleep(_PAUSE)
     row.kept = server.memory("VmRSS") - before
-    row.lost += [f"{left:g} rows are still held"] if (left := n_rows(server)) else []
-    row.lost += (
-        [f"{left} files are left open"] if (left := n_open(server) - n_files) > _OPENED else []
-    )
+    row.lost += [what for what in held if "memory" not in what]  # of which the row has a figure
 
 
-def _is_unsettled(server: Victim, most: int, n_files: int) -> bool:
-    return server.memory("VmRSS") > most or n_open(server) > n_files + _OPENED or n_rows(server) > 0
+def _held(server: Victim, most: int, n_files: int) -> list[str]:
+    """Return what the server has not given back, seen once: a client that has left can still
+    be about to begin, if the end of its body has just been read."""
+    n_bytes, files, rows = server.memory("VmRSS"), n_open(server) - n_files, n_rows(server)
+    held = [f"{n_bytes} bytes of memory are kept"] if n_bytes > most else []
+    held += [f"{files} files are left open"] if files > _OPENED else []
+    return held + ([f"{rows:g} rows are still held"] if rows else [])
 
 
 def n_rows(server: Victim) -> float:
