@@ -87,8 +87,11 @@ class Settings(BaseSettings):
     )
     share_prefix_cache: bool = False
     """Share prefixes between API keys, which then learn what prompts of others begin with."""
-    speculate: bool = False
-    """Let decoders draft repeated text; stock operators then round as the load has it."""
+    speculate: bool | None = Field(
+        None,
+        description="Draft text that repeats itself or that a request predicts. Stock operators "
+        "then round as the load has it. Default: only where answers stay the same.",
+    )
     cuda_graphs: bool = True
     """Launch the kernels of a decode together, on CUDA, unless several models are served."""
     kernels: Literal["auto", "off", "scalar", "avx2", "avx512", "neon"] = "auto"

@@ -41,7 +41,9 @@ class Version(ResponseBody):
         description="The instructions that Kvasir's own operators use; null for stock operators, "
         "and while the model loads."
     )
-    speculate: bool
+    speculate: bool | None = Field(
+        description="True if text is drafted; null while the model loads."
+    )
 
 
 class BatchedSequence(ResponseBody):
@@ -142,7 +144,7 @@ async def versions(served: NamedModel) -> Version:
         onnxruntime=onnxruntime_version(),
         **served.describe_model(),
         kernels=served.kernels,
-        speculate=served.settings.speculate,
+        speculate=served.speculates,
     )
 
 

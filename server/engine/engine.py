@@ -34,7 +34,7 @@ class TokenOutput:
 
     token_id: None if it ended without a new token. prompt_logprobs: in the first output, if the
     sequence asked for them: of each prompt token except the first. finish_reason: set in the last
-    output; each sequence has exactly one such.
+    output; each sequence has exactly one such. is_predicted: the client's prediction had the token.
     """
 
     sequence_id: int
@@ -42,6 +42,7 @@ class TokenOutput:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
+    is_predicted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +77,10 @@ class Engine:
     """Continuous batching over one model.
 
     chunk_size: most prompt tokens in a step. itl_target: seconds of a step with streams, which runs
-    fewer prompt tokens for it; see StepCapacity. speculate: draft tokens while few sequences run;
-    rounding then depends on the load. library: the runner's operators, for who asks what computes.
-    clock: seconds. Raises ValueError for a chunk_size below 2.
+    fewer prompt tokens for it; see StepCapacity. speculate: draft tokens where that saves time;
+    unless the runner drafts exactly, rounding then depends on the load. library: the runner's
+    operators, for who asks what computes. clock: seconds. Raises ValueError for a chunk_size below
+    2.
     """
 
     def __init__(
@@ -103,7 +105,12 @@ class Engine:
         self.speculate = speculate
         self.library = library
         capacity = StepCapacity(chunk_size, itl_target)
-        self.scheduler = Scheduler(self.kv, capacity, scoring_chunk_size=scoring)
+        self.scheduler = Scheduler(
+            self.kv,
+            capacity,
+            scoring_chunk_size=scoring,
+            drafts_in_one_run=runner.drafts_exactly,
+        )
         self._clock = clock
         self._masks = TokenMasks(runner.vocab_size)
         self._sequences: dict[int, Sequence] = {}
@@ -137,7 +144,8 @@ class Engine:
         if not (fits and fits_budget and n_rows <= self.max_num_seqs):
             raise ValueError(f"{n_prompt} prompt and {n_after} new tokens cannot fit")
         if self.speculate and sequence.constraint is None:  # each draft token would need a mask
-            sequence.speculation = Speculation()
+            most_new = sequence.params.max_tokens
+            sequence.speculation = Speculation(sequence.prompt_ids, most_new, sequence.prediction)
         try:
             self._sequences[sequence.id] = sequence
             self.scheduler.add(sequence)
@@ -221,10 +229,7 @@ class Engine:
         if sequence.scores is not None:
             self._score(chunk, logits[first:end], sequence.scores)
         if chunk.draft:
-            assert sequence.speculation is not None
-            rows = logits[first:end]
-            tokens = verify(rows, sequence, chunk.draft)
-            sequence.speculation.record(len(sequence.output_ids), chunk.draft, tokens)
+            tokens = verify(logits[first:end], sequence, chunk.draft)
             # Keys and values of rejected draft tokens do not count.
             self.scheduler.record(chunk, len(tokens))
             wanted = zip(tokens, range(first, end), strict=False)
@@ -269,6 +274,7 @@ class Engine:
         if token_id is None:
             return self._fail(sequence)
         sequence.output_ids.append(token_id)
+        is_predicted = sequence.speculation is not None and sequence.speculation.add(token_id)
         params, scores = sequence.params, None
         if sequence.first_token_at is None:
             sequence.first_token_at, scores = perf_counter(), sequence.scores
@@ -277,7 +283,7 @@ class Engine:
             if logits.candidates is not None:
                 logprobs = candidate_logprobs(logits.candidates, row, token_id, n_top)
             logprobs = logprobs or token_logprobs(logits[row : row + 1][0], token_id, n_top)
-        output = TokenOutput(sequence.id, token_id, logprobs, scores)
+        output = TokenOutput(sequence.id, token_id, logprobs, scores, is_predicted=is_predicted)
         ends = token_id in sequence.ending_ids
         if sequence.constraint is not None and token_id not in params.stop_token_ids:
             sequence.constraint.advance(token_id, ends=ends)

@@ -43,10 +43,15 @@ class ContextLimits(NamedTuple):
 
 
 class Runner(Protocol):
-    """A model and its KV cache: `OnnxRunner`, `PagedRunner`, or a function of tokens in tests."""
+    """A model and its KV cache: `OnnxRunner`, `PagedRunner`, or a function of tokens in tests.
+
+    drafts_exactly: a token has the same bits in a draft as alone, and a draft joins the other
+    tokens' run.
+    """
 
     max_model_len: int
     vocab_size: int
+    drafts_exactly: bool
     decode_seconds: float  # spent so far in runs of decodes and drafts, without prompts
 
     @property

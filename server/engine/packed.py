@@ -89,7 +89,9 @@ def open_packed_runner(
         token_bytes=block_bytes // BLOCK_SIZE,
     )
     model = DeviceModel(session, n_blocks, blocks.bind)
-    return PagedRunner(model, blocks, max_model_len=longest, vocab_size=config.vocab_size)
+    return PagedRunner(
+        model, blocks, max_model_len=longest, vocab_size=config.vocab_size, drafts_exactly=True
+    )
 
 
 class MemoryBlocks(KVBlocks):

@@ -52,6 +52,7 @@ class OnnxRunner:
     """
 
     max_source_len = None
+    drafts_exactly = False
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from time import perf_counter
 
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.kv.store import KVStore
-from kvasir.server.engine.sequence import Sequence, SequenceStatus
+from kvasir.server.engine.sequence import Sequence, SequenceStatus, draft
 from kvasir.server.engine.step_capacity import StepCapacity
 
 _MIN_PREFILL = 2  # tokens of a prompt that run even where the prefix cache has all
@@ -31,11 +31,19 @@ class Scheduler:
     bounded. prefill_capacity: prompt tokens that would have filled the last step with prompts.
     """
 
-    def __init__(self, kv: KVStore, capacity: StepCapacity, *, scoring_chunk_size: int) -> None:
+    def __init__(
+        self,
+        kv: KVStore,
+        capacity: StepCapacity,
+        *,
+        scoring_chunk_size: int,
+        drafts_in_one_run: bool = False,
+    ) -> None:
         self.kv = kv
         self.capacity = capacity
         self.chunk_size = self.prefill_capacity = capacity.chunk_size
         self.scoring_chunk_size = scoring_chunk_size
+        self.drafts_in_one_run = drafts_in_one_run
         self.waiting: list[Sequence] = []  # in the order of their queue keys
         self._window: list[Sequence | None] = []  # the holder of each row
         self._is_crowded = False  # no room for a client's sequence in the last step
@@ -81,14 +89,14 @@ class Scheduler:
         running = [s for s in self.held if s.status is SequenceStatus.RUNNING]
         decodes: list[Chunk] = []
         drafts: list[Chunk] = []
-        for sequence in running:
-            draft = sequence.draft(len(running))
-            count = 1 + len(draft)
+        drafted = draft(running, in_one_run=self.drafts_in_one_run)
+        for sequence, tokens in zip(running, drafted, strict=True):
+            count = 1 + len(tokens)
             n_logits = count if sequence.beams is None else len(sequence.beams.running)
             if sequence.n_computed + count < sequence.n_given:  # of a target's beginning
                 n_logits = 0
-            chunk = Chunk(sequence, sequence.n_computed, count, n_logits, draft)
-            (drafts if draft else decodes).append(chunk)
+            chunk = Chunk(sequence, sequence.n_computed, count, n_logits, tokens)
+            (drafts if tokens else decodes).append(chunk)
         window = self._window[: decodes[-1].row + 2] if decodes else []
         return StepBatch(decodes, window, prefills, drafts)
 

@@ -11,7 +11,7 @@ import numpy as np
 from kvasir.server.engine.grammar.constraints import Constraint
 from kvasir.server.engine.sampling.beams import BeamSearch
 from kvasir.server.engine.sampling.params import Occurrences, SamplingParams, TokenLogprobs
-from kvasir.server.engine.sampling.speculation import Speculation
+from kvasir.server.engine.sampling.speculation import Speculation, draft_lengths
 
 PRIORITY_LEVEL_SECONDS = 10.0  # waiting time that offsets one level of priority
 BACKGROUND_PRIORITY = 10**6  # behind every client, who may name far fewer levels
@@ -54,6 +54,7 @@ class Sequence:
     With an encoder the prompt is the source, and target_prefix the given beginning of the target.
     ending_ids: its stop tokens, and the model's unless it ignores them. priority: lower is served
     earlier. n_certain: fewest new tokens that it needs. deadline, …_at: of `time.perf_counter()`.
+    prediction: tokens that its output may have.
     rows: one, or one for each beam. n_computed: tokens whose keys and values are in a row, those of
     a source too; n_cached: those of them that came from the prefix cache. cache_salt, block_names:
     see BlockCache.names. speculation: None is one token a step. scores: log-probabilities of the
@@ -71,6 +72,7 @@ class Sequence:
     priority: int = 0
     n_certain: int = 0
     deadline: float = math.inf
+    prediction: list[int] = field(default_factory=list)
     scheduled_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
@@ -140,11 +142,18 @@ class Sequence:
         """The newest token."""
         return self.output_ids[-1] if self.output_ids else self.prompt_ids[-1]
 
-    def draft(self, n_running: int) -> list[int]:
-        """Return tokens to check in a step of `n_running` sequences; empty if none pay."""
-        if self.speculation is None:
-            return []
-        n_output = len(self.output_ids)
-        room = self.params.max_tokens - n_output - 1  # a token follows a draft
-        n_draft = self.speculation.draft_length(n_output, n_running, room)
-        return self.speculation.propose(self.token_ids, n_draft) if n_draft else []
+
+def draft(sequences: list[Sequence], *, in_one_run: bool) -> list[list[int]]:
+    """Return tokens to check for each sequence of a step, none where they do not pay.
+
+    in_one_run: see draft_lengths.
+    """
+    rates = [s.speculation.hit_rate if s.speculation else 0.0 for s in sequences]
+    if not any(rates):
+        return [[] for _ in sequences]
+    rooms = [s.params.max_tokens - len(s.output_ids) - 1 for s in sequences]  # a token follows
+    lengths = draft_lengths(rates, rooms, in_one_run=in_one_run)
+    return [
+        s.speculation.draft(length) if s.speculation else []
+        for s, length in zip(sequences, lengths, strict=True)
+    ]

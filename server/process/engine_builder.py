@@ -133,21 +133,21 @@ def build_engine(
         raise ValueError(f"{model_dir.path} makes vectors of texts and cannot continue them")
     if settings.speculate and model_dir.config.encoder is not None:
         raise ValueError("speculate is not for encoder-decoders; leave it out")
-    if settings.speculate:
-        logger.info(
-            "speculation is on: with stock operators the load may change answers, by rounding"
-        )
     device, chunk_size = model_dir.manifest.device, settings.chunk_size or _CPU_CHUNK
     if device != "cpu":
         from kvasir.server.engine.gpu.session import BACKENDS  # noqa: PLC0415  imports ONNX Runtime
 
         chunk_size = settings.chunk_size or BACKENDS[device].chunk_size
     target, library = settings.itl_target_ms, find_library(settings, model_dir)
+    runner = _open_runner(settings, model_dir, chunk_size, library, clock or StartClock())
+    speculate = runner.drafts_exactly if settings.speculate is None else settings.speculate
+    if speculate and not runner.drafts_exactly:
+        logger.info("speculation is on: the load may change answers, by rounding")
     return Engine(
-        _open_runner(settings, model_dir, chunk_size, library, clock or StartClock()),
+        runner,
         chunk_size=chunk_size,
         itl_target=None if target is None else target / 1e3,
-        speculate=settings.speculate,
+        speculate=speculate,
         library=library,
     )
 

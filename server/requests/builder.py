@@ -49,6 +49,7 @@ class RequestOptions:
     keep_last: int | None = None  # prompt tokens to keep
     add_special_tokens: bool = True  # such as BOS
     with_offsets: bool = False  # compute Prompt.offsets
+    prediction: str = ""  # text that the answer may have
     field_prefix: str = ""  # of the sampling fields, in errors
 
 
@@ -64,7 +65,9 @@ class RequestBuilder(PromptReader):
         """Return the request for a body. Raises InvalidRequestError."""
         params = replace(options.params, beams=options.target.beams)
         max_tokens, config = options.max_tokens, self.model_dir.config
-        prefix = await self._target_prefix(options)
+        prefix, prediction = await self._target_prefix(options), list[int]()
+        if options.prediction:
+            prediction = await self.tokenize_target(options.prediction, "prediction")
         n_each = params.n_rows if params.beams else options.n
         self.admission.check_size(len(options.prompts) * n_each)
         self.check_token_ids(params.stop_token_ids, f"{options.field_prefix}stop_token_ids")
@@ -103,6 +106,7 @@ class RequestBuilder(PromptReader):
             request_id=state.id,
             n=options.n,
             target_prefix=prefix,
+            prediction=prediction,
             ending_ids=ending_ids,
             stops=tuple(options.stops),
             deadline=self.deadline(state, options.timeout_ms),

@@ -44,6 +44,7 @@ class Choice:
     text: Detokenizer
     stops: StopChecker
     n_tokens: int = 0
+    n_predicted: int = 0  # of them
     score: float | None = None
     finish_reason: FinishReason | None = None
     shown_reason: str | None = None  # if its protocol has another word for finish_reason
@@ -93,6 +94,7 @@ def make_choices(
                 request.priority,
                 request.n_certain,
                 request.deadline,
+                request.prediction,
                 constraint=constraint.copy() if constraint else None,
             )
         before = () if request.begins_text else sequence.given_ids
@@ -126,6 +128,16 @@ class Completion:
     def n_completion_tokens(self) -> int:
         """The number of tokens generated so far."""
         return sum(choice.n_tokens for choice in self.choices)
+
+    @property
+    def n_prediction_tokens(self) -> tuple[int, int]:
+        """The number of tokens that predictions had right so far, and of their other tokens.
+
+        Both are 0 without drafts, for which alone predictions are read.
+        """
+        n_right = sum(choice.n_predicted for choice in self.choices)
+        drafting = [choice.sequence for choice in self.choices if choice.sequence.speculation]
+        return n_right, max(0, sum(len(s.prediction) for s in drafting) - n_right)
 
     @property
     def seconds_to_first_token(self) -> float | None:
@@ -179,6 +191,7 @@ class Completion:
             choice.score, token_ids = output.hypotheses[rank]
             reason = FinishReason.STOP if token_ids[-1] in ending_ids else FinishReason.LENGTH
         choice.n_tokens += len(token_ids)
+        choice.n_predicted += output.is_predicted
         for token_id in token_ids:
             if token_id not in ending_ids:
                 text += choice.text.push(token_id)

@@ -48,7 +48,7 @@ class PromptReader:
         return ContextLimits(self.max_model_len, longest)
 
     async def tokenize_target(self, text: str, param: str) -> list[int]:
-        """Return the tokens of a target's given beginning; see `tokenize`."""
+        """Return the tokens of text that comes after a prompt, or in a target; see `tokenize`."""
         most = self.limits.max_model_len
         (given,) = await self.tokenize([text], param=param, most=most, add_special_tokens=False)
         return given.ids

@@ -54,13 +54,15 @@ class Prompt:
 class CompletionRequest(_Request):
     """A request for `n` samples of each prompt, or for the `n` best texts of a beam search.
 
-    target_prefix: the given beginning of every target of an encoder-decoder.
+    target_prefix: the given beginning of every target of an encoder-decoder. prediction: tokens
+    that the answer may have.
     """
 
     prompts: list[Prompt]
     params: SamplingParams
     n: int = 1
     target_prefix: list[int] = field(default_factory=list)
+    prediction: list[int] = field(default_factory=list)
     ending_ids: frozenset[int] = frozenset()  # its stop tokens, and the model's unless ignored
     stops: tuple[str, ...] = ()
     cache_salt: bytes = b""  # only prompts of the same salt share the prefix cache

@@ -110,12 +110,22 @@ class ServedModel:
         library = self.engine.engine.library if self.engine.engine else None
         return library.path if library else None
 
+    @property
+    def speculates(self) -> bool | None:
+        """True if text is drafted; None while it loads."""
+        engine = self.engine.engine
+        return None if engine is None else isinstance(engine, Engine) and engine.speculate
+
     @cached_property
     def fingerprint(self) -> str:
         """A name of the files and software, whose answers to the same seed are the same."""
-        library = self.engine.engine.library if self.engine.engine else None
+        engine = self.engine.engine
+        library = engine.library if engine else None
+        rounds_by_load = (
+            isinstance(engine, Engine) and engine.speculate and not engine.runner.drafts_exactly
+        )
         versions = (version("kvasir-lm"), onnxruntime_version(), library and library.version)
-        parts = (self.model_dir.manifest.model_dump_json(), *versions, self.settings.speculate)
+        parts = (self.model_dir.manifest.model_dump_json(), *versions, rounds_by_load)
         return f"fp_{sha256(repr(parts).encode()).hexdigest()[:12]}"
 
     async def start(self, build: Callable[[], AnyEngine], clock: StartClock) -> None:
@@ -127,7 +137,11 @@ class ServedModel:
         return_freed_memory()  # what only loading needed
         if self.admission.phase is Phase.LOADING:
             self.admission.phase = Phase.READY
-            fields = {"kernels": self.kernels, "start_seconds": clock.rounded()}
+            fields = {
+                "kernels": self.kernels,
+                "speculate": self.speculates,
+                "start_seconds": clock.rounded(),
+            }
             logger.info("ready", extra={"fields": self.describe_model() | fields})
 
     async def drain(self) -> None:

@@ -158,17 +158,16 @@ class _Foreknowing(Speculation):
     """Drafts the known tokens in two steps of three, one token in six wrong."""
 
     def __init__(self, token_ids: list[int], seed: int) -> None:
-        super().__init__()
-        self._token_ids = token_ids
+        super().__init__([], len(token_ids))
+        self._known = token_ids
         self._random = np.random.default_rng(seed)
-        self._n_done = 0
 
-    def draft_length(self, n_output: int, n_running: int, room: int) -> int:  # noqa: ARG002
-        self._n_done = n_output
-        return min(int(self._random.integers(9)), room) if self._random.random() < 0.67 else 0
+    @property
+    def hit_rate(self) -> float:
+        return float(self._random.random() < 0.67)
 
-    def propose(self, token_ids: list[int], n_draft: int) -> list[int]:  # noqa: ARG002
-        ahead = self._token_ids[self._n_done :][:n_draft]
+    def draft(self, n_tokens: int) -> list[int]:
+        ahead = self._known[self._n :][: int(self._random.integers(n_tokens + 1))]
         return [token if self._random.random() < 0.83 else 7 for token in ahead]
 
 
@@ -182,7 +181,8 @@ def generate(model: RandomModel, known: dict[int, Result] | None = None) -> dict
             make_sequence(i, prompt_ids, SamplingParams(max_tokens=60, temperature=0.0, logprobs=0))
         )
         if known:
-            sequences[-1].speculation = _Foreknowing(known[i].token_ids, seed=i)
+            speculation = _Foreknowing(known[i].token_ids, seed=i)
+            sequences[-1].speculation = speculation
     engine, collector, stats = Engine(model.runner(), chunk_size=32), Collector(), []
     for sequence in sequences:
         engine.add(sequence)

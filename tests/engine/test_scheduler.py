@@ -20,7 +20,7 @@ BLOCK = 4
 
 
 def make_scheduler(
-    chunk_size: int = 8, cache_blocks: int = 0, max_num_seqs: int = 8, **options: int
+    chunk_size: int = 8, cache_blocks: int = 0, max_num_seqs: int = 8, **options: Any
 ) -> Scheduler:
     rows = KVRows(
         KVShape(1, 1, 1),

@@ -34,6 +34,7 @@ class FakeRunner:
     """
 
     max_source_len = None
+    drafts_exactly = False
 
     def __init__(
         self,

@@ -62,6 +62,8 @@ def _logits(model: Transformer, source_ids: tuple[int, ...], target_ids: tuple[i
 class FakeSeq2SeqRunner:
     """`model`, without a cache. encoded: the sources of each run."""
 
+    drafts_exactly = False
+
     def __init__(
         self, model: Transformer, *, max_num_seqs: int = 4, budget_tokens: int = 1000
     ) -> None:

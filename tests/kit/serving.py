@@ -142,7 +142,9 @@ def fake_app(
     known = load_settings(model=Path(MODEL), max_num_seqs=runner.kv.max_num_seqs, **settings)
     model_dir = model_dir or fake_model_dir(max_model_len=runner.max_model_len)
     runner.kv.cache = PrefixCache(cache_bytes // (4 * runner.kv.prompt_token_bytes), block_size=4)
-    return create_app(known, model_dir, Engine(runner, chunk_size=8, speculate=known.speculate))
+    return create_app(
+        known, model_dir, Engine(runner, chunk_size=8, speculate=bool(known.speculate))
+    )
 
 
 @asynccontextmanager

@@ -21,7 +21,15 @@ class PromptTokensDetails(ResponseBody):
 class CompletionTokensDetails(ResponseBody):
     """A closer look at the new tokens."""
 
-    reasoning_tokens: Size = Field(description="Tokens up to the end of the reasoning.")
+    reasoning_tokens: Size = Field(
+        0, description="Tokens up to the end of the reasoning, where the chat template has one."
+    )
+    accepted_prediction_tokens: Size = Field(
+        0, description="Tokens of the answers that their prediction had in the same place."
+    )
+    rejected_prediction_tokens: Size = Field(
+        0, description="Its other tokens, which are not among `completion_tokens`."
+    )
 
 
 class Usage(ResponseBody):
@@ -32,7 +40,7 @@ class Usage(ResponseBody):
     total_tokens: Size
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | None = Field(
-        None, description="Where the model's chat template has reasoning."
+        None, description="Where the chat template has reasoning, or with a prediction."
     )
 
 

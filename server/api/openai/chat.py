@@ -14,7 +14,7 @@ from kvasir.server.api.http.pieces import LazyList
 from kvasir.server.api.http.responses import STREAMED, served_model, state_of
 from kvasir.server.api.http.streams import respond
 from kvasir.server.api.openai.answers import Chat
-from kvasir.server.api.openai.chat_schemas import ChatBody, Conversation
+from kvasir.server.api.openai.chat_schemas import ChatBody, Conversation, joined
 from kvasir.server.api.openai.formatting import JSON, OpenAIFormatter, join, token_logprobs
 from kvasir.server.api.openai.tools import AnswerForm, read
 from kvasir.server.engine.sampling.params import TokenLogprobs
@@ -59,11 +59,13 @@ async def prepare(
         kept_ids=form.kept_ids,
         begins_text=not body.continue_final_message,
         add_special_tokens=body.add_special_tokens,
+        prediction=joined(body.prediction.content) if body.prediction else "",
     )
     try:
         return await served.builder.build(options, state), form
     except ContextLengthError as error:
-        raise ContextLengthError(error.message, param="messages") from None
+        param = error.param if error.param == "prediction" else "messages"
+        raise ContextLengthError(error.message, param=param) from None
 
 
 async def render(request: Request, conversation: Conversation) -> tuple[ChatFormat, str]:
@@ -104,6 +106,7 @@ class ChatFormatter(OpenAIFormatter):
         super().__init__(served, body, f"chatcmpl-{request_id}", kind)
         self._form = form
         self._with_logprobs, self._n_top = body.logprobs, body.top_logprobs or 0
+        self._has_prediction = body.prediction is not None
         self._hidden_ids = served.special_ids - form.kept_ids
         self._parsers: dict[int, AnswerParser] = {}  # by choice
 
@@ -155,11 +158,15 @@ class ChatFormatter(OpenAIFormatter):
         return super().finished(choice) | {"message": message}
 
     def _usage(self, n_generated: int) -> JSON:
-        usage = super()._usage(n_generated)
+        usage, details = super()._usage(n_generated), {}
         if self._form.has_reasoning:
             n_reasoning = sum(parser.n_reasoning for parser in self._parsers.values())
-            usage["completion_tokens_details"] = {"reasoning_tokens": n_reasoning}
-        return usage
+            details["reasoning_tokens"] = n_reasoning
+        if self._has_prediction:
+            accepted, rejected = self.completion.n_prediction_tokens
+            details["accepted_prediction_tokens"] = accepted
+            details["rejected_prediction_tokens"] = rejected
+        return usage | ({"completion_tokens_details": details} if details else {})
 
     def _entry(self, scored: TokenLogprobs) -> JSON:
         entry = token_logprobs(self.tokenizer, scored, self._hidden_ids)

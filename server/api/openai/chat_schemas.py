@@ -65,9 +65,21 @@ class Message(Part):
     @property
     def text(self) -> str:
         """The content as one text."""
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
+        return joined(self.content)
+
+
+def joined(content: list[TextPart] | str | None) -> str:
+    """Return content as one text."""
+    if isinstance(content, list):
+        return "".join(part.text for part in content)
+    return content or ""
+
+
+class Prediction(RequestBody):
+    """Text that the answer is likely to have, such as a file that it changes a little."""
+
+    type: Literal["content"]
+    content: Annotated[Items[TextPart] | str, BeforeValidator(check_content)]
 
 
 def _require_object(schema: dict[str, Any]) -> dict[str, Any]:
@@ -242,6 +254,11 @@ class ChatBody(OpenAIBody, Conversation):
     logprobs: bool = Field(False, description="Return log-probabilities of the tokens.")
     top_logprobs: int = Field(
         0, ge=0, le=MAX_LOGPROBS, description="Number of alternatives to return for each token."
+    )
+    prediction: Prediction | None = Field(
+        None,
+        description="Text that the answer is likely to have; it saves time where drafts are on, "
+        "and changes nothing else.",
     )
 
     @model_validator(mode="after")

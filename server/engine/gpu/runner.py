@@ -23,7 +23,8 @@ class PagedRunner:
 
     rounds_kv: keys and values have 8 bits. A run of more than decodes makes them dense floats,
     [sequences, tokens of the longest], so decodes run apart, and the others in small groups.
-    decodes_apart: decodes have a run of their own, which reads all weights again.
+    decodes_apart: decodes have a run of their own, which reads all weights again. drafts_exactly:
+    see Runner.
     """
 
     max_source_len = None
@@ -36,6 +37,7 @@ class PagedRunner:
         max_model_len: int,
         vocab_size: int,
         rounds_kv: bool = False,
+        drafts_exactly: bool = False,
     ) -> None:
         self.kv = blocks
         self.max_model_len = max_model_len
@@ -44,6 +46,7 @@ class PagedRunner:
         self.decode_seconds = 0.0
         self.model = model
         self.decodes_apart = rounds_kv
+        self.drafts_exactly = drafts_exactly
         self._rounds_kv = rounds_kv
 
     def run(self, batch: StepBatch) -> Logits:

@@ -1,26 +1,166 @@
-"""Prompt-lookup speculation: draft the next tokens from the sequence's own text.
+"""Speculation: draft the next tokens from texts that may tell how a sequence goes on.
 
-A draft is what followed the last tokens at an earlier place (Saxena 2023, "Prompt Lookup
-Decoding"). All its tokens are checked in one run, as in speculative sampling (Leviathan et al.
-2023; Chen et al. 2023).
+Such are its own text so far, where its last tokens have occurred before (Saxena 2023, "Prompt
+Lookup Decoding"), and a prediction of the client's. All tokens of a draft are checked in one run,
+as in speculative sampling (Leviathan et al. 2023; Chen et al. 2023).
+
+Every new token shows whether a text was right about it, drafted or not. So the hit rate of a text
+costs nothing, and a sequence that never repeats itself never drafts. Nothing here reads a clock.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence as Tokens
+from heapq import heapify, heappop, heappush
+from math import inf
 
-MAX_SPECULATING = 4  # running sequences above which there are no drafts
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_SPECULATING = 4  # sequences, above which none drafts where a draft takes a run of its own
 MAX_DRAFT = 8  # tokens
-# Tokens that have to match. On this repository's text the first draft token after a match of one
-# token is right 26 times in 100, less than checking costs; after two 46, after three 53.
-NGRAM_SIZES = (3, 2)
+_NGRAM = 3  # last tokens that are looked up; if they are nowhere, one fewer
+_NEWEST_WEIGHT = 0.25  # of the newest token in the hit rate
+_PREDICTED_HIT_RATE = 0.5  # of a prediction, until it shows its own
 # Additional time of a run of two tokens, and of each token after it, relative to a run of one,
-# which has its own kernels (int8, 135M parameters, 2 CPUs: 24 ms, 32 for two, 39 for nine).
+# which has its own kernels (stock operators, int8, 135M parameters, 2 CPUs: 24 ms, 32 for two, 39
+# for nine).
 _SECOND_TOKEN = 0.3
 _NEXT_TOKEN = 0.05
-_UNTRIED_HIT_RATE = 0.9  # high enough for a try beside three other sequences
-_HALF_LIFE = 128  # tokens in which half of the knowledge of the hit rate is forgotten
-_NEWEST_WEIGHT = 0.25  # of the newest draft token in the hit rate
+# Time of a run without its tokens, in times of one token (operators of our own, 135M parameters in
+# int8, AVX2, the kernels to which a further token costs most: 3.8 at 128 tokens, 3.0 at 1,900).
+_EMPTY_RUN = 3.0
+# Share of its time by which drafts may lengthen a step in which a sequence has none.
+_MOST_LONGER = 0.25
+
+
+class Source:
+    """A text that may tell how a sequence goes on.
+
+    token_ids: int32, of which only the first may be known. place: of the token that comes next;
+    None while it tells nothing. hit_rate: a moving share of the tokens that it told right.
+    """
+
+    def __init__(
+        self, token_ids: NDArray[np.int32], place: int | None = None, hit_rate: float = 0.0
+    ) -> None:
+        self.token_ids = token_ids
+        self.place = place
+        self.hit_rate = hit_rate
+        self._since = 0  # the place of its last error
+
+    def check(self, token_id: int) -> bool:
+        """Return whether the sequence's next token is the one in `place`, and step over it."""
+        if self.place is None:
+            return False
+        is_hit = bool(self.token_ids[self.place] == token_id)
+        self.hit_rate += _NEWEST_WEIGHT * (is_hit - self.hit_rate)
+        self._since = self.place
+        self.place = self.place + 1 if is_hit and self.place + 1 < len(self.token_ids) else None
+        return is_hit
+
+    def find(self, last: NDArray[np.int32], n_known: int | None = None) -> None:
+        """Go to the place after the sequence's last tokens, of which three count, else two.
+
+        It is the next one after the last error, else the last. n_known: of the sequence's own
+        text, of which it is always the last.
+        """
+        known = self.token_ids[: (n_known or len(self.token_ids)) - 1]  # something follows
+        if len(last) < 2 or len(known) < 2:
+            return
+        ends = np.flatnonzero(known[1:] == last[-1]) + 1
+        ends = ends[known[ends - 1] == last[-2]]
+        if len(last) >= _NGRAM:
+            longer = ends[(ends > 1) & (known[ends - 2] == last[-_NGRAM])]
+            ends = longer if longer.size else ends
+        if ends.size:
+            n_before = ends.size if n_known else int(ends.searchsorted(self._since))
+            self.place = int(ends[min(n_before, ends.size - 1)]) + 1
+
+
+class Speculation:
+    """What may follow one sequence of `given_ids` and at most `most_new` new tokens."""
+
+    def __init__(self, given_ids: Tokens[int], most_new: int, prediction: Tokens[int] = ()) -> None:
+        self._n = len(given_ids)
+        self._token_ids = np.zeros(self._n + most_new, dtype=np.int32)
+        self._token_ids[: self._n] = given_ids
+        self._own = Source(self._token_ids)
+        predicted = np.array(prediction, dtype=np.int32)
+        place = 0 if prediction else None
+        self._prediction = Source(predicted, place, _PREDICTED_HIT_RATE)
+
+    def add(self, token_id: int) -> bool:
+        """Append a new token; return whether the prediction had it in its place."""
+        self._token_ids[self._n] = token_id
+        self._n += 1
+        last = self._token_ids[max(0, self._n - _NGRAM) : self._n]
+        self._own.check(token_id)
+        if self._own.place is None:
+            self._own.find(last, self._n)
+        is_predicted = self._prediction.check(token_id)
+        if self._prediction.place is None:
+            self._prediction.find(last)
+        return is_predicted
+
+    @property
+    def _best(self) -> Source:
+        """The text that is most likely right about the next token."""
+        texts = (self._prediction, self._own)
+        return max(texts, key=lambda text: (text.place is not None, text.hit_rate))
+
+    @property
+    def hit_rate(self) -> float:
+        """How likely a draft's token is right if those before it are; 0 without a draft."""
+        return 0.0 if self._best.place is None else self._best.hit_rate
+
+    def draft(self, n_tokens: int) -> list[int]:
+        """Return the next tokens, at most so many. One's own text is repeated from its end on."""
+        source = self._best
+        if source.place is None or not n_tokens:
+            return []
+        places = source.place + np.arange(n_tokens)
+        if source is self._own:
+            places = source.place + np.arange(n_tokens) % (self._n - source.place)
+        drafted: list[int] = source.token_ids[places[places < len(source.token_ids)]].tolist()
+        return drafted
+
+
+def draft_lengths(hit_rates: list[float], rooms: list[int], *, in_one_run: bool) -> list[int]:
+    """Return the draft length, at most its room, of each sequence of a step.
+
+    in_one_run: drafts join the run of the step; else each takes a run of its own.
+    """
+    if in_one_run:
+        return _lengths_in_one_run(hit_rates, [min(MAX_DRAFT, room) for room in rooms])
+    return [
+        best_draft_length(hit_rate, len(rooms), room)
+        for hit_rate, room in zip(hit_rates, rooms, strict=True)
+    ]
+
+
+def _lengths_in_one_run(hit_rates: list[float], rooms: list[int]) -> list[int]:
+    """Return the lengths that yield most tokens per second, the likeliest tokens first.
+
+    A token joins while it is worth more than its share of the run: while p / 1 exceeds tokens /
+    time, which then rises. Sequences without a draft gain nothing, and lose little.
+    """
+    lengths = [0] * len(rooms)
+    n_tokens, time = float(len(rooms)), _EMPTY_RUN + len(rooms)
+    all_gain = all(rate * time > n_tokens for rate in hit_rates)
+    longest = inf if all_gain else (1 + _MOST_LONGER) * time
+    queue = [(-rate, i) for i, rate in enumerate(hit_rates) if rooms[i] > 0]
+    heapify(queue)
+    while queue:
+        chance, i = -queue[0][0], queue[0][1]
+        heappop(queue)
+        if chance * time <= n_tokens or time + 1 > longest:
+            break
+        lengths[i] += 1
+        n_tokens, time = n_tokens + chance, time + 1
+        if lengths[i] < rooms[i]:
+            heappush(queue, (-chance * hit_rates[i], i))
+    return lengths
 
 
 def best_draft_length(hit_rate: float, n_running: int, room: int) -> int:
@@ -40,55 +180,6 @@ def best_draft_length(hit_rate: float, n_running: int, room: int) -> int:
         if speed > best_speed:
             best, best_speed = length, speed
     return best
-
-
-class Speculation:
-    """One sequence's drafts and their recent hit rate.
-
-    Drafts pause while they are wrong, and are tried again as that is forgotten.
-    """
-
-    def __init__(self) -> None:
-        self._ends: dict[tuple[int, ...], int] = {}  # the last place of each n-gram
-        self._n_indexed = 0
-        self._hit_rate = _UNTRIED_HIT_RATE  # when the sequence had _n_output new tokens
-        self._n_output = 0
-
-    def draft_length(self, n_output: int, n_running: int, room: int) -> int:
-        """Return how many tokens of at most `room` to check beside other running sequences.
-
-        n_output: new tokens of the sequence so far.
-        """
-        return best_draft_length(self._expected(n_output), n_running, room)
-
-    def propose(self, token_ids: list[int], n_draft: int) -> list[int]:
-        """Return what followed the longest n-gram that ends `token_ids` at its latest other place.
-
-        A continuation that reaches the end is repeated. Empty if there is none. token_ids: those of
-        the last call, followed by new ones.
-        """
-        n = len(token_ids)
-        for end in range(self._n_indexed + 1, n):  # without the last token: nothing follows it yet
-            for size in NGRAM_SIZES:
-                if size <= end:
-                    self._ends[tuple(token_ids[end - size : end])] = end
-        self._n_indexed = n - 1
-        for size in NGRAM_SIZES:
-            end = self._ends.get(tuple(token_ids[-size:]), n)
-            if end < n:
-                return [token_ids[end + i % (n - end)] for i in range(n_draft)]
-        return []
-
-    def record(self, n_output: int, draft: list[int], tokens: list[int | None]) -> None:
-        """Note which `tokens` a draft yielded after `n_output` new tokens."""
-        hit_rate = self._expected(n_output)
-        for drafted, token in zip(draft, tokens, strict=False):
-            hit_rate += _NEWEST_WEIGHT * ((drafted == token) - hit_rate)
-        self._hit_rate, self._n_output = hit_rate, n_output
-
-    def _expected(self, n_output: int) -> float:
-        forgotten = 1.0 - math.exp2((self._n_output - n_output) / _HALF_LIFE)
-        return self._hit_rate + forgotten * (_UNTRIED_HIT_RATE - self._hit_rate)
 
 
 def _run_cost(n_tokens: int) -> float:

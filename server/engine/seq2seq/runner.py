@@ -35,6 +35,8 @@ class Seq2SeqRunner:
     ValueError for a limit that the model or the machine cannot meet.
     """
 
+    drafts_exactly = False
+
     def __init__(
         self,
         encoder: Path,
