@@ -83,6 +83,13 @@ def _chat(client: openai.OpenAI, server: Server) -> None:
     assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
     assert whole.choices[0].logprobs is not None
     assert whole.choices[0].logprobs.content
+    predicted = client.chat.completions.create(
+        **body, prediction={"type": "content", "content": [{"type": "text", "text": text}]}
+    )
+    assert predicted.choices[0].message.content == text
+    assert predicted.usage is not None
+    assert predicted.usage.completion_tokens_details is not None
+    assert predicted.usage.completion_tokens_details.accepted_prediction_tokens is not None
     parsed = client.chat.completions.parse(
         model=server.model, messages=MESSAGES, response_format=Reading
     )

@@ -16,7 +16,7 @@ from kvasir.kernels.fuse import fuse
 from kvasir.kernels.graph import Mismatch
 from kvasir.kernels.library import FILE, Library
 from kvasir.kernels.page import BLOCK_SIZE, page
-from kvasir.server.engine.engine import Engine
+from kvasir.server.engine.engine import Engine, StepStats, TokenOutput
 from kvasir.server.engine.gpu.model import DeviceModel
 from kvasir.server.engine.gpu.runner import PagedRunner
 from kvasir.server.engine.kv.memory import map_memory
@@ -68,6 +68,34 @@ def test_same_request_same_bits(model: RandomModel, n: int) -> None:
         engine.scheduler.capacity = RandomCapacity(generator)
     requests = [make_request(model, i) for i in range(N_REQUESTS)]
     assert_same(run_at_random(engine, requests, generator, n_aborted=n), run_alone(model))
+
+
+class CountingEngine(Engine):
+    """An engine that counts draft tokens and those that were right."""
+
+    n_drafted = n_accepted = 0
+
+    def step(self) -> tuple[list[TokenOutput], StepStats]:
+        outputs, stats = super().step()
+        self.n_drafted += stats.n_drafted
+        self.n_accepted += stats.n_accepted
+        return outputs, stats
+
+
+@pytest.mark.parametrize("n", range(2))
+def test_predictions_change_no_bit(model: RandomModel, n: int) -> None:
+    """Right ones, wrong ones, and ones that miss, change and add tokens; few and many at once."""
+    generator = np.random.default_rng(n)
+    engine = CountingEngine(open_runner(model, max_num_seqs=[2, 6][n]), chunk_size=32)
+    engine.speculate = True
+    requests, alone = [make_request(model, i) for i in range(N_REQUESTS)], run_alone(model)
+    for request, result in zip(requests, alone, strict=True):
+        for token in result.token_ids:
+            kept = [[token], [], [7], [token, 7]]
+            error = [0.0, 0.2, 1.0][request.id % 3]
+            request.prediction += kept[generator.choice(4, p=[1 - error, *[error / 3] * 3])]
+    assert_same(run_at_random(engine, requests, generator, n_aborted=1), alone)
+    assert 20 < engine.n_accepted < engine.n_drafted
 
 
 @pytest.mark.parametrize("path", PATHS)

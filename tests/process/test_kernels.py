@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from kvasir.kernels.library import Library
@@ -22,6 +26,7 @@ from kvasir.server.settings import load_settings
 from kvasir.server.telemetry.logs import TextFormatter
 from kvasir.server.telemetry.start_clock import StartClock
 from tests.kernels.graphs import needs_library, usable_paths
+from tests.kit.serving import sample as value
 
 EXAMPLE = Path(__file__).parents[2] / "examples/stdlib"  # in int8
 BODY = {"prompt": "def f(", "max_tokens": 2, "temperature": 0}
@@ -35,12 +40,12 @@ def model_dir() -> ModelDirectory:
 
 @asynccontextmanager
 async def serving(
-    model_dir: ModelDirectory, kernels: str, *, names: tuple[str, ...] = ("one",)
+    model_dir: ModelDirectory, kernels: str, *, names: tuple[str, ...] = ("one",), **options: Any
 ) -> AsyncIterator[tuple[ModelRegistry, httpx.AsyncClient]]:
     engine_builder._find_library.cache_clear()
     settings = load_settings(
         model=",".join(f"{name}={EXAMPLE}" for name in names),
-        kernels=kernels, threads=1, kv_cache_memory=2**24, max_num_seqs=2,
+        kernels=kernels, threads=1, kv_cache_memory=2**24, max_num_seqs=2, **options,
     )  # fmt: skip
     app = create_app(settings, dict.fromkeys(names, model_dir))
     models: ModelRegistry = app.state.models
@@ -105,6 +110,65 @@ async def test_the_fingerprint_is_that_of_the_library_whatever_its_path(
             fingerprints.append(models.served["one"].fingerprint)
     assert fingerprints[0] == fingerprints[1]
     assert len(set(fingerprints)) == 3
+
+
+@pytest.mark.parametrize(
+    "kernels", [pytest.param("auto", marks=needs_library), "off"], ids=["ours", "stock"]
+)
+async def test_drafts_are_on_where_answers_stay_the_same(
+    model_dir: ModelDirectory, kernels: str
+) -> None:
+    """The fingerprint differs only where answers may."""
+    drafting, fingerprints = [], []
+    for options in ({}, {"speculate": True}, {"speculate": False}):
+        async with serving(model_dir, kernels, **options) as (models, client):
+            drafting.append((await client.get("/version")).json()["speculate"])
+            fingerprints.append(models.served["one"].fingerprint)
+    assert drafting == [kernels == "auto", True, False]
+    assert fingerprints[0] == fingerprints[2]
+    assert (fingerprints[0] == fingerprints[1]) == (kernels == "auto")
+
+
+def random_bodies(n: int) -> list[dict[str, Any]]:
+    generator = np.random.default_rng(n)
+    code = "import os\n\ndef size(path):\n    return os.stat(path).st_size\n\n"
+    bodies = []
+    for i in range(n):
+        options: dict[str, Any] = {
+            "temperature": [0, 0.7, 1.0], "top_p": [1.0, 0.9], "top_k": [0, 40], "min_p": [0.0, 0.1],
+            "repetition_penalty": [1.0, 1.1], "frequency_penalty": [0.0, 0.4],
+            "presence_penalty": [0.0, -0.3], "logit_bias": [{}, {"11": 1.5}], "min_tokens": [0, 9],
+            "stop": [[], ["return", "\n\n"]], "logprobs": [None, 0, 3], "n": [1, 2],
+            "max_tokens": [9, 30, 60], "typical_p": [1.0, 0.9],
+        }  # fmt: skip
+        body = {name: values[generator.integers(len(values))] for name, values in options.items()}
+        bodies.append(body | {"prompt": code * int(generator.integers(1, 4)), "seed": i})
+    return bodies
+
+
+@needs_library
+async def test_drafts_change_no_byte_of_answers(model_dir: ModelDirectory) -> None:
+    """All samplers, stop strings and log-probabilities, several requests at a time and one."""
+    answers: list[list[Any]] = []
+    for speculate in (True, False):
+        options = {"speculate": speculate, "max_queue": 64}
+        async with serving(model_dir, "auto", **options) as (models, client):
+
+            async def answer(body: dict[str, Any], client: httpx.AsyncClient = client) -> Any:
+                whole = json.loads((await client.post("/v1/completions", json=body)).content)
+                return [whole[name] for name in ("choices", "usage", "system_fingerprint")]
+
+            bodies = random_bodies(24)
+            if speculate:
+                answers.append(await asyncio.gather(*map(answer, bodies)))
+                drafted = value(models.served["one"].metrics, "spec_decode_accepted_tokens_total")
+                assert (drafted or 0) > 10
+            else:
+                answers.append([await answer(body) for body in bodies])
+    for with_drafts, without in zip(*answers, strict=True):
+        with_drafts[1].pop("prompt_tokens_details")  # what others have left in the cache
+        without[1].pop("prompt_tokens_details")
+        assert with_drafts == without
 
 
 def test_graphs_without_rounded_products_need_no_library(model_dir: ModelDirectory) -> None:
