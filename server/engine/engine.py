@@ -105,12 +105,7 @@ class Engine:
         self.speculate = speculate
         self.library = library
         capacity = StepCapacity(chunk_size, itl_target)
-        self.scheduler = Scheduler(
-            self.kv,
-            capacity,
-            scoring_chunk_size=scoring,
-            drafts_in_one_run=runner.drafts_exactly,
-        )
+        self.scheduler = Scheduler(self.kv, capacity, scoring_chunk_size=scoring)
         self._clock = clock
         self._masks = TokenMasks(runner.vocab_size)
         self._sequences: dict[int, Sequence] = {}

@@ -45,8 +45,7 @@ class ContextLimits(NamedTuple):
 class Runner(Protocol):
     """A model and its KV cache: `OnnxRunner`, `PagedRunner`, or a function of tokens in tests.
 
-    drafts_exactly: a token has the same bits in a draft as alone, and a draft joins the other
-    tokens' run.
+    drafts_exactly: a token has the same bits in a draft as alone.
     """
 
     max_model_len: int

@@ -31,19 +31,11 @@ class Scheduler:
     bounded. prefill_capacity: prompt tokens that would have filled the last step with prompts.
     """
 
-    def __init__(
-        self,
-        kv: KVStore,
-        capacity: StepCapacity,
-        *,
-        scoring_chunk_size: int,
-        drafts_in_one_run: bool = False,
-    ) -> None:
+    def __init__(self, kv: KVStore, capacity: StepCapacity, *, scoring_chunk_size: int) -> None:
         self.kv = kv
         self.capacity = capacity
         self.chunk_size = self.prefill_capacity = capacity.chunk_size
         self.scoring_chunk_size = scoring_chunk_size
-        self.drafts_in_one_run = drafts_in_one_run
         self.waiting: list[Sequence] = []  # in the order of their queue keys
         self._window: list[Sequence | None] = []  # the holder of each row
         self._is_crowded = False  # no room for a client's sequence in the last step
@@ -89,7 +81,7 @@ class Scheduler:
         running = [s for s in self.held if s.status is SequenceStatus.RUNNING]
         decodes: list[Chunk] = []
         drafts: list[Chunk] = []
-        drafted = draft(running, in_one_run=self.drafts_in_one_run)
+        drafted = draft(running, in_one_run=self.kv.steps_are_runs)
         for sequence, tokens in zip(running, drafted, strict=True):
             count = 1 + len(tokens)
             n_logits = count if sequence.beams is None else len(sequence.beams.running)

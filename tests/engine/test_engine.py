@@ -23,7 +23,7 @@ from kvasir.server.engine.engine import Engine, StepStats
 from kvasir.server.engine.kv.prefix_cache import PrefixCache
 from kvasir.server.engine.kv.rows import MAX_PROMPT_ROWS
 from kvasir.server.engine.sampling.params import SamplingParams, token_logprobs
-from kvasir.server.engine.sampling.speculation import MAX_SPECULATING
+from kvasir.server.engine.sampling.speculation import MAX_DRAFTED
 from kvasir.server.engine.sequence import FinishReason, Sequence, SequenceStatus
 from tests.kit.engine_driver import Collector, make_sequence, run_to_end
 from tests.kit.fake_runner import FakeRunner
@@ -34,9 +34,14 @@ BLOCK = 4  # tokens of a block of the prefix cache
 
 
 def make_engine(
-    chunk_size: int = 8, cache_blocks: int = 0, speculate: bool = False, **options: Any
+    chunk_size: int = 8,
+    cache_blocks: int = 0,
+    speculate: bool = False,
+    in_one_run: bool = True,
+    **options: Any,
 ) -> tuple[Engine, FakeRunner]:
     runner = FakeRunner(VOCAB, **options)
+    runner.kv.steps_are_runs = in_one_run  # for the lengths of drafts alone
     runner.kv.cache = PrefixCache(cache_blocks, BLOCK)
     return Engine(runner, chunk_size=chunk_size, speculate=speculate), runner
 
@@ -69,6 +74,7 @@ class EngineMachine(RuleBasedStateMachine):
         int8=st.booleans(),
         cache_blocks=st.sampled_from([0, 1, 3, 8, 100]),
         period=st.sampled_from([None, None, 1, 2, 3]),  # None is without speculation
+        in_one_run=st.booleans(),
     )
     def start(
         self,
@@ -78,6 +84,7 @@ class EngineMachine(RuleBasedStateMachine):
         int8: bool,
         cache_blocks: int,
         period: int | None,
+        in_one_run: bool,
     ) -> None:
         # By the longest request, whose prompt counts twice, once in floats.
         largest = 30 * (5 if int8 else 2) + 10
@@ -85,6 +92,7 @@ class EngineMachine(RuleBasedStateMachine):
             chunk_size,
             cache_blocks,
             speculate=period is not None,
+            in_one_run=in_one_run,
             max_model_len=40,
             max_num_seqs=max_num_seqs,
             budget_tokens=largest + room,
@@ -136,7 +144,8 @@ class EngineMachine(RuleBasedStateMachine):
             outputs, stats = self.engine.step()
             self.collector.take(outputs)
             assert running <= {output.sequence_id for output in outputs}, "a stream waits"
-            assert not stats.n_drafted or len(running) <= MAX_SPECULATING
+            in_one_run = self.engine.kv.steps_are_runs
+            assert stats.n_drafted <= (MAX_DRAFTED if in_one_run or len(running) == 1 else 0)
             assert stats.n_decode + (stats.n_prefill_tokens > 0) >= 1, (
                 "a step that does nothing would spin"
             )

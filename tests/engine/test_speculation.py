@@ -17,8 +17,8 @@ from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.sampling.sampler import sample, verify
 from kvasir.server.engine.sampling.speculation import (
     _EMPTY_RUN,
+    MAX_DRAFTED,
     Speculation,
-    best_draft_length,
     draft_lengths,
 )
 from kvasir.server.engine.sequence import Sequence, draft
@@ -209,18 +209,17 @@ def test_a_row_without_a_token_to_choose_comes_last() -> None:
     assert verify(logits, greedy(), [4, 5]) == [4, None]
 
 
-def test_drafts_are_as_long_as_they_are_worth() -> None:
-    """They are longer at high hit rates, and none at low ones or beside many sequences."""
+@pytest.mark.parametrize("in_one_run", [False, True])
+def test_drafts_are_as_long_as_they_are_worth(in_one_run: bool) -> None:
+    """They are longer at high hit rates, and none at low ones."""
     rates = np.linspace(0, 1, 101).tolist()
-    for n_running in range(1, 5):
-        lengths = [best_draft_length(rate, n_running, room=99) for rate in rates]
-        assert lengths == sorted(lengths)
-        assert lengths[0] == 0
-        assert lengths[-1] == 8
+    lengths = [draft_lengths([rate], [99], in_one_run=in_one_run)[0] for rate in rates]
+    assert lengths == sorted(lengths)
+    assert (lengths[0], lengths[-1]) == (0, 8)
     for rate in rates:
-        worth = [best_draft_length(rate, n_running, room=99) > 0 for n_running in range(1, 9)]
-        assert worth == sorted(worth, reverse=True)
-        assert not any(worth[4:])
+        all_alike = draft_lengths([rate] * 16, [99] * 16, in_one_run=in_one_run)
+        assert sum(all_alike) <= (MAX_DRAFTED if in_one_run else 0)
+        assert max(all_alike) <= lengths[rates.index(rate)]
 
 
 def speed(rates: list[float], lengths: Collection[int]) -> float:

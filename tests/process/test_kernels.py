@@ -135,7 +135,7 @@ def random_bodies(n: int) -> list[dict[str, Any]]:
     bodies = []
     for i in range(n):
         options: dict[str, Any] = {
-            "temperature": [0, 0.7, 1.0], "top_p": [1.0, 0.9], "top_k": [0, 40], "min_p": [0.0, 0.1],
+            "temperature": [0, 0.7, 1.0], "top_p": [1.0, 0.9], "top_k": [0, 40], "min_p": [0, 0.1],
             "repetition_penalty": [1.0, 1.1], "frequency_penalty": [0.0, 0.4],
             "presence_penalty": [0.0, -0.3], "logit_bias": [{}, {"11": 1.5}], "min_tokens": [0, 9],
             "stop": [[], ["return", "\n\n"]], "logprobs": [None, 0, 3], "n": [1, 2],

@@ -28,6 +28,7 @@ class KVBlocks(KVStore):
     """
 
     cache: BlockCache[int]
+    steps_are_runs = True
 
     def __init__(
         self,

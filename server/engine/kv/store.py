@@ -13,10 +13,11 @@ class KVStore(ABC):
 
     token_bytes: memory of one token, in all layers; prompt_token_bytes: additional memory of a
     prompt's until the prompt is computed. min_chunk: fewest tokens of a prompt that may run at
-    once, if it has as many.
+    once, if it has as many. steps_are_runs: a step is one run of the model.
     """
 
     min_chunk = 1
+    steps_are_runs = False
     prompt_token_bytes = 0
 
     def __init__(

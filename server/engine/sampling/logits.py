@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvasir.server.engine.sampling.params import Floats
-from kvasir.server.engine.sampling.speculation import MAX_DRAFT, MAX_SPECULATING
+from kvasir.server.engine.sampling.speculation import MAX_DRAFTED
 
 SCORING_LOGITS_BYTES = 64 * 2**20  # bound on the logits of one chunk of a scored prompt
 
@@ -17,7 +17,7 @@ SCORING_LOGITS_BYTES = 64 * 2**20  # bound on the logits of one chunk of a score
 def most_logits(max_num_seqs: int, vocab_size: int) -> int:
     """Return the most rows of a step: of all sequences, a chunk of a scored prompt, and drafts."""
     n_scored = max(2, SCORING_LOGITS_BYTES // (4 * vocab_size))
-    return max_num_seqs + n_scored + MAX_SPECULATING * MAX_DRAFT
+    return max_num_seqs + n_scored + MAX_DRAFTED
 
 
 class Candidates(NamedTuple):

@@ -11,27 +11,20 @@ costs nothing, and a sequence that never repeats itself never drafts. Nothing he
 from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
-from heapq import heapify, heappop, heappush
-from math import inf
+from heapq import heapify, heappop, heapreplace
 
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_SPECULATING = 4  # sequences, above which none drafts where a draft takes a run of its own
-MAX_DRAFT = 8  # tokens
+MAX_DRAFTED = 32  # tokens of all drafts of a step
+_MAX_DRAFT = 8  # tokens
 _NGRAM = 3  # last tokens that are looked up; if they are nowhere, one fewer
 _NEWEST_WEIGHT = 0.25  # of the newest token in the hit rate
 _PREDICTED_HIT_RATE = 0.5  # of a prediction, until it shows its own
-# Additional time of a run of two tokens, and of each token after it, relative to a run of one,
-# which has its own kernels (stock operators, int8, 135M parameters, 2 CPUs: 24 ms, 32 for two, 39
-# for nine).
-_SECOND_TOKEN = 0.3
-_NEXT_TOKEN = 0.05
-# Time of a run without its tokens, in times of one token (operators of our own, 135M parameters in
-# int8, AVX2, the kernels to which a further token costs most: 3.8 at 128 tokens, 3.0 at 1,900).
+# Time of a run without its tokens, in times of one token: operators of our own on AVX2, on which a
+# further token costs most (135M parameters in int8; 3.8 after 128 tokens, 3.0 after 1,900).
 _EMPTY_RUN = 3.0
-# Share of its time by which drafts may lengthen a step in which a sequence has none.
-_MOST_LONGER = 0.25
+_MOST_LONGER = 0.25  # share of its time by which drafts lengthen a step in which some have none
 
 
 class Source:
@@ -129,59 +122,25 @@ class Speculation:
 def draft_lengths(hit_rates: list[float], rooms: list[int], *, in_one_run: bool) -> list[int]:
     """Return the draft length, at most its room, of each sequence of a step.
 
-    in_one_run: drafts join the run of the step; else each takes a run of its own.
+    They yield most tokens per second (Leviathan et al. 2023, 3.3): the likeliest token joins while
+    it exceeds its share of the run, tokens / time, which then rises. Sequences without a draft gain
+    nothing, and lose little. in_one_run: drafts join the run of the step; else each takes a run of
+    its own, which pays only for a lone sequence.
     """
-    if in_one_run:
-        return _lengths_in_one_run(hit_rates, [min(MAX_DRAFT, room) for room in rooms])
-    return [
-        best_draft_length(hit_rate, len(rooms), room)
-        for hit_rate, room in zip(hit_rates, rooms, strict=True)
-    ]
-
-
-def _lengths_in_one_run(hit_rates: list[float], rooms: list[int]) -> list[int]:
-    """Return the lengths that yield most tokens per second, the likeliest tokens first.
-
-    A token joins while it is worth more than its share of the run: while p / 1 exceeds tokens /
-    time, which then rises. Sequences without a draft gain nothing, and lose little.
-    """
-    lengths = [0] * len(rooms)
-    n_tokens, time = float(len(rooms)), _EMPTY_RUN + len(rooms)
+    n = len(rooms)
+    lengths, n_tokens, time = [0] * n, float(n), _EMPTY_RUN + n
     all_gain = all(rate * time > n_tokens for rate in hit_rates)
-    longest = inf if all_gain else (1 + _MOST_LONGER) * time
+    most = MAX_DRAFTED if all_gain else int(_MOST_LONGER * time)
     queue = [(-rate, i) for i, rate in enumerate(hit_rates) if rooms[i] > 0]
     heapify(queue)
-    while queue:
+    while queue and sum(lengths) < most and (in_one_run or n == 1):
         chance, i = -queue[0][0], queue[0][1]
-        heappop(queue)
-        if chance * time <= n_tokens or time + 1 > longest:
+        if chance * time <= n_tokens:
             break
         lengths[i] += 1
         n_tokens, time = n_tokens + chance, time + 1
-        if lengths[i] < rooms[i]:
-            heappush(queue, (-chance * hit_rates[i], i))
+        if lengths[i] < min(_MAX_DRAFT, rooms[i]):
+            heapreplace(queue, (-chance * hit_rates[i], i))
+        else:
+            heappop(queue)
     return lengths
-
-
-def best_draft_length(hit_rate: float, n_running: int, room: int) -> int:
-    """Return the draft length, at most `room`, that yields most tokens per second.
-
-    See Leviathan et al. 2023, 3.3. hit_rate: of a draft token whose predecessors were right. Beside
-    n_running - 1 sequences that decode in one run, the draft takes a run of its own:
-    n + h + h² + … tokens in run(n - 1) + run(length + 1), against n in run(n).
-    """
-    best, best_speed = 0, n_running / _run_cost(n_running)
-    n_tokens, all_hit = float(n_running), 1.0
-    longest = min(MAX_DRAFT, room) if n_running <= MAX_SPECULATING else 0
-    for length in range(1, longest + 1):
-        all_hit *= hit_rate
-        n_tokens += all_hit
-        speed = n_tokens / (_run_cost(n_running - 1) + _run_cost(length + 1))
-        if speed > best_speed:
-            best, best_speed = length, speed
-    return best
-
-
-def _run_cost(n_tokens: int) -> float:
-    """Estimate the time of a run relative to one token; the number of sequences hardly matters."""
-    return float(n_tokens) if n_tokens < 2 else 1.0 + _SECOND_TOKEN + _NEXT_TOKEN * (n_tokens - 2)
