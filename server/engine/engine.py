@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -102,7 +103,7 @@ class Engine:
         self.runner = runner
         self.kv = runner.kv
         self.limits = ContextLimits(runner.max_model_len, runner.max_source_len)
-        self.speculate = speculate
+        self.speculate = speculate and runner.vocab_size <= sys.maxunicode  # see Source
         self.library = library
         capacity = StepCapacity(chunk_size, itl_target)
         self.scheduler = Scheduler(self.kv, capacity, scoring_chunk_size=scoring)
@@ -139,8 +140,7 @@ class Engine:
         if not (fits and fits_budget and n_rows <= self.max_num_seqs):
             raise ValueError(f"{n_prompt} prompt and {n_after} new tokens cannot fit")
         if self.speculate and sequence.constraint is None:  # each draft token would need a mask
-            most_new = sequence.params.max_tokens
-            sequence.speculation = Speculation(sequence.prompt_ids, most_new, sequence.prediction)
+            sequence.speculation = Speculation(sequence.prompt_ids, sequence.prediction)
         try:
             self._sequences[sequence.id] = sequence
             self.scheduler.add(sequence)

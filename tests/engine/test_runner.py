@@ -158,7 +158,7 @@ class _Foreknowing(Speculation):
     """Drafts the known tokens in two steps of three, one token in six wrong."""
 
     def __init__(self, token_ids: list[int], seed: int) -> None:
-        super().__init__([], len(token_ids))
+        super().__init__([])
         self._known = token_ids
         self._random = np.random.default_rng(seed)
 
@@ -167,7 +167,7 @@ class _Foreknowing(Speculation):
         return float(self._random.random() < 0.67)
 
     def draft(self, n_tokens: int) -> list[int]:
-        ahead = self._known[self._n :][: int(self._random.integers(n_tokens + 1))]
+        ahead = self._known[len(self._own.text) :][: int(self._random.integers(n_tokens + 1))]
         return [token if self._random.random() < 0.83 else 7 for token in ahead]
 
 

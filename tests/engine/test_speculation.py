@@ -127,7 +127,7 @@ def test_texts_tell_what_they_tell_by_definition(
     for token in changed[:6]:
         start = data.draw(st.integers(0, len(output)))
         prediction += [token, *output[start : start + data.draw(st.integers(0, 9))]]
-    speculation = Speculation(given_ids, len(output), prediction)
+    speculation = Speculation(given_ids, prediction)
     sequence = list(given_ids)
     own, predicted = Teller(sequence, own=True), Teller(prediction, own=False)
     for token in output:
@@ -271,7 +271,7 @@ def test_drafts_keep_to_what_is_reserved(n_running: int, in_one_run: bool) -> No
 
 def repeating_sequence(max_tokens: int) -> Sequence:
     sequence = make_sequence(0, [1, 2, 3] * 4, SamplingParams(max_tokens=max_tokens))
-    sequence.speculation = Speculation(sequence.prompt_ids, max_tokens)
+    sequence.speculation = Speculation(sequence.prompt_ids)
     return sequence
 
 
@@ -290,7 +290,7 @@ def replay(
     """
     given_ids = [1, 2]
     sequence = make_sequence(0, given_ids, SamplingParams(max_tokens=len(text)))
-    sequence.speculation = Speculation(given_ids, len(text), prediction or [])
+    sequence.speculation = Speculation(given_ids, prediction or [])
     others = [make_sequence(0, [1], SamplingParams(max_tokens=99)) for _ in range(n_running - 1)]
     lengths, hits = [], []
     extend(sequence, text[0])

@@ -13,12 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Tokens
 from heapq import heapify, heappop, heapreplace
 
-import numpy as np
-from numpy.typing import NDArray
-
 MAX_DRAFTED = 32  # tokens of all drafts of a step
 _MAX_DRAFT = 8  # tokens
-_NGRAM = 3  # last tokens that are looked up; if they are nowhere, one fewer
+_NGRAMS = (3, 2)  # numbers of last tokens that are looked up
 _NEWEST_WEIGHT = 0.25  # of the newest token in the hit rate
 _PREDICTED_HIT_RATE = 0.5  # of a prediction, until it shows its own
 # Time of a run without its tokens, in times of one token: operators of our own on AVX2, on which a
@@ -28,72 +25,59 @@ _MOST_LONGER = 0.25  # share of its time by which drafts lengthen a step in whic
 
 
 class Source:
-    """A text that may tell how a sequence goes on.
+    """A text that may tell how a sequence goes on; a character stands for a token.
 
-    token_ids: int32, of which only the first may be known. place: of the token that comes next;
-    None while it tells nothing. hit_rate: a moving share of the tokens that it told right.
+    Strings are searched several times as fast as arrays. place: of the token that comes next; None
+    while the text tells nothing. hit_rate: a moving share of the tokens that it told right.
     """
 
-    def __init__(
-        self, token_ids: NDArray[np.int32], place: int | None = None, hit_rate: float = 0.0
-    ) -> None:
-        self.token_ids = token_ids
+    def __init__(self, token_ids: Tokens[int], place: int | None, hit_rate: float) -> None:
+        self.text = "".join(map(chr, token_ids))
         self.place = place
         self.hit_rate = hit_rate
-        self._since = 0  # the place of its last error
+        self.error = 0  # the last place where it was wrong
 
-    def check(self, token_id: int) -> bool:
+    def check(self, token: str) -> bool:
         """Return whether the sequence's next token is the one in `place`, and step over it."""
         if self.place is None:
             return False
-        is_hit = bool(self.token_ids[self.place] == token_id)
+        is_hit = self.text[self.place] == token
         self.hit_rate += _NEWEST_WEIGHT * (is_hit - self.hit_rate)
-        self._since = self.place
-        self.place = self.place + 1 if is_hit and self.place + 1 < len(self.token_ids) else None
+        self.error = self.place
+        self.place = self.place + 1 if is_hit and self.place + 1 < len(self.text) else None
         return is_hit
 
-    def find(self, last: NDArray[np.int32], n_known: int | None = None) -> None:
-        """Go to the place after the sequence's last tokens, of which three count, else two.
+    def find(self, last: str, since: int) -> None:
+        """Unless the place is known, go to one after a sequence's last tokens: three, else two.
 
-        It is the next one after the last error, else the last. n_known: of the sequence's own
-        text, of which it is always the last.
+        It is the first place after `since`, else the last.
         """
-        known = self.token_ids[: (n_known or len(self.token_ids)) - 1]  # something follows
-        if len(last) < 2 or len(known) < 2:
-            return
-        ends = np.flatnonzero(known[1:] == last[-1]) + 1
-        ends = ends[known[ends - 1] == last[-2]]
-        if len(last) >= _NGRAM:
-            longer = ends[(ends > 1) & (known[ends - 2] == last[-_NGRAM])]
-            ends = longer if longer.size else ends
-        if ends.size:
-            n_before = ends.size if n_known else int(ends.searchsorted(self._since))
-            self.place = int(ends[min(n_before, ends.size - 1)]) + 1
+        for n in _NGRAMS if self.place is None else ():
+            if n <= len(last):
+                start, end = max(0, since - n + 1), len(self.text) - 1  # a token follows
+                found = self.text.find(last[-n:], start, end)
+                found = self.text.rfind(last[-n:], 0, end) if found < 0 else found
+                if found >= 0:
+                    self.place = found + n
+                    return
 
 
 class Speculation:
-    """What may follow one sequence of `given_ids` and at most `most_new` new tokens."""
+    """What may follow a sequence's given tokens and its new ones."""
 
-    def __init__(self, given_ids: Tokens[int], most_new: int, prediction: Tokens[int] = ()) -> None:
-        self._n = len(given_ids)
-        self._token_ids = np.zeros(self._n + most_new, dtype=np.int32)
-        self._token_ids[: self._n] = given_ids
-        self._own = Source(self._token_ids)
-        predicted = np.array(prediction, dtype=np.int32)
-        place = 0 if prediction else None
-        self._prediction = Source(predicted, place, _PREDICTED_HIT_RATE)
+    def __init__(self, given_ids: Tokens[int], prediction: Tokens[int] = ()) -> None:
+        self._own = Source(given_ids, None, 0.0)
+        self._prediction = Source(prediction, 0 if prediction else None, _PREDICTED_HIT_RATE)
 
     def add(self, token_id: int) -> bool:
         """Append a new token; return whether the prediction had it in its place."""
-        self._token_ids[self._n] = token_id
-        self._n += 1
-        last = self._token_ids[max(0, self._n - _NGRAM) : self._n]
-        self._own.check(token_id)
-        if self._own.place is None:
-            self._own.find(last, self._n)
-        is_predicted = self._prediction.check(token_id)
-        if self._prediction.place is None:
-            self._prediction.find(last)
+        own, prediction, token = self._own, self._prediction, chr(token_id)
+        own.text += token
+        last = own.text[-_NGRAMS[0] :]
+        own.check(token)
+        own.find(last, len(own.text))
+        is_predicted = prediction.check(token)
+        prediction.find(last, prediction.error)
         return is_predicted
 
     @property
@@ -110,13 +94,12 @@ class Speculation:
     def draft(self, n_tokens: int) -> list[int]:
         """Return the next tokens, at most so many. One's own text is repeated from its end on."""
         source = self._best
-        if source.place is None or not n_tokens:
+        if source.place is None:
             return []
-        places = source.place + np.arange(n_tokens)
+        told = source.text[source.place :]
         if source is self._own:
-            places = source.place + np.arange(n_tokens) % (self._n - source.place)
-        drafted: list[int] = source.token_ids[places[places < len(source.token_ids)]].tolist()
-        return drafted
+            told = told[:n_tokens] * n_tokens
+        return list(map(ord, told[:n_tokens]))
 
 
 def draft_lengths(hit_rates: list[float], rooms: list[int], *, in_one_run: bool) -> list[int]:
