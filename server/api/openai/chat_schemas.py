@@ -75,7 +75,7 @@ def joined(content: list[TextPart] | str | None) -> str:
     return content or ""
 
 
-class Prediction(RequestBody):
+class PredictedOutput(RequestBody):
     """Text that the answer is likely to have, such as a file that it changes a little."""
 
     type: Literal["content"]
@@ -255,7 +255,7 @@ class ChatBody(OpenAIBody, Conversation):
     top_logprobs: int = Field(
         0, ge=0, le=MAX_LOGPROBS, description="Number of alternatives to return for each token."
     )
-    prediction: Prediction | None = Field(
+    prediction: PredictedOutput | None = Field(
         None,
         description="Text that the answer is likely to have; it saves time where drafts are on, "
         "and changes nothing else.",
