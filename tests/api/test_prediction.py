@@ -32,7 +32,7 @@ async def test_a_right_prediction_saves_steps_and_is_counted(parts: bool) -> Non
         options = {"include_usage": True, "continuous_usage_stats": True}
         events = await stream(served, CHAT, **body, stream_options=options)
         two = await post(served, CHAT, **body, n=2)
-        whole = await client.chat.completions.create(model="fake-model", **body)  # type: ignore[call-overload]
+        whole = await client.chat.completions.create(model="fake-model", **body)
         saved = value(served.model.metrics, "spec_decode_accepted_tokens_total")
     n = len(ids_of(ANSWER))
     assert answer["choices"][0]["message"]["content"] == ANSWER

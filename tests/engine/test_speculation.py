@@ -82,7 +82,8 @@ class Teller:
 
     def __init__(self, token_ids: list[int], *, own: bool) -> None:
         self.token_ids, self.own = token_ids, own
-        self.place, self.hit_rate = (None, 0.0) if own or not token_ids else (0, 0.5)
+        self.place: int | None = None if own or not token_ids else 0
+        self.hit_rate = 0.0 if self.place is None else 0.5
         self.error = 0
 
     def add(self, sequence: list[int]) -> bool:

@@ -120,7 +120,8 @@ async def test_drafts_are_on_where_answers_stay_the_same(
 ) -> None:
     """The fingerprint differs only where answers may."""
     drafting, fingerprints = [], []
-    for options in ({}, {"speculate": True}, {"speculate": False}):
+    every: list[dict[str, Any]] = [{}, {"speculate": True}, {"speculate": False}]
+    for options in every:
         async with serving(model_dir, kernels, **options) as (models, client):
             drafting.append((await client.get("/version")).json()["speculate"])
             fingerprints.append(models.served["one"].fingerprint)
@@ -151,7 +152,7 @@ async def test_drafts_change_no_byte_of_answers(model_dir: ModelDirectory) -> No
     """All samplers, stop strings and log-probabilities, several requests at a time and one."""
     answers: list[list[Any]] = []
     for speculate in (True, False):
-        options = {"speculate": speculate, "max_queue": 64}
+        options: dict[str, Any] = {"speculate": speculate, "max_queue": 64}
         async with serving(model_dir, "auto", **options) as (models, client):
 
             async def answer(body: dict[str, Any], client: httpx.AsyncClient = client) -> Any:
