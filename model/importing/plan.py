@@ -13,7 +13,7 @@ from torch import Tensor
 from kvasir.model.config import TransformerConfig
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.families.family import Family
-from kvasir.model.importing.tensors import reorder_rotary_pairs
+from kvasir.model.importing.tensors import module_and_kind, reorder_rotary_pairs
 from kvasir.model.network.skeleton import check_size, parameter_shapes
 from kvasir.model.tensor_files import Shape, StoredTensor
 
@@ -99,7 +99,7 @@ def _take(
 ) -> Callable[[], Tensor]:
     """Return what makes a parameter; the names of its tensors are added to `taken`."""
     layer = (_LAYER.search(name) or ("",))[0]
-    module, _, kind = _LAYER.sub("*", name).rpartition(".")
+    module, kind = module_and_kind(_LAYER.sub("*", name))
     if name.startswith(_ENCODER) and config.encoder is not None:
         config = config.encoder
     source = family.source(module)

@@ -41,8 +41,22 @@ class Source:
         return [module.replace("#", str(expert)) for expert in experts for module in self.modules]
 
 
+_KINDS = {"weight": "weight", "bias": "bias", "gamma": "weight", "beta": "bias"}  # TensorFlow's too
+
+
+def module_and_kind(name: str) -> tuple[str, str]:
+    """Return the module of a tensor, and "weight" or "bias".
+
+    A parameter that is neither is a module of its own.
+    """
+    module, _, kind = name.rpartition(".")
+    if kind in _KINDS:
+        return module, _KINDS[kind]
+    return name, "bias" if name.endswith("bias") else "weight"
+
+
 _PARENTS = {  # our modules of a layer that are within another one
-    **dict.fromkeys(("qkv", "output", "query_norm", "key_norm"), "attention."),
+    **dict.fromkeys(("qkv", "output", "query_norm", "key_norm", "sinks"), "attention."),
     **dict.fromkeys(("up", "down", "router", "expert_up", "expert_down"), "feed_forward."),
     **dict.fromkeys(("query", "key_value"), "cross_attention."),
 }
@@ -94,6 +108,15 @@ def of_experts(*modules: str) -> Source:
     return Source(modules, shapes, part=lambda made, i: made[i // n, i % n :: n])
 
 
+def in_halves(module: str) -> Source:
+    """Return the source of experts' matrices [experts, out, in] of gates before what they gate."""
+
+    def join(tensors: list[Tensor], _: TransformerConfig) -> Tensor:
+        return tensors[0].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+
+    return Source((module,), join=join)
+
+
 def transposed_experts(module: str) -> Source:
     """Return the source of experts' matrices [experts, in, out]; their biases are as ours."""
     return Source(
@@ -113,6 +136,16 @@ def interleaved_by_head(module: str) -> Source:
         groups = tensors[0].unflatten(0, (config.n_kv_head, config.n_groups + 2, config.head_dim))
         parts = groups.split([config.n_groups, 1, 1], dim=1)
         return torch.cat([part.flatten(0, 2) for part in parts])
+
+    return Source((module,), join=join)
+
+
+def in_blocks(module: str, count: int, order: str) -> Source:
+    """Return the source of rows in blocks, each with as many heads of q, k and v in some order."""
+
+    def join(tensors: list[Tensor], _: TransformerConfig) -> Tensor:
+        parts = tensors[0].unflatten(0, (count, 3, -1)).unbind(1)
+        return torch.cat([parts[order.index(part)].flatten(0, 1) for part in "qkv"])
 
     return Source((module,), join=join)
 
@@ -155,6 +188,23 @@ def computed(table: Callable[[int, int], Tensor]) -> Source:
     table: returns [n_positions, d_model] for both numbers.
     """
     return Source((), lambda *_: [], lambda _, config: table(config.max_model_len, config.d_model))
+
+
+def halves(angles: Tensor) -> Tensor:
+    """Return the sines of angles [positions, d_model / 2], followed by their cosines."""
+    return torch.cat((angles.sin(), angles.cos()), dim=1).float()
+
+
+def fairseq_sinusoids(n_positions: int, d_model: int) -> Tensor:
+    """Return fairseq's table: the last pair turns 1/10000 a position, and the first one is 2."""
+    steps = torch.arange(d_model // 2, dtype=torch.float64) / (d_model // 2 - 1)
+    places = torch.arange(2, n_positions + 2, dtype=torch.float64)
+    return halves(torch.outer(places, 10000.0**-steps))
+
+
+def all_ones() -> Source:
+    """Return the source of a norm without weights."""
+    return Source((), lambda *_: [], lambda *_: torch.ones(()))
 
 
 def first_rows(source: Source, count: int) -> Source:

@@ -19,7 +19,7 @@ from kvasir.model.importing.families.encoder_decoders import ENCODER_DECODERS
 from kvasir.model.importing.families.encoders import ENCODERS
 from kvasir.model.importing.families.family import NEUTRAL
 from kvasir.model.presets import preset
-from tests.kit.huggingface_checkpoints import FAMILIES as CHECKPOINTS
+from tests.kit.families import FAMILIES as CHECKPOINTS
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -168,10 +168,7 @@ def test_growth_and_amplitude_are_read() -> None:
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_the_older_style_of_rotary_parameters_is_the_same(name: str) -> None:
     """The older style has rope_theta beside rope_scaling; two families have names of their own."""
-    architecture, new = CHECKPOINTS[name]
-    family = next(
-        key for key, known in DECODERS.items() if known.architectures[1] == f"{architecture}Model"
-    )
+    family, new = CHECKPOINTS[name]
     old = {key: value for key, value in new.items() if key != "rope_parameters"}
     rope = dict(new.get("rope_parameters", {}))
     if in_windows := rope.pop("sliding_attention", None):

@@ -13,7 +13,8 @@ from kvasir.model.checkpoint import load_checkpoint
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.sampling.params import SamplingParams
 from tests.kit.engine_driver import make_sequence, run_to_end
-from tests.kit.huggingface_checkpoints import FAMILIES, LENGTH, make_model, save_checkpoint
+from tests.kit.families import FAMILIES, LENGTH
+from tests.kit.huggingface_checkpoints import make_model, save_checkpoint
 from tests.kit.random_models import RandomModel
 
 N_NEW = 64

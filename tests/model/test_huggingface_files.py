@@ -28,6 +28,7 @@ from torch import Tensor
 from kvasir.model import tensor_files
 from kvasir.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from kvasir.model.template.chat_template import ChatTemplate
+from tests.kit.families import FAMILIES as CHECKPOINTS
 from tests.kit.huggingface_checkpoints import (
     BOS,
     EOS,
@@ -38,7 +39,6 @@ from tests.kit.huggingface_checkpoints import (
     set_tensors,
     set_values,
 )
-from tests.kit.huggingface_checkpoints import FAMILIES as CHECKPOINTS
 
 Folders = Callable[[str], Path]
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]

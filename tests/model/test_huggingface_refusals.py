@@ -122,7 +122,11 @@ REFUSALS: dict[str, tuple[Break, str]] = {
     "config that is no object": (write("config.json", "[]"), r"config\.json must hold a JSON"),
     "another model": (
         set_values("config.json", model_type="t5", architectures=["T5Model"]),
-        r"describes T5Model of model_type 't5'; supported are LlamaForCausalLM .*mistral3",
+        r"describes T5Model of model_type 't5'; supported are T5ForConditionalGeneration",
+    ),
+    "a new model": (
+        set_values("config.json", model_type="llama9", architectures=["Llama9"]),
+        r"model_type 'llama9'; the nearest that is computed is 'llama'; supported are bart, .*xglm",
     ),
     "no model type": (
         set_values("config.json", model_type=None, architectures=None),

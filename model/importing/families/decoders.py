@@ -1,18 +1,24 @@
 """The published decoders that Kvasir reads.
 
-To add one, add a `Family` to DECODERS or, where its tensors have Llama's names, to `llamas.py`; its
-fields say what belongs there. Keys, defaults and tensor names are those of Hugging Face
-transformers.
+To add one, add a `Family` to DECODERS or, where its tensors have Llama's names, to `llamas.py` or
+`mixtures.py`; its fields say what belongs there. Keys, defaults and tensor names are those of
+Hugging Face transformers.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from kvasir.model.importing.families.family import Family
-from kvasir.model.importing.families.llamas import LLAMAS, QKV, ROPE
+from kvasir.model.importing.families.llamas import LLAMAS
+from kvasir.model.importing.families.mixtures import MIXTURES
 from kvasir.model.importing.families.options import Options, refuse
+from kvasir.model.importing.families.traits import QKV, ROPE
 from kvasir.model.importing.tensors import (
+    computed,
+    fairseq_sinusoids,
+    in_blocks,
     in_layers,
     interleaved_by_head,
     pairs_apart,
@@ -21,6 +27,7 @@ from kvasir.model.importing.tensors import (
     without_rows,
 )
 
+_LAYER_NORM = {"norm": "layernorm", "norm_eps": 1e-5}
 _ALL_BIASES = dict.fromkeys(("qkv_bias", "output_bias", "feed_forward_bias"), True)
 _GPT = {"hidden_act": "gelu_new", "rms_norm_eps": 1e-5}
 _GPT_NAMES = {
@@ -32,6 +39,17 @@ _GPT_NAMES = {
     "hidden_act": "activation_function",
     "rms_norm_eps": "layer_norm_epsilon",
 }
+_MPT_ATTENTION = {"alibi": True, "alibi_bias_max": 8, "qk_ln": False, "prefix_lm": False}
+_MPT_ATTENTION |= {"clip_qkv": None, "attn_type": "multihead_attention"}
+_FAIRSEQ = in_layers(
+    "layers.*.",
+    attention_norm="self_attn_layer_norm",
+    feed_forward_norm="final_layer_norm",
+    qkv=QKV,
+    output="self_attn.out_proj",
+    up="fc1",
+    down="fc2",
+)
 _FALCON_MODULES = {"embedding": "word_embeddings", "norm": "ln_f", "head": "lm_head"} | in_layers(
     "h.*.",
     qkv=interleaved_by_head("self_attention.query_key_value"),
@@ -54,9 +72,40 @@ def _gptj_rotary_dim(options: Options) -> int | None:
     return None if turned == head_dim else turned
 
 
+def _always_four_times(options: Options) -> int:
+    return 4 * options.whole("hidden_size")
+
+
 def _four_times(options: Options) -> Any:
     inner = options["intermediate_size"]
-    return 4 * options.whole("hidden_size") if inner is None else inner
+    return _always_four_times(options) if inner is None else inner
+
+
+def _gpt_neo_windows(options: Options) -> list[int]:
+    kinds = list[Any]()
+    given = options["attention_types"] or [[["global", "local"], 12]]
+    for pair in given if isinstance(given, list) else [given]:
+        if not isinstance(pair, list) or list(map(type, pair)) != [list, int]:
+            raise refuse("attention_types", pair, "pairs of kinds of layers and a number")
+        kinds += pair[0] * min(pair[1], options.whole("num_hidden_layers"))
+    if len(kinds) != options.whole("num_hidden_layers"):
+        raise refuse("attention_types", options["attention_types"], "one for each layer")
+    return [layer for layer, kind in enumerate(kinds) if kind == "local"]
+
+
+def _mpt_attention(options: Options) -> Any:
+    """Refuse what MPT's attention has besides ALiBi; return its scale."""
+    given = options["attn_config"] or {}
+    if not isinstance(given, dict):
+        raise refuse("attn_config", given, "an object")
+    for key, value in _MPT_ATTENTION.items():
+        if given.get(key, value) not in (value, None):
+            raise refuse(f"attn_config.{key}", given[key], f"only {value!r}")
+    return given.get("softmax_scale")
+
+
+def _scaled_embedding(options: Options) -> float:
+    return math.sqrt(options.whole("hidden_size")) if options["scale_embedding"] else 1.0
 
 
 def _opt_width(options: Options) -> int:
@@ -67,22 +116,28 @@ def _opt_width(options: Options) -> int:
 
 
 # fmt: off
-DECODERS: dict[str, Family] = LLAMAS | {
+_GPT2_FIELDS = _ALL_BIASES | {
+    "position": "learned", "norm": "layernorm", "d_ff": _four_times,
+    "attention_scale": lambda options: None if options["scale_attn_weights"] else 1.0}
+_GPT2_MODULES = {
+    "embedding": "wte", "position_embedding": "wpe", "norm": "ln_f", "head": "lm_head",
+} | in_layers(
+    "h.*.", attention_norm="ln_1", feed_forward_norm="ln_2",
+    qkv=transposed("attn.c_attn"), output=transposed("attn.c_proj"),
+    up=transposed("mlp.c_fc"), down=transposed("mlp.c_proj"))
+_GPTJ_FIELDS = {"norm": "layernorm", "parallel_residual": True, "feed_forward_bias": True,
+                "head_bias": True, "d_ff": _four_times, "rotary_dim": _gptj_rotary_dim}
+_GPTJ_MODULES = {"embedding": "wte", "norm": "ln_f", "head": "lm_head"} | in_layers(
+    "h.*.", attention_norm="ln_1", feed_forward_norm="ln_1",
+    qkv=pairs_apart(stacked(*(f"attn.{part}_proj" for part in "qkv"))),
+    output="attn.out_proj", up="mlp.fc_in", down="mlp.fc_out")
+DECODERS: dict[str, Family] = LLAMAS | MIXTURES | {
     "gpt2": Family(
         architectures=("GPT2LMHeadModel", "GPT2Model"),
         shape=(50257, 768, None, 12, 12, None, 1024), tokens=(50256, 50256),
         defaults=_GPT | {"scale_attn_weights": True, "tie_word_embeddings": True},
         names=_GPT_NAMES, only={"scale_attn_by_inverse_layer_idx": (False,)},
-        fields=_ALL_BIASES | {
-            "position": "learned", "norm": "layernorm", "d_ff": _four_times,
-            "attention_scale": lambda options: None if options["scale_attn_weights"] else 1.0},
-        gated=False, prefixes=("transformer.",),
-        modules={
-            "embedding": "wte", "position_embedding": "wpe", "norm": "ln_f", "head": "lm_head",
-        } | in_layers(
-            "h.*.", attention_norm="ln_1", feed_forward_norm="ln_2",
-            qkv=transposed("attn.c_attn"), output=transposed("attn.c_proj"),
-            up=transposed("mlp.c_fc"), down=transposed("mlp.c_proj")),
+        fields=_GPT2_FIELDS, gated=False, prefixes=("transformer.",), modules=_GPT2_MODULES,
     ),
     "gpt_neox": Family(
         architectures=("GPTNeoXForCausalLM", "GPTNeoXModel"),
@@ -101,6 +156,95 @@ DECODERS: dict[str, Family] = LLAMAS | {
             qkv=interleaved_by_head("attention.query_key_value"), output="attention.dense",
             up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
     ),
+    "gpt_bigcode": Family(
+        architectures=("GPTBigCodeForCausalLM", "GPTBigCodeModel"),
+        shape=(50257, 768, None, 12, 12, None, 1024), tokens=(50256, 50256),
+        defaults=_GPT | {"hidden_act": "gelu_pytorch_tanh", "scale_attn_weights": True,
+                         "tie_word_embeddings": True, "multi_query": True},
+        names=_GPT_NAMES,
+        fields=_GPT2_FIELDS | {
+            "n_kv_head": lambda options: 1 if options["multi_query"] else options.whole(
+                "num_attention_heads")},
+        gated=False, prefixes=("transformer.",),
+        modules=_GPT2_MODULES | in_layers(
+            "h.*.", qkv=interleaved_by_head("attn.c_attn"), output="attn.c_proj",
+            up="mlp.c_fc", down="mlp.c_proj"),
+    ),
+    "gpt_neo": Family(
+        architectures=("GPTNeoForCausalLM", "GPTNeoModel"),
+        shape=(50257, 2048, None, 24, 16, None, 2048), tokens=(50256, 50256),
+        defaults=_GPT | {"sliding_window": 256, "attention_types": None,
+                         "tie_word_embeddings": True},
+        names={"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads",
+               "hidden_act": "activation_function", "rms_norm_eps": "layer_norm_epsilon",
+               "sliding_window": "window_size"},
+        fields={"position": "learned", "norm": "layernorm", "d_ff": _four_times,
+                "attention_scale": 1.0, "output_bias": True, "feed_forward_bias": True},
+        gated=False, windowed=_gpt_neo_windows, prefixes=("transformer.",),
+        modules=_GPT2_MODULES | in_layers(
+            "h.*.", qkv=stacked(*(f"attn.attention.{part}_proj" for part in "qkv")),
+            output="attn.attention.out_proj", up="mlp.c_fc", down="mlp.c_proj"),
+    ),
+    "openai-gpt": Family(
+        architectures=("OpenAIGPTLMHeadModel", "OpenAIGPTModel"),
+        shape=(40478, 768, None, 12, 12, None, 512), tokens=(None, None),
+        defaults=_GPT | {"tie_word_embeddings": True}, names=_GPT_NAMES,
+        only={"afn": ("gelu",)},  # which is gelu_new
+        fields=_ALL_BIASES | {"position": "learned", "norm": "layernorm",
+                              "norm_placement": "post", "d_ff": _always_four_times},
+        gated=False, prefixes=("transformer.",),
+        modules=_GPT2_MODULES | {
+            "embedding": "tokens_embed", "position_embedding": "positions_embed"},
+    ),
+    "biogpt": Family(
+        architectures=("BioGptForCausalLM", "BioGptModel"),
+        shape=(42384, 1024, 4096, 24, 16, None, 1024), tokens=(0, 2),
+        defaults={"hidden_act": "gelu", "scale_embedding": True, "tie_word_embeddings": True},
+        fields=_ALL_BIASES | _LAYER_NORM | {"position": "learned",
+                                            "embedding_scale": _scaled_embedding},
+        gated=False, prefixes=("biogpt.",),
+        modules=_FAIRSEQ | {
+            "embedding": "embed_tokens", "norm": "layer_norm", "head": "output_projection",
+            "position_embedding": without_rows("embed_positions", 2)},
+    ),
+    "xglm": Family(
+        architectures=("XGLMForCausalLM", "XGLMModel"),
+        shape=(256008, 1024, 4096, 24, 16, None, 2048), tokens=(0, 2),
+        defaults={"hidden_act": "gelu", "scale_embedding": True, "tie_word_embeddings": True},
+        names={"hidden_size": "d_model", "intermediate_size": "ffn_dim",
+               "num_hidden_layers": "num_layers", "num_attention_heads": "attention_heads",
+               "hidden_act": "activation_function"},
+        fields=_ALL_BIASES | _LAYER_NORM | {"position": "learned",
+                                            "embedding_scale": _scaled_embedding},
+        gated=False, unused=("embed_positions",),
+        modules=_FAIRSEQ | {
+            "embedding": "embed_tokens", "norm": "layer_norm", "head": "lm_head",
+            "position_embedding": computed(fairseq_sinusoids)},
+    ),
+    "mpt": Family(
+        architectures=("MptForCausalLM", "MptModel"),
+        shape=(50368, 2048, None, 24, 16, None, 2048), tokens=(None, None),
+        defaults={"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "attn_config": None},
+        names={"hidden_size": "d_model", "num_hidden_layers": "n_layers",
+               "num_attention_heads": "n_heads", "rms_norm_eps": "layer_norm_epsilon",
+               "max_position_embeddings": "max_seq_len"},
+        only={"no_bias": (True,), "logit_scale": (None,), "embedding_fraction": (1.0,)},
+        fields={"position": "alibi", "norm": "layernorm", "norm_bias": False,
+                "d_ff": _always_four_times,
+                "feed_forward": "gelu", "attention_scale": _mpt_attention},
+        prefixes=("transformer.",),
+        modules={"embedding": "wte", "norm": "norm_f", "head": "lm_head"} | in_layers(
+            "blocks.*.", attention_norm="norm_1", feed_forward_norm="norm_2", qkv="attn.Wqkv",
+            output="attn.out_proj", up="ffn.up_proj", down="ffn.down_proj"),
+    ),
+    "codegen": Family(
+        architectures=("CodeGenForCausalLM", "CodeGenModel"),
+        shape=(50400, 4096, None, 28, 16, None, 2048), tokens=(50256, 50256),
+        defaults=_GPT | {"rotary_dim": 64, "tie_word_embeddings": False}, names=_GPT_NAMES,
+        fields=_GPTJ_FIELDS, gated=False, prefixes=("transformer.",),
+        modules=_GPTJ_MODULES | in_layers(
+            "h.*.", qkv=pairs_apart(in_blocks("attn.qkv_proj", 4, "qvk"))),
+    ),
     "opt": Family(
         architectures=("OPTForCausalLM", "OPTModel"),
         shape=(50272, 768, 3072, 12, 12, None, 2048), tokens=(2, 2),
@@ -113,11 +257,7 @@ DECODERS: dict[str, Family] = LLAMAS | {
         fields={"position": "learned", "norm": "layernorm", "norm_eps": 1e-5,
                 "d_model": _opt_width},
         gated=False, prefixes=("model.decoder.", "decoder."),
-        modules=in_layers(
-            "layers.*.", attention_norm="self_attn_layer_norm",
-            feed_forward_norm="final_layer_norm", qkv=QKV, output="self_attn.out_proj",
-            up="fc1", down="fc2",
-        ) | {
+        modules=_FAIRSEQ | {
             "embedding": "embed_tokens", "norm": "final_layer_norm", "head": "lm_head",
             "position_embedding": without_rows("embed_positions", 2)},
     ),
@@ -147,7 +287,7 @@ DECODERS: dict[str, Family] = LLAMAS | {
                "max_position_embeddings": "seq_length"},
         only={"apply_residual_connection_post_layernorm": (False,)},
         fields=_ALL_BIASES | {"position": "alibi", "norm": "layernorm", "embedding_norm": True,
-                              "d_ff": lambda options: 4 * options.whole("hidden_size"),
+                              "d_ff": _always_four_times,
                               "feed_forward": "gelu_tanh"},
         prefixes=("transformer.",),
         modules=_FALCON_MODULES | {"embedding_norm": "word_embeddings_layernorm"} | in_layers(
@@ -157,13 +297,7 @@ DECODERS: dict[str, Family] = LLAMAS | {
         architectures=("GPTJForCausalLM", "GPTJModel"),
         shape=(50400, 4096, None, 28, 16, None, 2048), tokens=(50256, 50256),
         defaults=_GPT | {"rotary_dim": 64, "tie_word_embeddings": False}, names=_GPT_NAMES,
-        fields={"norm": "layernorm", "parallel_residual": True, "feed_forward_bias": True,
-                "head_bias": True, "d_ff": _four_times, "rotary_dim": _gptj_rotary_dim},
-        gated=False, prefixes=("transformer.",),
-        modules={"embedding": "wte", "norm": "ln_f", "head": "lm_head"} | in_layers(
-            "h.*.", attention_norm="ln_1", feed_forward_norm="ln_1",
-            qkv=pairs_apart(stacked(*(f"attn.{part}_proj" for part in "qkv"))),
-            output="attn.out_proj", up="mlp.fc_in", down="mlp.fc_out"),
+        fields=_GPTJ_FIELDS, gated=False, prefixes=("transformer.",), modules=_GPTJ_MODULES,
     ),
 }
 # Models that also see images: their architecture, and the usual model_type of their text part.

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from kvasir.model.importing.families.family import Family
-from kvasir.model.importing.families.llamas import QKV
 from kvasir.model.importing.families.options import Options, refuse
+from kvasir.model.importing.families.traits import QKV
 from kvasir.model.importing.tensors import (
     Source,
     computed,
+    fairseq_sinusoids,
+    halves,
     in_layers,
     stacked,
     without_first_axis,
@@ -109,22 +111,10 @@ def _bart_names(side: str) -> dict[str, str]:
     }
 
 
-def _halves(angles: Tensor) -> Tensor:
-    """Return the sines of angles [positions, d_model / 2], followed by their cosines."""
-    return torch.cat((angles.sin(), angles.cos()), dim=1).float()
-
-
 def _marian_sinusoids(n_positions: int, d_model: int) -> Tensor:
     """Vaswani et al. 2017, section 3.5, with all sines before all cosines."""
     pairs = torch.arange(0, d_model, 2, dtype=torch.float64) / d_model
-    return _halves(torch.outer(torch.arange(n_positions, dtype=torch.float64), 10000.0**-pairs))
-
-
-def _fairseq_sinusoids(n_positions: int, d_model: int) -> Tensor:
-    """Like Marian's, but the last pair turns 1/10000 a position, and the first position is 2."""
-    steps = torch.arange(d_model // 2, dtype=torch.float64) / (d_model // 2 - 1)
-    places = torch.arange(2, n_positions + 2, dtype=torch.float64)
-    return _halves(torch.outer(places, 10000.0**-steps))
+    return halves(torch.outer(torch.arange(n_positions, dtype=torch.float64), 10000.0**-pairs))
 
 
 def _with_sinusoids(family: Family, table: Callable[[int, int], Tensor]) -> Family:
@@ -249,7 +239,7 @@ ENCODER_DECODERS: dict[str, Family] = {
         _like_bart("M2M100ForConditionalGeneration", fields=_PRE,
                    defaults={"scale_embedding": True, "hidden_act": "relu"},
                    shape=(128112, 1024, 4096, 12, 16, None, 1024)),
-        _fairseq_sinusoids),
+        fairseq_sinusoids),
     "pegasus": _with_sinusoids(
         _like_bart("PegasusForConditionalGeneration", fields=_PRE, tokens=(None, 1),
                    start_token=0),

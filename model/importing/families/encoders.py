@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from kvasir.model.importing.families.family import Dense, Family
-from kvasir.model.importing.families.llamas import ROPE
 from kvasir.model.importing.families.options import Options
+from kvasir.model.importing.families.traits import ROPE
 from kvasir.model.importing.tensors import in_layers, stacked, without_rows
 
 

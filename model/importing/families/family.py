@@ -13,7 +13,7 @@ from typing import Any
 from kvasir.model.config import Activation, TransformerConfig
 from kvasir.model.importing.families.options import Options, only, refuse
 from kvasir.model.importing.families.positions import head_dim, rotary_fields, window_fields
-from kvasir.model.importing.tensors import Source, scaled
+from kvasir.model.importing.tensors import Source, module_and_kind, scaled
 
 _MOST_LAYERS = 10_000
 _GELU_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh")
@@ -21,8 +21,7 @@ _PLAIN = {"gelu": "gelu", "gelu_python": "gelu", **dict.fromkeys(_GELU_TANH, "ge
 _PLAIN |= {"relu": "relu", "silu": "silu", "swish": "silu"}
 _GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_python": "geglu"}
 _GATED |= dict.fromkeys(_GELU_TANH, "geglu_tanh")
-# Names of tensors for all experts, which lack the ending of a linear layer's.
-_OF_ALL_EXPERTS = re.compile(r"(\.experts\.\w+_proj)(?:_(bias))?$")
+_OF_ALL_EXPERTS = re.compile(r"(?<=_proj)_(?=bias$)")
 # fmt: off
 _SHAPE = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
@@ -84,7 +83,7 @@ class Family:
     # if they are stored differently. `*` stands for a layer.
     modules: Mapping[str, str | Source]
     shape: tuple[int | None, ...]  # defaults of vocab_size to max_position_embeddings in _SHAPE
-    tokens: tuple[int | None, int | None]  # defaults of bos_token_id and eos_token_id
+    tokens: tuple[int | None, int | list[int] | None]  # of bos_token_id and eos_token_id
     defaults: dict[str, Any]  # every other key that is read
     names: Mapping[str, str] = field(default_factory=dict)  # the family's own names of keys
     # By field of TransformerConfig: its value, or a function of the options.
@@ -94,6 +93,7 @@ class Family:
     scalings: tuple[str, ...] = ("linear", "llama3", "yarn")  # of rotary positions
     # Returns the layers with a sliding window, where layer_types does not list them.
     windowed: Callable[[Options], Iterable[int]] | None = None
+    rotary_in_windows: bool = False  # and in no other layer, where there are windows
     # By our module: a factor of its weight and bias, which are then float32.
     scales: Mapping[str, Callable[[Options], float]] = field(default_factory=dict)
     prefixes: tuple[str, ...] = ("model.",)  # of tensor names; a file has one or none
@@ -108,7 +108,7 @@ class Family:
 
     def options(self, values: Mapping[str, Any]) -> Options:
         """Return the keys that the family reads from a config.json."""
-        defaults = dict(zip(_SHAPE, self.shape + self.tokens, strict=True)) | self.defaults
+        defaults = dict(zip(_SHAPE, (*self.shape, *self.tokens), strict=True)) | self.defaults
         read = {}
         for key, default in defaults.items():
             names = (*self.names.get(key, key).split("|"), key)  # "a|b" is b where there is no a
@@ -124,7 +124,7 @@ class Family:
         if self.variant is not None:
             modules |= self.variant(options)
         for module, factor in self.scales.items():
-            if (by := factor(options)) != 1.0:
+            if module in modules and (by := factor(options)) != 1.0:
                 modules[module] = scaled(self.source(module), by)
         if self.encoder is not None:
             inner = self.encoder.adapted(values).modules
@@ -155,7 +155,9 @@ class Family:
         if "rope_theta" in options:
             fields |= rotary_fields(options, self.scalings)
         if self.windowed is not None:
-            fields |= window_fields(options, self.windowed)
+            fields |= window_fields(
+                options, self.windowed, rotary_in_windows=self.rotary_in_windows
+            )
             if fields["sliding_window"] is None:
                 fields.pop("sliding_window_rope_theta", None)
         grouped = options["num_key_value_heads"] is not None
@@ -178,11 +180,8 @@ class Family:
         return Source((place,)) if isinstance(place, str) else place
 
     def plain_name(self, tensor: str) -> str:
-        """Return a tensor's name without its prefix, as `modules` has it."""
-        tensor = _OF_ALL_EXPERTS.sub(lambda match: f"{match[1]}.{match[2] or 'weight'}", tensor)
+        """Return a tensor's module without its prefix, as `modules` has it, and its kind."""
+        tensor = _OF_ALL_EXPERTS.sub(".", tensor)
         prefix = next((prefix for prefix in self.prefixes if tensor.startswith(prefix)), "")
-        module, _, kind = tensor.removeprefix(prefix).rpartition(".")
-        kind = {"gamma": "weight", "beta": "bias"}.get(kind, kind)  # as TensorFlow named norms'
-        if not module:  # final_logits_bias
-            module, kind = kind, "bias"
+        module, kind = module_and_kind(tensor.removeprefix(prefix))
         return f"{self.former_names.get(module, module)}.{kind}"

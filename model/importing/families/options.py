@@ -37,8 +37,16 @@ class Options(dict[str, Any]):
             return value
         raise self._wrong(key, "a positive number", value)
 
+    def layer_kinds(self, key: str, kinds: tuple[str, ...]) -> list[str] | None:
+        """Return the kind of each layer; None where none are listed. Raises UnsupportedError."""
+        given, n_layers = self.get(key), self.whole("num_hidden_layers")
+        is_list = isinstance(given, list) and len(given) == n_layers
+        if given is not None and (not is_list or any(kind not in kinds for kind in given)):
+            raise refuse(key, given, f"{n_layers} layers of {' or '.join(kinds)}")
+        return given
+
     def _wrong(self, key: str, wanted: str, value: object) -> UnsupportedError:
-        name = self.names.get(key, key)
+        name = self.names.get(key, key).partition("|")[0]
         return UnsupportedError(f"config.json's {name} must be {wanted}, not {value!r}")
 
 

@@ -73,8 +73,8 @@ def _rope_scaling(
 ) -> dict[str, Any] | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     kind = "longrope" if kind == "su" else kind  # its former name
-    if kind == "default":
-        return None
+    if kind in ("default", "dynamic") and kind in ("default", *scalings):
+        return None  # dynamic ones (NTK) stretch beyond max_position_embeddings alone
     if kind not in scalings:
         raise refuse("rope_scaling", kind, f"only {', '.join(('default', *scalings))}")
     if kind == "linear":
@@ -114,20 +114,27 @@ def _rope_scaling(
     }
 
 
-def window_fields(options: Options, windowed: Callable[[Options], Iterable[int]]) -> dict[str, Any]:
-    """Return the window and the layers that have it; a window in no layer is no window."""
+def window_fields(
+    options: Options,
+    windowed: Callable[[Options], Iterable[int]],
+    *,
+    rotary_in_windows: bool = False,
+) -> dict[str, Any]:
+    """Return the window and the layers that have it; a window in no layer is no window.
+
+    rotary_in_windows: other layers turn nothing, in a model that has windows.
+    """
     layers: tuple[int, ...] = ()
-    n_layers, types = options.whole("num_hidden_layers"), options["layer_types"]
+    fields: dict[str, Any] = {}
     if options["sliding_window"] is not None and options.get("use_sliding_window", True):
         layers = tuple(windowed(options))
-        if types is not None:
-            listed = isinstance(types, list) and len(types) == n_layers
-            if not listed or any(kind not in _LAYER_TYPES for kind in types):
-                wanted = f"{n_layers} layers of {' or '.join(_LAYER_TYPES)}"
-                raise refuse("layer_types", types, wanted)
+        if (types := options.layer_kinds("layer_types", _LAYER_TYPES)) is not None:
             layers = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
+        if rotary_in_windows:
+            others = set(range(options.whole("num_hidden_layers"))) - set(layers)
+            fields["layers_without_rotary"] = tuple(sorted(others))
     window = options["sliding_window"] if layers else None
-    return {"sliding_window": window, "sliding_window_layers": layers or None}
+    return fields | {"sliding_window": window, "sliding_window_layers": layers or None}
 
 
 def layers_without_rotary(options: Options) -> tuple[int, ...]:

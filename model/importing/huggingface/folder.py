@@ -36,6 +36,7 @@ from kvasir.model.importing.huggingface.tokenizer import (
 from kvasir.model.importing.plan import plan_parameters
 from kvasir.model.importing.quantized import restore
 from kvasir.model.importing.quantized_formats import QUANTIZATION_KEYS
+from kvasir.model.platform.suggestions import nearest
 from kvasir.model.tensor_files import list_tensors, weight_files
 
 _KNOWN = DECODERS | ENCODERS | ENCODER_DECODERS
@@ -88,11 +89,12 @@ def _find_family(values: dict[str, Any], notes: list[str]) -> tuple[Family, dict
         text_kind = values["model_type"]
         family = _KNOWN.get(text_kind) if isinstance(text_kind, str) else None
     if family is None:
-        supported = ", ".join(f"{names[0]} ({key})" for key, names in accepted.items())
-        raise UnsupportedError(
-            f"{CONFIG_FILE} describes {' '.join(names) or 'a model'} of model_type {kind!r}; "
-            f"supported are {supported}"
-        )
+        described = f"{CONFIG_FILE} describes {' '.join(names) or 'a model'} of model_type {kind!r}"
+        if isinstance(kind, str) and (own := accepted.get(kind)):
+            raise UnsupportedError(f"{described}; supported are {', '.join(own)}")
+        near = nearest(str(kind), accepted)
+        hint = "" if near is None else f"the nearest that is computed is {near!r}; "
+        raise UnsupportedError(f"{described}; {hint}supported are {', '.join(sorted(accepted))}")
     return family, values
 
 

@@ -1,0 +1,186 @@
+"""What published decoders whose tensors have Llama's names do differently, each said once.
+
+A trait is a part of a `Family` (the arguments of `llama`): the keys of config.json that it reads,
+the fields of TransformerConfig that it sets, and the modules of a layer that it adds or moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from operator import itemgetter
+from typing import Any
+
+from kvasir.model.importing.families.family import Family
+from kvasir.model.importing.families.options import Options
+from kvasir.model.importing.tensors import (
+    in_layers,
+    of_experts,
+    pairs_apart,
+    repeated_for_heads,
+    split_by_head,
+    stacked,
+)
+
+Trait = Mapping[str, Any]
+_MERGED = ("keys", "layers")
+Windows = Callable[[Options], Iterable[int]]
+ROPE: dict[str, Any] = {"rope_theta": 10000.0, "rope_scaling": None, "rope_parameters": None}
+ROPE |= {"original_max_position_embeddings": None}
+QKV = stacked(*(f"self_attn.{part}_proj" for part in "qkv"))
+IN, MIDDLE, LAST = "input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
+AS_LLAMA = ("LlamaForCausalLM", "LlamaModel")  # classes that some types share
+_MODULES: dict[str, Any] = {"embedding": "embed_tokens", "head": "lm_head"}
+_LLAMA: Trait = {
+    "norm": "norm",
+    "keys": ROPE
+    | {"hidden_act": "silu", "head_dim": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+    "layers": {
+        "attention_norm": IN,
+        "qkv": QKV,
+        "output": "self_attn.o_proj",
+        "feed_forward_norm": MIDDLE,
+        "up": stacked("mlp.gate_proj", "mlp.up_proj"),
+        "down": "mlp.down_proj",
+    },
+}
+
+
+def llama(
+    name: str,
+    shape: tuple[int | None, ...],
+    tokens: tuple[int | None, int | list[int] | None] = (1, 2),
+    *traits: Trait,
+    body: str | None = None,
+    also: tuple[str, ...] = (),
+    without: tuple[str, ...] = (),
+    **own: Any,
+) -> Family:
+    """Return a family with Llama's modules and keys, changed by `traits` and then by `own`.
+
+    body: the name without a head, if it differs. also: further architectures. without: keys, and
+    modules of a layer, that it has not. Of traits and `own`: keys, of config.json with their
+    defaults; layers, places of modules of a layer by the last part of our name; norm, that of the
+    last one; others as `Family` has them.
+    """
+    given: dict[str, Any] = {}
+    for trait in (_LLAMA, *traits, own):
+        for part, value in trait.items():
+            merges = isinstance(value, Mapping)
+            given[part] = {**given.get(part, {}), **value} if merges else value
+    keys, layers = ({k: v for k, v in given.pop(p).items() if k not in without} for p in _MERGED)
+    return Family(
+        architectures=(f"{name}ForCausalLM", f"{body or name}Model", *also),
+        shape=shape,
+        tokens=tokens,
+        defaults=keys,
+        modules=_MODULES | {"norm": given.pop("norm")} | in_layers("layers.*.", **layers),
+        **given,
+    )
+
+
+BIASES: Trait = {"keys": {"attention_bias": False, "mlp_bias": False}}
+ATTENTION_BIAS: Trait = {"keys": {"attention_bias": False}}
+QKV_BIAS: Trait = ATTENTION_BIAS | {"fields": {"output_bias": False}}  # attention_bias is of these
+ONE_BIAS: Trait = {
+    "keys": {"attention_bias": False, "mlp_bias": False},
+    "names": {"attention_bias": "use_bias", "mlp_bias": "use_bias"},
+}
+LAYER_NORM: Trait = {
+    "keys": {"rms_norm_eps": 1e-5},
+    "names": {"rms_norm_eps": "layer_norm_eps"},
+    "fields": {"norm": "layernorm"},
+}
+NORMS_AFTER: Trait = {
+    "fields": {"norm_placement": "output"},
+    "layers": {"attention_output_norm": MIDDLE, "feed_forward_output_norm": LAST},
+}
+NORMS_BEFORE_AND_AFTER: Trait = {"fields": {"norm_placement": "both"}}
+HEAD_NORMS: Trait = {
+    "fields": {"qk_norm": True},
+    "layers": {
+        "query_norm": repeated_for_heads("self_attn.q_norm"),
+        "key_norm": repeated_for_heads("self_attn.k_norm"),
+    },
+}
+NORMS_ACROSS_HEADS: Trait = {
+    "fields": {"qk_norm": True, "qk_norm_across_heads": True},
+    "layers": {
+        "query_norm": split_by_head("self_attn.q_norm"),
+        "key_norm": split_by_head("self_attn.k_norm"),
+    },
+}
+PAIRS: Trait = {"layers": {"qkv": pairs_apart(QKV)}}  # rotary pairs are (2i, 2i + 1)
+FUSED_UP: Trait = {"layers": {"up": "mlp.gate_up_proj"}}
+UNGATED: Trait = {"gated": False, "layers": {"up": "mlp.up_proj"}}
+PARALLEL: Trait = {  # one norm for both sublayers
+    "fields": {"parallel_residual": True},
+    "layers": {"feed_forward_norm": IN},
+}
+ROTARY_IN_WINDOWS: Trait = {"rotary_in_windows": True}
+_MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier")
+MULTIPLIERS: Trait = {  # Granite's
+    "keys": dict.fromkeys((*_MULTIPLIERS, "logits_scaling"), 1.0),
+    "scales": {
+        "blocks.*.attention.output": lambda options: options.number("residual_multiplier"),
+        "blocks.*.feed_forward.down": lambda options: options.number("residual_multiplier"),
+        "norm": lambda options: 1.0 / options.number("logits_scaling"),
+    },
+}
+
+
+def every_layer(options: Options) -> range:
+    """Return all layers."""
+    return range(options.whole("num_hidden_layers"))
+
+
+def all_but_every(n: int, key: str | None = None, first: int = 1) -> Windows:
+    """Return the rule that every n-th layer has no window: those that `first` is added to.
+
+    key: that of config.json which may hold another n.
+    """
+
+    def windowed(options: Options) -> list[int]:
+        if options["layer_types"] is not None:  # which say it
+            return []
+        every = n if key is None or options[key] is None else options.whole(key)
+        return [layer for layer in every_layer(options) if (layer + first) % every]
+
+    return windowed
+
+
+def windows(size: int | None, windowed: Windows, **keys: Any) -> Trait:
+    """Return the trait of windows of `size` in the layers of a rule, or of layer_types."""
+    return {"keys": {"sliding_window": size, "layer_types": None, **keys}, "windowed": windowed}
+
+
+def experts(
+    n_experts: int | None,
+    n_chosen: int | None,
+    d_expert: int | None = None,
+    *,
+    router: str = "mlp.gate",
+    count: str = "num_experts",
+    parts: str = "mlp.experts.#.{}_proj",
+    names: tuple[str, str, str] = ("gate", "up", "down"),
+    **fields: Any,
+) -> Trait:
+    """Return the trait of experts, each with tensors of its own, in place of one feed-forward.
+
+    n_experts, n_chosen, d_expert: the defaults of the keys `count`, num_experts_per_tok and
+    moe_intermediate_size; without the last experts are intermediate_size wide.
+    """
+    gate, up, down = (parts.format(name) for name in names)
+    width: dict[str, Any] = {"d_expert": itemgetter("intermediate_size")}
+    keys: dict[str, Any] = {count: n_experts, "num_experts_per_tok": n_chosen}
+    if d_expert is not None:
+        width, keys = {}, keys | {"moe_intermediate_size": d_expert}
+    return {
+        "keys": keys,
+        "only": {"hidden_act": ("silu",)},
+        "fields": {"n_experts": lambda options: options.whole(count), **width, **fields},
+        "layers": {
+            "router": router,
+            "expert_up": of_experts(gate, up),
+            "expert_down": of_experts(down),
+        },
+    }

@@ -1,0 +1,266 @@
+"""Tiny configurations of published decoders, which tests compare with transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LENGTH = 96  # of a row
+WINDOW = 12
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": LENGTH,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_GROUPED = _SHAPE | {"intermediate_size": 96, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
+_QWEN = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+_MIXTURE = _GROUPED | {"tie_word_embeddings": False}
+_GEMMA = _GROUPED | {"head_dim": 32}
+
+
+def rope(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
+
+
+def _rope_by_layer_type(**kinds: dict[str, Any]) -> dict[str, Any]:
+    return {"rope_parameters": kinds}
+
+
+# Name: model_type, configuration.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", _SHAPE),
+    "gpt_neox": ("gpt_neox", _SHAPE | {"intermediate_size": 96, "attention_dropout": 0.1}),
+    "gpt_neox sequential": (
+        "gpt_neox",
+        _SHAPE
+        | {"intermediate_size": 96, "use_parallel_residual": False, "attention_bias": False}
+        | rope("linear", factor=2.0, partial_rotary_factor=0.5),
+    ),
+    "opt": ("opt", _SHAPE | {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "llama": ("llama", _GROUPED | {"tie_word_embeddings": False}),
+    "llama3": (
+        "llama",
+        _GROUPED
+        | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 32}
+        | rope(
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        ),
+    ),
+    "yarn": (
+        "llama",
+        _GROUPED
+        | rope("yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=1.5, mscale=1.5),
+    ),
+    "yarn with two weights": (
+        "llama",
+        _GROUPED
+        | rope(
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=32,
+            truncate=False,
+            mscale=1.5,
+            mscale_all_dim=0.5,
+        ),
+    ),
+    "smollm3": ("smollm3", _GROUPED | {"no_rope_layer_interval": 2}),
+    "mistral": ("mistral", _GROUPED | {"head_dim": 16, "sliding_window": WINDOW}),
+    "qwen2": ("qwen2", _GROUPED | _QWEN),
+    "qwen3": ("qwen3", _GROUPED | {"head_dim": 32, "sliding_window": None}),
+    "qwen3 with windows": (
+        "qwen3",
+        _GROUPED
+        | {"head_dim": 16, "use_sliding_window": True, "sliding_window": WINDOW}
+        | {"layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "phi3": ("phi3", _GROUPED | {"sliding_window": WINDOW}),
+    "phi3 partial": ("phi3", _GROUPED | rope("default", partial_rotary_factor=0.75)),
+    "gemma": ("gemma", _GEMMA),
+    "gemma2": (
+        "gemma2",
+        _GEMMA
+        | {"query_pre_attn_scalar": 24, "sliding_window": WINDOW}
+        | {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 12.0},
+    ),
+    "gemma3": (
+        "gemma3_text",
+        _GEMMA
+        | {"query_pre_attn_scalar": 24, "sliding_window": WINDOW}
+        | {"layer_types": ["sliding_attention", "full_attention"]}
+        | _rope_by_layer_type(
+            full_attention={"rope_type": "linear", "rope_theta": 50000.0, "factor": 4.0},
+            sliding_attention={"rope_type": "default", "rope_theta": 100.0},
+        ),
+    ),
+    "longrope": (
+        "phi3",
+        _GROUPED
+        | {"original_max_position_embeddings": 16}
+        | rope(
+            "longrope",
+            short_factor=[1.0 + i / 8 for i in range(6)],
+            long_factor=[2.0 + i for i in range(6)],
+            partial_rotary_factor=0.75,
+        ),
+    ),
+    "granite": (
+        "granite",
+        _GROUPED
+        | {"embedding_multiplier": 3.0, "attention_multiplier": 0.3}
+        | {"residual_multiplier": 0.7, "logits_scaling": 4.0, "attention_bias": True},
+    ),
+    "granite4": (
+        "granitemoehybrid",
+        _GROUPED
+        | {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "logits_scaling": 4.0}
+        | {"residual_multiplier": 0.7, "num_local_experts": 0, "shared_intermediate_size": 96}
+        | {"layer_types": ["full_attention"] * 2, "position_embedding_type": "rope"},
+    ),
+    "olmo2": ("olmo2", _GROUPED),
+    "olmo3": (
+        "olmo3",
+        _GROUPED
+        | {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+        | _rope_by_layer_type(
+            full_attention={"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0}
+            | {"original_max_position_embeddings": 24},
+            sliding_attention={"rope_type": "default", "rope_theta": 500.0},
+        ),
+    ),
+    "phi": ("phi", _GROUPED | rope("default", partial_rotary_factor=0.5)),
+    "stablelm": (
+        "stablelm",
+        _GROUPED | {"use_qkv_bias": True} | rope("default", partial_rotary_factor=0.25),
+    ),
+    "stablelm parallel": (
+        "stablelm",
+        _GROUPED | {"use_parallel_residual": True} | rope("default", partial_rotary_factor=0.25),
+    ),
+    "starcoder2": ("starcoder2", _GROUPED | {"sliding_window": WINDOW}),
+    "ministral": (
+        "ministral",
+        _GROUPED
+        | {
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "ministral3": (
+        "ministral3",
+        _GROUPED
+        | {"head_dim": 32}
+        | rope(
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=24,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.5,
+        ),
+    ),
+    "falcon": ("falcon", _SHAPE),
+    "falcon with groups": (
+        "falcon",
+        _SHAPE | {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 96},
+    ),
+    "falcon with one norm": (
+        "falcon",
+        _SHAPE
+        | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}
+        | {"bias": True},
+    ),
+    "bloom": ("bloom", _SHAPE),
+    "gptj": ("gptj", _SHAPE | {"rotary_dim": 8}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        _MIXTURE
+        | {"moe_intermediate_size": 32, "mlp_only_layers": [0], "head_dim": 32}
+        | {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True},
+    ),
+    "qwen3_moe with shares of all experts": (
+        "qwen3_moe",
+        _MIXTURE | {"moe_intermediate_size": 64, "num_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        _MIXTURE
+        | {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 32}
+        | {"sliding_window": WINDOW}
+        | rope(
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=32,
+            truncate=False,
+            beta_slow=2.0,
+            attention_factor=1.5,
+        ),
+    ),
+}
+
+WINDOWED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.7,
+}
+_MULTIPLIERS |= {"logits_scaling": 4.0}
+_GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": LENGTH}
+_EXPERTS = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
+# Name, whose first word is the model_type: what it adds.
+_FURTHER: dict[str, dict[str, Any]] = {
+    "internlm3": {"attention_bias": True, "mlp_bias": True, "head_dim": 32}
+    | rope("dynamic", factor=6.0),
+    "iquestcoder": {"head_dim": 32},
+    "cwm": {"head_dim": 32, "bos_token_id": 0, "eos_token_id": [1, 2]} | WINDOWED,
+    "seed_oss": {"head_dim": 32},
+    "ernie4_5": {"head_dim": 32, "use_bias": True},
+    "helium": {"head_dim": 16, "attention_bias": True},
+    "glm": {"head_dim": 32, "eos_token_id": [1, 2, 9999]},
+    "glm4": {"head_dim": 32, "eos_token_id": [1]},
+    "exaone4": WINDOWED,
+    "exaone4 without windows": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    "cohere": {"logit_scale": 0.3},
+    "cohere2": {"logit_scale": 0.3} | WINDOWED,
+    "hyperclovax": _MULTIPLIERS,
+    "hyperclovax without norms after": _MULTIPLIERS | {"use_post_norm": False},
+    "vaultgemma": {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": WINDOW},
+    "olmo": {"attention_bias": True},
+    "gpt_bigcode": _GPT,
+    "gpt_bigcode with many heads": _GPT | {"multi_query": False},
+    "gpt_neo": {"num_layers": 2, "num_heads": 4, "window_size": WINDOW}
+    | {"attention_types": [[["local", "global"], 1]]},
+    "biogpt": {},
+    "mpt": {"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": LENGTH},
+    "mpt with odd heads": {"d_model": 48, "n_layers": 1, "n_heads": 3, "max_seq_len": LENGTH},
+    "xglm": {"d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 96},
+    "codegen": _GPT | {"rotary_dim": 8},
+    "openai-gpt": _GPT,
+    "mixtral": _EXPERTS | {"num_local_experts": 5, "sliding_window": WINDOW},
+    "olmoe": _EXPERTS | {"num_experts": 5, "intermediate_size": 64},
+    "flex_olmo": _EXPERTS | {"num_experts": 5, "norm_topk_prob": True},
+    "granitemoe": _EXPERTS | _MULTIPLIERS | {"num_local_experts": 5},
+    "mellum": _EXPERTS
+    | {"num_experts": 5, "moe_intermediate_size": 32, "mlp_layer_types": ["dense", "sparse"]}
+    | WINDOWED,
+}
+_EVERY_HEAD_ITS_OWN = {"gpt_bigcode", "gpt_neo", "biogpt", "mpt", "xglm", "codegen", "openai-gpt"}
+
+
+def _values(kind: str, more: dict[str, Any]) -> dict[str, Any]:
+    shared = {"num_key_value_heads"} if kind in _EVERY_HEAD_ITS_OWN else set()
+    shared |= {"intermediate_size"} if kind == "openai-gpt" else set()
+    return {key: value for key, value in (_GROUPED | more).items() if key not in shared}
+
+
+FAMILIES |= {
+    name: (name.split()[0], _values(name.split()[0], more)) for name, more in _FURTHER.items()
+}
