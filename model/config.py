@@ -22,8 +22,19 @@ Position = Literal[
 Norm = Literal["rmsnorm", "layernorm"]
 NormPlacement = Literal["pre", "post", "both", "output"]
 FeedForward = Literal[
-    "swiglu", "geglu", "geglu_tanh", "silu", "gelu", "gelu_tanh", "relu", "swiglu_clamped"
+    "swiglu",
+    "geglu",
+    "geglu_tanh",
+    "silu",
+    "gelu",
+    "gelu_tanh",
+    "relu",
+    "relu2",
+    "xielu",
+    "swiglu_clamped",
 ]
+Router = Literal["softmax", "sigmoid"]
+Chosen = Literal["scores", "logits"]
 Activation = Literal["identity", "tanh", "relu", "gelu", "gelu_tanh"]
 LabelActivation = Literal["identity", "sigmoid", "softmax"]
 Size = Annotated[int, Field(strict=True, gt=0, le=2**31 - 1)]
@@ -149,7 +160,9 @@ class TransformerConfig:
     n_kv_head: n_head of them is multi-head attention, 1 is multi-query (Shazeer 2019), a number
     between is grouped-query (Ainslie et al. 2023). qk_norm: RMSNorm over each head of queries and
     keys (Henry et al. 2020), or, with `qk_norm_across_heads`, over all of a token's heads together
-    (OLMo 2, 2025). attention_scale multiplies query · key; None is 1 / sqrt(head_dim).
+    (OLMo 2, 2025), or a LayerNorm over each, as `qk_norm_kind` says; `qk_norm_after_rotary`: once
+    these are turned. qkv_clip: queries, keys and values lie between -qkv_clip and qkv_clip (DBRX,
+    2024). attention_scale multiplies query · key; None is 1 / sqrt(head_dim).
     attention_softcap, logit_softcap: c in c · tanh(x / c), on scores and on logits (Gemma 2, 2024).
     sliding_window: in the layers of `sliding_window_layers` (None: in all) a token sees those that
     are less than so many positions away (Beltagy et al. 2020). attention_sinks: each head has a
@@ -170,13 +183,18 @@ class TransformerConfig:
     alone (and the final one); layers_without_attention_norm normalise no input of attention.
     embedding_norm: the sum of a token's embeddings is normalised too. norm_bias is a LayerNorm's.
     parallel_residual: both sublayers read the block's input (Wang & Komatsuzaki 2021).
-    feed_forward: an activation, or a gated one (Shazeer 2020); _tanh is GELU's approximation.
+    feed_forward: an activation, or a gated one (Shazeer 2020); _tanh is GELU's approximation;
+    relu2 is max(x, 0)² (So et al. 2021), xielu has two learned numbers (Huang & Schlag 2024).
     "swiglu_clamped" is gpt-oss's, for experts only: (up + 1) · gate · sigmoid(1.702 gate), with the
     gate at most 7 and up between -7 and 7.
     n_experts: the feed-forward of a layer is a mixture of so many, each `d_expert` wide, of which a
     router chooses `n_experts_per_token` for each token (Shazeer et al. 2017), except in the layers
-    of `dense_layers`, whose feed-forward is `d_ff` wide. The experts' shares are their softmax over
-    all experts or, with `normalize_expert_shares`, over those that were chosen.
+    of `dense_layers`, whose feed-forward is `d_ff` wide. The experts' shares are `router` of their
+    logits; with `normalize_expert_shares` those of the chosen sum to 1. expert_scale multiplies
+    them. choice_bias: of what a learned bias is added to for the choice alone (DeepSeek-V3, 2024).
+    n_expert_groups: experts are chosen from as many groups of these as `n_groups_per_token` says,
+    those whose two best sum to most. d_shared_expert: the width of one more expert, of every token;
+    with `shared_expert_gate` it is multiplied by the sigmoid of a number of the token's.
     qkv_bias, output_bias, feed_forward_bias, head_bias: a bias on the linear layers of that name.
     embedding_scale multiplies token embeddings. dropout (of residuals and embeddings) and
     attention_dropout act in training only. The constructor raises ConfigError.
@@ -208,6 +226,9 @@ class TransformerConfig:
     sliding_window_rope_theta: Positive | None = None
     qk_norm: StrictBool = False
     qk_norm_across_heads: StrictBool = False
+    qk_norm_kind: Norm = "rmsnorm"
+    qk_norm_after_rotary: StrictBool = False
+    qkv_clip: Positive | None = None
     attention_sinks: StrictBool = False
     attention_scale: Positive | None = None
     attention_softcap: Positive | None = None
@@ -224,7 +245,14 @@ class TransformerConfig:
     n_experts: Size | None = None
     n_experts_per_token: Size | None = None
     d_expert: Size | None = None
+    router: Router = "softmax"
     normalize_expert_shares: StrictBool = False
+    expert_scale: Positive = 1.0
+    choice_bias: Chosen | None = None
+    n_expert_groups: Size | None = None
+    n_groups_per_token: Size | None = None
+    d_shared_expert: Size | None = None
+    shared_expert_gate: StrictBool = False
     dense_layers: tuple[StrictInt, ...] = ()
     qkv_bias: StrictBool = False
     output_bias: StrictBool = False
@@ -250,6 +278,17 @@ class TransformerConfig:
     def query_scale(self) -> float:
         """The factor of query · key."""
         return self.attention_scale or 1.0 / math.sqrt(self.head_dim)
+
+    @property
+    def has_plain_head_norms(self) -> bool:
+        """Tell whether queries and keys have RMSNorms over each head, before they are turned."""
+        other = self.qk_norm_across_heads or self.qk_norm_after_rotary
+        return self.qk_norm and self.qk_norm_kind == "rmsnorm" and not other
+
+    @property
+    def has_head_norm_bias(self) -> bool:
+        """Tell whether norms of queries and keys add a bias."""
+        return self.qk_norm_kind == "layernorm" and self.norm_bias
 
     @property
     def has_learned_positions(self) -> bool:

@@ -10,7 +10,11 @@ _LAYERS = (
     *("layers_without_rotary", "sliding_window_layers"),
     *("dense_layers", "layers_without_attention_norm"),
 )
-_OF_EXPERTS = ("n_experts_per_token", "d_expert", "normalize_expert_shares", "dense_layers")
+_OF_EXPERTS = (
+    *("n_experts_per_token", "d_expert", "normalize_expert_shares", "dense_layers"),
+    *("choice_bias", "n_expert_groups", "n_groups_per_token"),
+    *("d_shared_expert", "shared_expert_gate"),
+)
 Rule = tuple[str, bool, str]  # a field, whether its value is valid, and what it must be
 
 
@@ -48,8 +52,13 @@ def _heads(config: Any) -> Iterator[Rule]:
     yield "head_dim", config.head_dim % multiple == 0, allowed
     fits = (config.rotary_dim or 0) <= config.head_dim
     yield "rotary_dim", fits, f"at most head_dim, {config.head_dim}"
-    across = config.qk_norm or not config.qk_norm_across_heads
-    yield "qk_norm_across_heads", across, "left out without qk_norm"
+    for name in ("qk_norm_across_heads", "qk_norm_after_rotary"):
+        yield name, config.qk_norm or not getattr(config, name), "left out without qk_norm"
+    by_head = config.qk_norm and not config.qk_norm_across_heads
+    yield "qk_norm_kind", by_head or config.qk_norm_kind == "rmsnorm", "rmsnorm here"
+    encoded = config.encoder is not None or not config.causal
+    for name in ("qkv_clip", "qk_norm_after_rotary"):
+        yield name, not (encoded and getattr(config, name)), "left out in and with an encoder"
 
 
 def _positions(config: Any) -> Iterator[Rule]:
@@ -69,7 +78,11 @@ def _positions(config: Any) -> Iterator[Rule]:
             allowed = f"one with {n_pairs} {name}, for as many rotary pairs (it has {n_given})"
             yield "rope_scaling", n_given == n_pairs, allowed
     if scaling is not None and scaling.query_growth is not None:
-        yield "qk_norm", not config.qk_norm, "left out with a query_growth"
+        for name in ("qk_norm", "qkv_clip"):
+            yield name, not getattr(config, name), "left out with a query_growth"
+    if config.qk_norm_after_rotary:
+        unset = config.sliding_window_rope_theta is None
+        yield own_theta, unset, "left out with qk_norm_after_rotary"
     if config.has_relative_bias:  # the first half of a direction's buckets are single distances
         single = config.relative_buckets // (2 if config.causal else 4)
         yield "relative_buckets", single > 0, "at least 4 for two directions"
@@ -81,6 +94,8 @@ def _experts(config: Any) -> Iterator[Rule]:
     if config.n_experts is None:
         for name in _OF_EXPERTS:
             yield name, not getattr(config, name), "left out without n_experts"
+        yield "router", config.router == "softmax", "left out without n_experts"
+        yield "expert_scale", config.expert_scale == 1.0, "left out without n_experts"
         dense = config.feed_forward != "swiglu_clamped"
         yield "feed_forward", dense, "another one without n_experts"
         return
@@ -89,7 +104,21 @@ def _experts(config: Any) -> Iterator[Rule]:
     for name in ("d_expert", "d_model"):
         fits = bool(getattr(config, name)) and getattr(config, name) % _EXPERT_MULTIPLE == 0
         yield name, fits, f"a multiple of {_EXPERT_MULTIPLE} with experts"
-    gated = ("swiglu",) if config.dense_layers else ("swiglu", "swiglu_clamped")
+    n_groups, n_kept = config.n_expert_groups or 1, config.n_groups_per_token or 1
+    of_two = config.n_experts % n_groups == 0 and (
+        n_groups == 1 or config.n_experts >= 2 * n_groups
+    )
+    yield "n_expert_groups", of_two, f"a part of {config.n_experts} experts, in groups of 2 or more"
+    yield "n_groups_per_token", n_kept <= n_groups, f"at most n_expert_groups, {n_groups}"
+    enough = (config.n_experts_per_token or 0) <= n_kept * config.n_experts // n_groups
+    yield "n_experts_per_token", enough, "at most the experts of n_groups_per_token groups"
+    yield (
+        "shared_expert_gate",
+        bool(config.d_shared_expert) or not config.shared_expert_gate,
+        ("left out without d_shared_expert"),
+    )
+    simple = not config.dense_layers and not config.d_shared_expert
+    gated = ("swiglu", "swiglu_clamped") if simple else ("swiglu",)
     allowed = f"{' or '.join(gated)} with these experts"
     yield "feed_forward", config.feed_forward in gated, allowed
 

@@ -18,7 +18,7 @@ tokens a row takes one row, whose source is no shorter.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -72,7 +72,8 @@ def export_graph(
     # Put attention's scale into the weights that make queries; the operator's own is 1. ONNX
     # Runtime's product of one query and the cached keys reads the keys in place only where there is
     # no scale to apply; otherwise it copies them first.
-    for name, factors in _query_scales(config, decoder.state_dict()).items():
+    ranks = {name: parameter.dim() for name, parameter in decoder.state_dict().items()}
+    for name, factors in _query_scales(config, ranks).items():
         scaled.scale(name, factors)
     rounds_cache = precision != "fp32" and config.encoder is None
     if rounds_cache:
@@ -113,7 +114,8 @@ def load_weights(config: TransformerConfig, path: Path) -> Mapping[str, Tensor]:
     names, initializers = json.loads(model.metadata_props[_PARAMETERS]), model.graph.initializers
     attentions = (node for node in model.graph if node.op_type == "GroupQueryAttention")
     is_scaled = any(node.attributes["scale"].as_float() == 1.0 for node in attentions)
-    scales = _query_scales(config, names) if is_scaled else {}
+    ranks = {name: len(initializers[stored].shape or ()) for name, stored in names.items()}
+    scales = _query_scales(config, ranks) if is_scaled else {}
 
     def read(name: str, initializer: str) -> Tensor:
         values = torch.from_numpy(contents(initializers[initializer]).copy())
@@ -126,21 +128,27 @@ def load_weights(config: TransformerConfig, path: Path) -> Mapping[str, Tensor]:
 
 
 def _query_scales(
-    config: TransformerConfig, names: Iterable[str]
+    config: TransformerConfig, ranks: Mapping[str, int]
 ) -> dict[str, NDArray[np.float32]]:
-    """Return factors that give queries attention's scale, for the rows of parameters by name."""
+    """Return factors that give queries attention's scale, for the rows of parameters by name.
+
+    ranks: the number of each parameter's dimensions.
+    """
     part, of_source = ".attention.qkv.", ".cross_attention.query."
-    if config.qk_norm:
+    by_head = config.qk_norm and config.qkv_clip is None
+    if config.qkv_clip is not None:
+        part = ".attention.clip."
+    elif by_head:
         part = ".attention.query_norm."
     n_heads = config.n_head + 2 * config.n_kv_head
-    n_rows = config.n_head if config.qk_norm else n_heads * config.head_dim
+    n_rows = config.n_head if by_head else n_heads * config.head_dim
     factors = np.ones(n_rows, dtype=np.float32)
     factors[: config.n_head * config.head_dim] = config.query_scale
     of_parts = {part: factors, of_source: np.full(1, config.query_scale, dtype=np.float32)}
     # [rows, 1] for matrices
     return {
-        name: scales[:, None] if name.endswith("weight") else scales
-        for name in names
+        name: scales[:, None] if rank > 1 else scales
+        for name, rank in ranks.items()
         for part, scales in of_parts.items()
         if part in name
     }

@@ -64,14 +64,18 @@ def scale_kv_channels(weights: Weights, config: TransformerConfig, scales: Float
         keys, values = scales[2 * layer : 2 * layer + 2]  # [n_kv_head, head_dim]
         by_query, by_output = (steps.repeat(config.n_groups, axis=0) for steps in (keys, values))
         prefix = f"blocks.{layer}.attention"
-        if config.qk_norm:
-            weights.scale(f"{prefix}.query_norm.weight", by_query)
-            weights.scale(f"{prefix}.key_norm.weight", 1 / keys)
+        if config.qk_norm and config.qkv_clip is None:
+            for kind in ("weight", "bias")[: 2 if config.has_head_norm_bias else 1]:
+                weights.scale(f"{prefix}.query_norm.{kind}", by_query)
+                weights.scale(f"{prefix}.key_norm.{kind}", 1 / keys)
             keys, by_query = np.ones_like(keys), np.ones_like(by_query)
         factors = np.concatenate([by_query.ravel(), 1 / keys.ravel(), 1 / values.ravel()])
-        weights.scale(f"{prefix}.qkv.weight", factors[:, None])
-        if config.qkv_bias:
-            weights.scale(f"{prefix}.qkv.bias", factors)
+        if config.qkv_clip is not None:
+            weights.scale(f"{prefix}.clip.weight", factors)
+        else:
+            weights.scale(f"{prefix}.qkv.weight", factors[:, None])
+            if config.qkv_bias:
+                weights.scale(f"{prefix}.qkv.bias", factors)
         weights.scale(f"{prefix}.output.weight", by_output.reshape(1, -1))
 
 

@@ -93,15 +93,21 @@ def _of_blocks(config: TransformerConfig, shapes: Shapes, prefix: str) -> Iterat
                 yield _after_norm(config, shapes, f"{attention}_norm", f"{attention}.qkv.weight")
             if f"{cross}_norm.weight" in shapes:
                 yield _after_norm(config, shapes, f"{cross}_norm", f"{cross}.query.weight")
-            readers = [f"{feed}.{up}.weight"] + [f"{feed}.router.weight"] * is_mixture
+            modules = (up, "router", "shared.up", "shared_gate") if is_mixture else (up,)
+            readers = [name for module in modules if (name := f"{feed}.{module}.weight") in shapes]
             yield _after_norm(config, shapes, f"{feed}_norm", *readers)
         groups = n_values, config.head_dim, config.n_groups
-        yield _between(shapes, f"{attention}.qkv", f"{attention}.output", before_values, 1, *groups)
+        qkv = f"{attention}.{'qkv' if config.qkv_clip is None else 'clip'}"
+        yield _between(shapes, qkv, f"{attention}.output", before_values, 1, *groups)
         if f"{cross}.key_value.weight" in shapes:
             yield _between(shapes, f"{cross}.key_value", f"{cross}.output", n_values, 1, *groups)
         match config.feed_forward:
             case "swiglu" | "geglu" | "geglu_tanh" if is_mixture:
                 yield _between(shapes, f"{feed}.{up}", f"{feed}.{down}", 1, 2, config.d_expert or 0)
+                if (shared := config.d_shared_expert) is not None:
+                    yield _between(
+                        shapes, f"{feed}.shared.up", f"{feed}.shared.down", shared, 1, shared
+                    )
             case "swiglu" | "geglu" | "geglu_tanh":
                 yield _between(
                     shapes, f"{feed}.{up}", f"{feed}.{down}", config.d_ff, 1, config.d_ff

@@ -50,7 +50,7 @@ from kvasir.export.rounding.gptq import column_rounder
 from kvasir.export.rounding.weights import TRANSPOSED, Weights
 
 _EMBEDDING = "embedding.weight"  # the decoder's name, which the graph keeps
-_KEPT = re.compile(r"\.router\.|^pooler\.")  # weights that are not rounded
+_KEPT = re.compile(r"\.router\.|\.shared_gate\.|^pooler\.")  # weights that are not rounded
 
 Rounder = Callable[[Tensor], tuple[Tensor, Tensor]]  # of a matrix, to integers and scales
 
@@ -96,8 +96,8 @@ def quantize_in_blocks(model: ir.Model, weights: Weights, bits: int) -> None:
 def products(graph: ir.Graph) -> list[ir.Node]:
     """Return the products x W with constant matrices, and x Wᵀ + b, which torch makes a Gemm.
 
-    The routers of mixtures are left out: a rounded one would choose other experts. So are the
-    projections of poolers, which are small.
+    The routers of mixtures are left out: a rounded one would choose other experts. So are gates of
+    shared experts and the projections of poolers, which are small.
     """
     products = (node for node in graph if node.op_type in ("MatMul", "Gemm"))
     by_weight = ((node, node.inputs[1]) for node in products)

@@ -146,7 +146,7 @@ def choose_factors(
             outputs = (x[::_FEWER] @ rows.t()).square().mean(dim=0).sqrt()
             reach = rows.abs() / outputs.clamp(min=SMALLEST_SCALE)[:, None]
             widest = torch.maximum(widest, reach.amax(dim=0))
-        if not name.endswith("router.weight"):
+        if not name.endswith(("router.weight", "shared_gate.weight")):
             some = stored[:: -(-len(stored) // _ROWS)].float()
             if precision == "int4" and torch.equal(_in_blocks(some, bits=4), some):
                 return None

@@ -18,6 +18,7 @@ from kvasir.model.network.skeleton import check_size, parameter_shapes
 from kvasir.model.tensor_files import Shape, StoredTensor
 
 _LAYER = re.compile(r"(?<=\bblocks\.)\d+")
+_TURNED = re.compile(r"\.attention\.(qkv|query_norm|key_norm)\.")
 _ENCODER = "encoder."
 _LOGIT_BIAS = "final_logits_bias.bias"
 
@@ -127,8 +128,10 @@ def _take(
                 source.part(made, i).copy_(tensor.read())
             return made
         made = source.join([tensor.read() for tensor in tensors], config)
-        if ".attention.qkv." in name:
-            made = reorder_rotary_pairs(made, config)
+        if turned := _TURNED.search(name):
+            made = reorder_rotary_pairs(made, config, of_norm=turned[1] != "qkv")
+        if kind == "weight" and source.weight_plus:
+            made = made.float() + source.weight_plus
         return made.to(dtype).expand(shape).contiguous()
 
     return make

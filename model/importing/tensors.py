@@ -30,6 +30,7 @@ class Source:
     # Makes our tensor, or one that broadcasts to it, from those in the file.
     join: Callable[[list[Tensor], TransformerConfig], Tensor] = lambda tensors, _: tensors[0]
     in_float32: bool = False  # the result is float32 whatever the file's type
+    weight_plus: float = 0.0  # added to a weight, and to no bias
     # In place of join, with one tensor in memory: returns the part of ours that the i-th becomes.
     part: Callable[[Tensor, int], Tensor] | None = None
 
@@ -56,8 +57,11 @@ def module_and_kind(name: str) -> tuple[str, str]:
 
 
 _PARENTS = {  # our modules of a layer that are within another one
-    **dict.fromkeys(("qkv", "output", "query_norm", "key_norm", "sinks"), "attention."),
+    **dict.fromkeys(("qkv", "output", "query_norm", "key_norm", "clip", "sinks"), "attention."),
     **dict.fromkeys(("up", "down", "router", "expert_up", "expert_down"), "feed_forward."),
+    **dict.fromkeys(("choice_bias", "shared_gate"), "feed_forward."),
+    **dict.fromkeys(("shared.up", "shared.down"), "feed_forward."),
+    **dict.fromkeys(("activation.alpha_p", "activation.alpha_n"), "feed_forward."),
     **dict.fromkeys(("query", "key_value"), "cross_attention."),
 }
 
@@ -117,6 +121,35 @@ def in_halves(module: str) -> Source:
     return Source((module,), join=join)
 
 
+def halves_transposed(module: str) -> Source:
+    """Return the source of experts' matrices [experts, in, out] of gates before what they gate."""
+    halves_of = in_halves(module)
+    return replace(
+        halves_of,
+        shapes=lambda shape, _: [(shape[0], shape[2], shape[1])],
+        join=lambda tensors, config: halves_of.join([tensors[0].transpose(1, 2)], config),
+    )
+
+
+def rows_of_experts(*modules: str, transposed: bool = False) -> Source:
+    """Return the source of experts' matrices one below the other, [experts · width, d_model].
+
+    Those of a gate and of what it gates are two. transposed: ours are [d_model, width].
+    """
+    n = len(modules)
+
+    def shapes(shape: Shape, _: TransformerConfig) -> list[Shape]:
+        n_experts, n_out, n_in = shape
+        rows = (n_experts * n_in, n_out) if transposed else (n_experts * n_out // n, n_in)
+        return [rows] * n
+
+    def join(tensors: list[Tensor], config: TransformerConfig) -> Tensor:
+        parts = [tensor.unflatten(0, (config.n_experts or 1, -1)) for tensor in tensors]
+        return parts[0].transpose(1, 2) if transposed else torch.stack(parts, dim=2).flatten(1, 2)
+
+    return Source(modules, shapes, join)
+
+
 def transposed_experts(module: str) -> Source:
     """Return the source of experts' matrices [experts, in, out]; their biases are as ours."""
     return Source(
@@ -150,22 +183,48 @@ def in_blocks(module: str, count: int, order: str) -> Source:
     return Source((module,), join=join)
 
 
-def pairs_apart(source: Source) -> Source:
-    """Return the source of queries, keys and values that rotate pairs of channels (2i, 2i + 1).
+def _reordered(source: Source, order: Callable[[TransformerConfig], Tensor]) -> Source:
+    """Return the source of queries, keys and values, of which the first two's channels move.
 
-    The pairs become (i, i + rotary_dim / 2), as other published decoders have them.
+    order: returns the channel of the file for each of ours, [head_dim].
     """
 
     def join(tensors: list[Tensor], config: TransformerConfig) -> Tensor:
         qkv = source.join(tensors, config)
         heads, values = qkv.tensor_split([(config.n_head + config.n_kv_head) * config.head_dim])
-        rotary_dim = config.rotary_dim or config.head_dim
-        channels = torch.arange(config.head_dim)
-        channels[:rotary_dim] = channels[:rotary_dim].view(-1, 2).t().flatten()
-        heads = heads.unflatten(0, (-1, config.head_dim))[:, channels]
+        heads = heads.unflatten(0, (-1, config.head_dim))[:, order(config)]
         return torch.cat((heads.flatten(0, 1), values))
 
     return replace(source, join=join)
+
+
+def _pairs_first(config: TransformerConfig) -> Tensor:
+    rotary_dim = config.rotary_dim or config.head_dim
+    channels = torch.arange(config.head_dim)
+    channels[:rotary_dim] = channels[:rotary_dim].view(-1, 2).t().flatten()
+    return channels
+
+
+def pairs_apart(source: Source) -> Source:
+    """Return the source of queries, keys and values that rotate pairs of channels (2i, 2i + 1).
+
+    The pairs become (i, i + rotary_dim / 2), as other published decoders have them.
+    """
+    return _reordered(source, _pairs_first)
+
+
+def pairs_of_norm(module: str) -> Source:
+    """Return the source of a norm over each head, of queries or keys that `pairs_apart` moves."""
+
+    def join(tensors: list[Tensor], config: TransformerConfig) -> Tensor:
+        return tensors[0][..., _pairs_first(config)]
+
+    return Source((module,), join=join)
+
+
+def turned_back(source: Source) -> Source:
+    """Return the source of queries, keys and values that turn the other way: in swapped halves."""
+    return _reordered(source, lambda c: torch.arange(c.head_dim).roll(c.head_dim // 2))
 
 
 def without_rows(module: str, count: int) -> Source:
@@ -221,7 +280,7 @@ def plus_one(module: str) -> Source:
 
     In 16 bits the sum would have fewer significant bits than the weight, so it is float32.
     """
-    return Source((module,), join=lambda tensors, _: tensors[0].float() + 1.0, in_float32=True)
+    return Source((module,), weight_plus=1.0, in_float32=True)
 
 
 def scaled(source: Source, factor: float) -> Source:
@@ -246,18 +305,21 @@ def split_by_head(module: str) -> Source:
     )
 
 
-def reorder_rotary_pairs(qkv: Tensor, config: TransformerConfig) -> Tensor:
-    """Return qkv [(n_head + 2 n_kv_head) · head_dim, …] with queries and keys in our rotary order.
+def reorder_rotary_pairs(made: Tensor, config: TransformerConfig, *, of_norm: bool) -> Tensor:
+    """Return queries and keys of qkv [(n_head + 2 n_kv_head) · head_dim, …] in our rotary order.
 
-    We pair channels (i, i + head_dim / 2), and rotate the first rotary_dim / 2 pairs. Published
-    decoders that rotate a part of a head pair (i, i + rotary_dim / 2) and leave the rest as it is.
+    Or, of_norm, what norms of their heads have [..., head_dim]. We pair channels (i, i + head_dim /
+    2), and rotate the first rotary_dim / 2 pairs. Published decoders that rotate a part of a head
+    pair (i, i + rotary_dim / 2) and leave the rest as it is.
     """
-    if config.rotary_dim is None:
-        return qkv
+    if config.rotary_dim is None or made.dim() == 0:
+        return made
     channels = torch.arange(config.head_dim)
     rotated, rest = (part.chunk(2) for part in channels.tensor_split([config.rotary_dim]))
     order = torch.cat((rotated[0], rest[0], rotated[1], rest[1]))
+    if of_norm:
+        return made[..., order]
     n_heads = config.n_head + config.n_kv_head
     rows = torch.arange(n_heads)[:, None] * config.head_dim + order
-    values = torch.arange(n_heads * config.head_dim, qkv.shape[0])
-    return qkv[torch.cat((rows.flatten(), values))]
+    values = torch.arange(n_heads * config.head_dim, made.shape[0])
+    return made[torch.cat((rows.flatten(), values))]

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvasir.model.config import TransformerConfig
-from kvasir.model.network.norm import HeadNorm
-from kvasir.model.network.positions import Positions, distances, rotate
+from kvasir.model.network.norm import Clip, HeadNorm
+from kvasir.model.network.positions import Positions, RotaryTable, distances, rotate, turn
 
 
 class LayerCache(NamedTuple):
@@ -46,7 +46,8 @@ class Attention(nn.Module):
     def __init__(self, config: TransformerConfig, layer: int) -> None:
         super().__init__()
         self.config = config
-        self.rotates = config.rotates(layer)
+        self.turns = config.rotates(layer) and config.qk_norm_after_rotary  # before its operator
+        self.rotates = config.rotates(layer) and not self.turns
         self.window = config.window_of(layer)
         self.has_own_theta = self.window is not None and bool(config.sliding_window_rope_theta)
         self.widths = [n * config.head_dim for n in (config.n_head, *[config.n_kv_head] * 2)]
@@ -54,6 +55,8 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.query_norm = HeadNorm(config.n_head, config)
             self.key_norm = HeadNorm(config.n_kv_head, config)
+        clip = config.qkv_clip
+        self.clip = nn.Identity() if clip is None else Clip(clip, sum(self.widths))
         self.sinks = nn.Parameter(torch.zeros(config.n_head)) if config.attention_sinks else None
         # The exporter for CUDA sets this where each norm has one weight for all heads, as
         # published models do: the operator then normalises heads itself.
@@ -113,11 +116,20 @@ class Attention(nn.Module):
         qkv: Tensor = self.qkv(x)
         scale, norms = positions.query_scale, self.config.qk_norm and not self.norms_in_operator
         if scale is None and not norms:
-            return qkv
+            clipped: Tensor = self.clip(qkv)
+            return clipped
         query, key, value = qkv.split(self.widths, dim=-1)
         if scale is not None:
             return torch.cat((query * scale[..., None], key, value), dim=-1)
-        return torch.cat((self.query_norm(query), self.key_norm(key), value), dim=-1)
+        if self.turns and (angles := positions.of_tokens):
+            query, key = (self._turn(heads, angles) for heads in (query, key))
+        normed = torch.cat((self.query_norm(query), self.key_norm(key), value), dim=-1)
+        clipped = self.clip(normed)
+        return clipped
+
+    def _turn(self, x: Tensor, angles: RotaryTable) -> Tensor:
+        of_heads = RotaryTable(*(part[..., None, :] for part in angles))
+        return turn(x.unflatten(-1, (-1, self.config.head_dim)), of_heads).flatten(-2)
 
     def emit(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any
@@ -13,6 +14,8 @@ from torch.nn import functional
 from kvasir.model.config import TransformerConfig
 
 _ALPHA, _LIMIT = 1.702, 7.0  # of swiglu_clamped
+_BETA = 0.5  # of xielu
+_LEAST_SUM = 1e-20  # of shares: all may vanish
 _gelu_tanh = partial(functional.gelu, approximate="tanh")
 # By name: the activation, and whether it is gated.
 _ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
@@ -23,18 +26,39 @@ _ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "gelu": (functional.gelu, False),
     "gelu_tanh": (_gelu_tanh, False),
     "relu": (functional.relu, False),
+    "relu2": (lambda x: functional.relu(x).square(), False),
 }
+
+
+class Xielu(nn.Module):
+    """Integral of an ELU with two learned slopes (Huang & Schlag 2024), β = 1/2.
+
+    α_p x² + β x where x > 0; else α_n (eˣ - 1 - x) + β x. α_p and α_n - β are softplus of what is
+    learned.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha_p = nn.Parameter(torch.full((1,), math.log(math.expm1(0.8))))
+        self.alpha_n = nn.Parameter(torch.full((1,), math.log(math.expm1(0.8 - _BETA))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map each number."""
+        above = functional.softplus(self.alpha_p) * x.square()
+        below = (functional.softplus(self.alpha_n) + _BETA) * (x.clamp(max=0.0).expm1() - x)
+        return torch.where(x > 0, above, below) + _BETA * x
 
 
 class FeedForward(nn.Module):
     """down(act(up x)), or down(act(gate x) · up x), gate and up in one matrix (Shazeer 2020)."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, width: int | None = None) -> None:
         super().__init__()
-        self.activation, self.gated = _ACTIVATIONS[config.feed_forward]
-        widened = 2 * config.d_ff if self.gated else config.d_ff
+        width = width or config.d_ff
+        self.activation, self.gated = _ACTIVATIONS.get(config.feed_forward) or (Xielu(), False)
+        widened = 2 * width if self.gated else width
         self.up = nn.Linear(config.d_model, widened, bias=config.feed_forward_bias)
-        self.down = nn.Linear(config.d_ff, config.d_model, bias=config.feed_forward_bias)
+        self.down = nn.Linear(width, config.d_model, bias=config.feed_forward_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., d_model] to the same shape, each token on its own."""
@@ -65,7 +89,7 @@ class ExpertLinear(nn.Module):
 class Mixture(nn.Module):
     """The sum of the experts that a router chooses for each token, by their shares.
 
-    Shazeer et al. 2017. Of the rows of `expert_up` the even ones make the gate and the odd ones
+    Shazeer et al. 2017. A shared expert is of every token (Dai et al. 2024). Of the rows of `expert_up` the even ones make the gate and the odd ones
     what it gates, as ONNX Runtime's operator wants them.
     """
 
@@ -74,27 +98,73 @@ class Mixture(nn.Module):
         n_experts, width = config.n_experts, config.d_expert
         assert n_experts is not None
         assert width is not None
-        self.n_chosen = config.n_experts_per_token or 1
-        self.normalized = config.normalize_expert_shares
+        self.config, self.n_chosen = config, config.n_experts_per_token or 1
         self.clamped = config.feed_forward == "swiglu_clamped"
         biased = config.feed_forward_bias
         self.router = nn.Linear(config.d_model, n_experts, bias=biased)
+        self.choice_bias = nn.Parameter(torch.zeros(n_experts)) if config.choice_bias else None
         self.expert_up = ExpertLinear(n_experts, config.d_model, 2 * width, biased)
         self.expert_down = ExpertLinear(n_experts, width, config.d_model, biased)
+        self.shared = self.shared_gate = None
+        if config.d_shared_expert is not None:
+            self.shared = FeedForward(config, config.d_shared_expert)
+        if config.shared_expert_gate:
+            self.shared_gate = nn.Linear(config.d_model, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., d_model] to the same shape, each token on its own."""
-        logits: Tensor = self.router(x)
-        if self.normalized:
-            scores, chosen = logits.topk(self.n_chosen)
-            shares = scores.softmax(dim=-1)
-        else:
-            shares, chosen = logits.softmax(dim=-1).topk(self.n_chosen)
+        # First, so that in the exported graph a layer's products stand before its experts.
+        shared = None if self.shared is None else self.shared(x)
+        shares, chosen = self._route(self.router(x))
         exported = torch.onnx.is_in_onnx_export()
         rows = self._emit(x, chosen) if exported else self._compute(x, chosen)
         weighted = rows * shares[..., None]  # [..., n_chosen, d_model]
         # One after the other: how a reduction adds may depend on the place of a row in memory.
-        return reduce(torch.add, weighted.chunk(self.n_chosen, dim=-2)).flatten(-2)
+        result = reduce(torch.add, weighted.chunk(self.n_chosen, dim=-2)).flatten(-2)
+        if shared is None:
+            return result
+        return result + (shared if self.shared_gate is None else self._gate(x) * shared)
+
+    def _gate(self, x: Tensor) -> Tensor:
+        assert self.shared_gate is not None
+        gate: Tensor = self.shared_gate(x)
+        return gate.sigmoid()
+
+    def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return shares and numbers of the chosen experts, each [..., n_chosen]."""
+        config, normalized = self.config, self.config.normalize_expert_shares
+        plain = self.choice_bias is None and config.n_expert_groups is None
+        if plain and config.router == "softmax" and normalized:
+            best, chosen = logits.topk(self.n_chosen)
+            return self._scaled(best.softmax(dim=-1)), chosen
+        scores = logits.softmax(dim=-1) if config.router == "softmax" else logits.sigmoid()
+        if plain:
+            shares, chosen = scores.topk(self.n_chosen)
+        else:
+            wanted = logits if config.choice_bias == "logits" else scores
+            if self.choice_bias is not None:
+                wanted = wanted + self.choice_bias
+            chosen = self._in_groups(wanted).topk(self.n_chosen)[1]
+            shares = scores.gather(-1, chosen)
+        if normalized:
+            total = reduce(torch.add, shares.chunk(self.n_chosen, dim=-1))
+            shares = shares / (total + _LEAST_SUM)
+        return self._scaled(shares), chosen
+
+    def _scaled(self, shares: Tensor) -> Tensor:
+        scale = self.config.expert_scale
+        return shares if scale == 1.0 else shares * scale
+
+    def _in_groups(self, wanted: Tensor) -> Tensor:
+        """Return scores [..., n_experts] with -inf outside of a token's groups of experts."""
+        n_groups, n_kept = self.config.n_expert_groups, self.config.n_groups_per_token
+        if n_groups is None or n_groups == n_kept:
+            return wanted
+        grouped = wanted.unflatten(-1, (n_groups, -1))
+        best, second = grouped.topk(2)[0].unbind(-1)
+        kept = (best + second).topk(n_kept or 1)[1]  # [..., n_kept]
+        mine = (kept[..., None, :] == torch.arange(n_groups)[:, None]).any(dim=-1)
+        return grouped.masked_fill(~mine[..., None], -torch.inf).flatten(-2)
 
     def _compute(self, x: Tensor, chosen: Tensor) -> Tensor:
         """Return what each chosen expert [..., n_chosen] makes of its token."""

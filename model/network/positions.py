@@ -23,7 +23,8 @@ class Positions(NamedTuple):
 
     rotary: angles to turn queries and keys by; rotary_in_windows: those of layers with a sliding
     window, where they have their own. bias: [batch or 1, n_head, sequence, n_keys], on scores.
-    query_scale: [..., sequence], factors of queries. lengths: [batch], the tokens of each row,
+    query_scale: [..., sequence], factors of queries. of_tokens: the angles of each token, [...,
+    sequence, head_dim / 2], where attention's operator does not turn heads. lengths: [batch], the tokens of each row,
     after which it is padded; None is no padding.
     """
 
@@ -31,6 +32,7 @@ class Positions(NamedTuple):
     bias: Tensor | None = None
     rotary_in_windows: RotaryTable | None = None
     query_scale: Tensor | None = None
+    of_tokens: RotaryTable | None = None
     lengths: Tensor | None = None
 
 
@@ -100,8 +102,13 @@ def query_scale_table(config: TransformerConfig) -> Tensor | None:
 
 def rotate(x: Tensor, table: RotaryTable, position_ids: Tensor) -> Tensor:
     """Turn pairs (i, i + d/2) of x [batch, heads, sequence, head_dim] by [batch, sequence]."""
-    cos = table.cos[position_ids][:, None]  # [batch, 1, sequence, head_dim / 2]
-    sin = table.sin[position_ids][:, None]
+    # [batch, 1, sequence, head_dim / 2]
+    return turn(x, RotaryTable(*(part[position_ids][:, None] for part in table)))
+
+
+def turn(x: Tensor, angles: RotaryTable) -> Tensor:
+    """Turn pairs (i, i + d/2) of x [..., d] by angles that broadcast to [..., d / 2]."""
+    cos, sin = angles
     left, right = x.chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 

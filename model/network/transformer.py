@@ -208,7 +208,10 @@ class Transformer(nn.Module):
             own = RotaryTable(self.window_cos, self.window_sin) if windowed else None
             scale = self.query_scales[of_queries] if hasattr(self, "query_scales") else None
             rotary = RotaryTable(self.rotary_cos, self.rotary_sin)
-            return Positions(rotary, rotary_in_windows=own, query_scale=scale)
+            of_tokens = None
+            if self.config.qk_norm_after_rotary:
+                of_tokens = RotaryTable(*(part[of_queries] for part in rotary))
+            return Positions(rotary, rotary_in_windows=own, query_scale=scale, of_tokens=of_tokens)
         if self.config.position != "alibi" and not self.config.has_relative_bias:
             return Positions()
         apart = distances(of_queries, of_keys())

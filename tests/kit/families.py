@@ -252,7 +252,66 @@ _FURTHER: dict[str, dict[str, Any]] = {
     | {"num_experts": 5, "moe_intermediate_size": 32, "mlp_layer_types": ["dense", "sparse"]}
     | WINDOWED,
 }
-_EVERY_HEAD_ITS_OWN = {"gpt_bigcode", "gpt_neo", "biogpt", "mpt", "xglm", "codegen", "openai-gpt"}
+_SPARSE = _EXPERTS | {"moe_intermediate_size": 32}
+_BALANCED = _SPARSE | {"n_routed_experts": 6, "n_shared_experts": 2, "first_k_dense_replace": 1}
+_BALANCED |= {"routed_scaling_factor": 1.7}
+_FURTHER |= {
+    "arcee": {"mlp_bias": True},
+    "jais2": {"head_dim": 16},
+    "nemotron": {"head_dim": 32},
+    "nanochat": {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1},
+    "apertus": {"pad_token_id": 3},
+    "persimmon": {},
+    "persimmon without norms of heads": {"qk_layernorm": False},
+    "phi with norms of heads": {"qk_layernorm": True} | rope("default", partial_rotary_factor=0.5),
+    "cohere with norms of heads": {"use_qk_norm": True},
+    "olmo clipped": {"clip_qkv": 0.9},
+    "olmoe clipped": _EXPERTS | {"num_experts": 5, "intermediate_size": 64, "clip_qkv": 1.1},
+    "mpt clipped": {"d_model": 64, "n_layers": 1, "n_heads": 4, "max_seq_len": LENGTH}
+    | {"attn_config": {"clip_qkv": 0.8}},
+    "dbrx": {"d_model": 64, "n_heads": 4, "n_layers": 1, "max_seq_len": LENGTH}
+    | {"attn_config": {"clip_qkv": 0.8, "kv_n_heads": 2, "rope_theta": 500.0}}
+    | {"ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 5, "moe_top_k": 3}},
+    "hunyuan_v1_dense": {"head_dim": 32} | rope("dynamic", factor=1.0, alpha=50.0),
+    "hunyuan_v1_moe": _EXPERTS | {"head_dim": 32, "num_experts": 5, "moe_topk": 2},
+    "granite_swa": _MULTIPLIERS | WINDOWED | {"layer_rope_theta": [100.0, 0]},
+    "granite_swa with two thetas": _MULTIPLIERS | WINDOWED | {"layer_rope_theta": [100.0, 900.0]},
+    "granitemoe_swa": _EXPERTS
+    | _MULTIPLIERS
+    | WINDOWED
+    | {"num_local_experts": 5, "shared_intermediate_size": 96},
+    "granitemoeshared": _EXPERTS
+    | _MULTIPLIERS
+    | {"num_local_experts": 5, "shared_intermediate_size": 96},
+    "qwen2_moe": _SPARSE | {"num_experts": 5, "shared_expert_intermediate_size": 48},
+    "qwen2_moe with windows": _SPARSE
+    | {"num_experts": 5, "mlp_only_layers": [0], "use_sliding_window": True}
+    | {"sliding_window": WINDOW, "max_window_layers": 2},
+    "aria_text": _EXPERTS | {"moe_num_experts": 5, "moe_topk": 3},
+    "glm4_moe": _BALANCED | {"use_qk_norm": True, "attention_bias": True, "head_dim": 32},
+    "glm4_moe in groups": _BALANCED | {"n_group": 3, "topk_group": 2, "norm_topk_prob": False},
+    "dots1": _BALANCED | {"sliding_window": WINDOW, "max_window_layers": 1},
+    "solar_open": _BALANCED | {"head_dim": 32, "first_k_dense_replace": 0},
+    "hy_v3": _SPARSE | {"num_experts": 5, "head_dim": 32},
+    "exaone_moe": _SPARSE | WINDOWED | {"num_experts": 5},
+    "minimax_m2": _EXPERTS | {"num_local_experts": 5, "head_dim": 32, "rotary_dim": 16},
+    "ernie4_5_moe": _SPARSE | {"moe_num_experts": 5, "moe_k": 2},
+    "flint": _SPARSE | WINDOWED | {"num_experts": 5, "mlp_only_layers": [0], "head_dim": 32},
+    "kolibri1": _SPARSE | WINDOWED | {"num_local_experts": 5, "head_dim": 32},
+    "phi4_multimodal": {"eos_token_id": 1}
+    | {"vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}}
+    | {"audio_config": {"hidden_size": 32, "intermediate_size": 32, "num_blocks": 1}},
+}
+_EVERY_HEAD_ITS_OWN = {
+    "persimmon",
+    "gpt_bigcode",
+    "gpt_neo",
+    "biogpt",
+    "mpt",
+    "xglm",
+    "codegen",
+    "openai-gpt",
+}
 
 
 def _values(kind: str, more: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ Hugging Face transformers.
 from __future__ import annotations
 
 import math
+from operator import itemgetter
 from typing import Any
 
 from kvasir.model.importing.families.family import Family
@@ -16,12 +17,14 @@ from kvasir.model.importing.families.mixtures import MIXTURES
 from kvasir.model.importing.families.options import Options, refuse
 from kvasir.model.importing.families.traits import QKV, ROPE
 from kvasir.model.importing.tensors import (
+    all_ones,
     computed,
     fairseq_sinusoids,
     in_blocks,
     in_layers,
     interleaved_by_head,
     pairs_apart,
+    rows_of_experts,
     stacked,
     transposed,
     without_rows,
@@ -39,8 +42,6 @@ _GPT_NAMES = {
     "hidden_act": "activation_function",
     "rms_norm_eps": "layer_norm_epsilon",
 }
-_MPT_ATTENTION = {"alibi": True, "alibi_bias_max": 8, "qk_ln": False, "prefix_lm": False}
-_MPT_ATTENTION |= {"clip_qkv": None, "attn_type": "multihead_attention"}
 _FAIRSEQ = in_layers(
     "layers.*.",
     attention_norm="self_attn_layer_norm",
@@ -91,17 +92,6 @@ def _gpt_neo_windows(options: Options) -> list[int]:
     if len(kinds) != options.whole("num_hidden_layers"):
         raise refuse("attention_types", options["attention_types"], "one for each layer")
     return [layer for layer, kind in enumerate(kinds) if kind == "local"]
-
-
-def _mpt_attention(options: Options) -> Any:
-    """Refuse what MPT's attention has besides ALiBi; return its scale."""
-    given = options["attn_config"] or {}
-    if not isinstance(given, dict):
-        raise refuse("attn_config", given, "an object")
-    for key, value in _MPT_ATTENTION.items():
-        if given.get(key, value) not in (value, None):
-            raise refuse(f"attn_config.{key}", given[key], f"only {value!r}")
-    return given.get("softmax_scale")
 
 
 def _scaled_embedding(options: Options) -> float:
@@ -224,18 +214,49 @@ DECODERS: dict[str, Family] = LLAMAS | MIXTURES | {
     "mpt": Family(
         architectures=("MptForCausalLM", "MptModel"),
         shape=(50368, 2048, None, 24, 16, None, 2048), tokens=(None, None),
-        defaults={"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "attn_config": None},
+        defaults={"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "clip_qkv": None,
+                  "attention_multiplier": None},
         names={"hidden_size": "d_model", "num_hidden_layers": "n_layers",
                "num_attention_heads": "n_heads", "rms_norm_eps": "layer_norm_epsilon",
-               "max_position_embeddings": "max_seq_len"},
-        only={"no_bias": (True,), "logit_scale": (None,), "embedding_fraction": (1.0,)},
+               "max_position_embeddings": "max_seq_len", "clip_qkv": "attn_config.clip_qkv",
+               "attention_multiplier": "attn_config.softmax_scale"},
+        only={"no_bias": (True,), "logit_scale": (None,), "embedding_fraction": (1.0,),
+              "attn_config.alibi": (True,), "attn_config.alibi_bias_max": (8,),
+              "attn_config.qk_ln": (False,), "attn_config.prefix_lm": (False,),
+              "attn_config.attn_type": ("multihead_attention",)},
         fields={"position": "alibi", "norm": "layernorm", "norm_bias": False,
                 "d_ff": _always_four_times,
-                "feed_forward": "gelu", "attention_scale": _mpt_attention},
+                "feed_forward": "gelu"},
         prefixes=("transformer.",),
         modules={"embedding": "wte", "norm": "norm_f", "head": "lm_head"} | in_layers(
             "blocks.*.", attention_norm="norm_1", feed_forward_norm="norm_2", qkv="attn.Wqkv",
-            output="attn.out_proj", up="ffn.up_proj", down="ffn.down_proj"),
+            output="attn.out_proj", up="ffn.up_proj", down="ffn.down_proj", clip=all_ones()),
+    ),
+    "dbrx": Family(
+        architectures=("DbrxForCausalLM", "DbrxModel"),
+        shape=(32000, 2048, 3584, 24, 16, 1, 2048), tokens=(None, None),
+        defaults=ROPE | {"tie_word_embeddings": False, "clip_qkv": None, "num_experts": 4,
+                         "num_experts_per_tok": 1},
+        names={"hidden_size": "d_model", "num_attention_heads": "n_heads",
+               "num_hidden_layers": "n_layers", "max_position_embeddings": "max_seq_len"}
+        | {key: f"attn_config.{name}" for key, name in (
+            ("num_key_value_heads", "kv_n_heads"), ("clip_qkv", "clip_qkv"),
+            ("rope_theta", "rope_theta"))}
+        | {key: f"ffn_config.{name}" for key, name in (
+            ("intermediate_size", "ffn_hidden_size"), ("num_experts", "moe_num_experts"),
+            ("num_experts_per_tok", "moe_top_k"))},
+        only={"ffn_config.ffn_act_fn": ({"name": "silu"}, None),
+              "ffn_config.moe_normalize_expert_weights": (1,)},
+        fields=_LAYER_NORM | {
+            "norm_bias": False, "feed_forward": "swiglu", "normalize_expert_shares": True,
+            "n_experts": itemgetter("num_experts"), "d_expert": itemgetter("intermediate_size")},
+        prefixes=("transformer.",),
+        modules={"embedding": "wte", "norm": "norm_f", "head": "lm_head"} | in_layers(
+            "blocks.*.", attention_norm="norm_attn_norm.norm_1",
+            feed_forward_norm="norm_attn_norm.norm_2", qkv="norm_attn_norm.attn.Wqkv",
+            output="norm_attn_norm.attn.out_proj", clip=all_ones(), router="ffn.router.layer",
+            expert_up=rows_of_experts("ffn.experts.mlp.w1", "ffn.experts.mlp.v1"),
+            expert_down=rows_of_experts("ffn.experts.mlp.w2", transposed=True)),
     ),
     "codegen": Family(
         architectures=("CodeGenForCausalLM", "CodeGenModel"),
@@ -302,6 +323,8 @@ DECODERS: dict[str, Family] = LLAMAS | MIXTURES | {
 }
 # Models that also see images: their architecture, and the usual model_type of their text part.
 WITH_VISION: dict[str, tuple[str, str]] = {
+    "emu3": ("Emu3ForConditionalGeneration", "emu3_text_model"),
+    "fuyu": ("FuyuForCausalLM", "persimmon"),
     "gemma3": ("Gemma3ForConditionalGeneration", "gemma3_text"),
     "mistral3": ("Mistral3ForConditionalGeneration", "mistral"),
 }

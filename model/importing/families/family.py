@@ -11,14 +11,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvasir.model.config import Activation, TransformerConfig
-from kvasir.model.importing.families.options import Options, only, refuse
+from kvasir.model.importing.families.options import Options, given, only, refuse
 from kvasir.model.importing.families.positions import head_dim, rotary_fields, window_fields
 from kvasir.model.importing.tensors import Source, module_and_kind, scaled
 
 _MOST_LAYERS = 10_000
+_ABSENT = object()
 _GELU_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh")
 _PLAIN = {"gelu": "gelu", "gelu_python": "gelu", **dict.fromkeys(_GELU_TANH, "gelu_tanh")}
-_PLAIN |= {"relu": "relu", "silu": "silu", "swish": "silu"}
+_PLAIN |= {"silu": "silu", "swish": "silu"} | {name: name for name in ("relu", "relu2", "xielu")}
 _GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_python": "geglu"}
 _GATED |= dict.fromkeys(_GELU_TANH, "geglu_tanh")
 _OF_ALL_EXPERTS = re.compile(r"(?<=_proj)_(?=bias$)")
@@ -39,7 +40,9 @@ _FIELDS = {
     "attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping",
     "attention_scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
     "n_experts_per_token": "num_experts_per_tok", "d_expert": "moe_intermediate_size",
-    "normalize_expert_shares": "norm_topk_prob", "n_token_types": "type_vocab_size",
+    "normalize_expert_shares": "norm_topk_prob", "expert_scale": "routed_scaling_factor",
+    "n_expert_groups": "n_group", "n_groups_per_token": "topk_group", "qkv_clip": "clip_qkv",
+    "n_token_types": "type_vocab_size",
     "norm_bias": "norm_bias", "relative_buckets": "relative_attention_num_buckets",
     "relative_max_distance": "relative_attention_max_distance",
 }
@@ -112,7 +115,8 @@ class Family:
         read = {}
         for key, default in defaults.items():
             names = (*self.names.get(key, key).split("|"), key)  # "a|b" is b where there is no a
-            read[key] = next((values[name] for name in names if name in values), default)
+            found = (given(values, name, _ABSENT) for name in names)
+            read[key] = next((value for value in found if value is not _ABSENT), default)
         return Options(read, self.names)
 
     def adapted(self, values: Mapping[str, Any]) -> Family:
@@ -126,10 +130,15 @@ class Family:
         for module, factor in self.scales.items():
             if module in modules and (by := factor(options)) != 1.0:
                 modules[module] = scaled(self.source(module), by)
+        # Layers that predict further tokens, which only speculation would run.
+        n_layers, n_more = values.get("num_hidden_layers"), values.get("num_nextn_predict_layers")
+        unused = self.unused
+        if type(n_layers) is int and type(n_more) is int:
+            unused += tuple(f"layers.{n_layers + i}." for i in range(min(n_more, 16)))
         if self.encoder is not None:
             inner = self.encoder.adapted(values).modules
             modules |= {f"encoder.{module}": source for module, source in inner.items()}
-        return replace(self, modules=modules)
+        return replace(self, modules=modules, unused=unused)
 
     def config(self, values: Mapping[str, Any], **tokens: Any) -> TransformerConfig:
         """Return the TransformerConfig for a config.json, with bos_token_id and eos_token_ids.
@@ -148,9 +157,10 @@ class Family:
         if values.get("use_sliding_window") is False:
             neutral.pop("sliding_window", None)
         for key, allowed in {**neutral, **self.only}.items():
-            if key in values and values[key] not in allowed:
+            value = given(values, key, _ABSENT)
+            if value is not _ABSENT and value not in allowed:
                 wanted = f"{self.architectures[0]} without it" if key in neutral else only(allowed)
-                raise refuse(key, values[key], wanted)
+                raise refuse(key, value, wanted)
         fields = {name: options[key] for name, key in _FIELDS.items() if key in options}
         if "rope_theta" in options:
             fields |= rotary_fields(options, self.scalings)
@@ -168,8 +178,8 @@ class Family:
             if not isinstance(name, str) or name not in activations:
                 raise refuse(self.names.get("hidden_act", "hidden_act"), name, only(activations))
             fields["feed_forward"] = activations[name]
-        for name, value in self.fields.items():
-            fields[name] = value(options) if callable(value) else value
+        for name, setting in self.fields.items():
+            fields[name] = setting(options) if callable(setting) else setting
         if self.encoder is not None:
             fields["encoder"] = self.encoder.config(values)
         return TransformerConfig(**{**fields, **tokens})

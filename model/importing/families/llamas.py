@@ -17,7 +17,9 @@ from kvasir.model.importing.families.traits import (
     AS_LLAMA,
     ATTENTION_BIAS,
     BIASES,
+    CLIP,
     FUSED_UP,
+    HEAD_LAYER_NORMS,
     HEAD_NORMS,
     IN,
     LAST,
@@ -26,23 +28,42 @@ from kvasir.model.importing.families.traits import (
     MULTIPLIERS,
     NORMS_ACROSS_HEADS,
     NORMS_AFTER,
+    NORMS_AFTER_ROTARY,
     NORMS_BEFORE_AND_AFTER,
     ONE_BIAS,
     PAIRS,
     PARALLEL,
+    QKV,
     QKV_BIAS,
     ROTARY_IN_WINDOWS,
+    SINKS,
     UNGATED,
     Trait,
     all_but_every,
     every_layer,
     llama,
+    theta_of_layers,
     windows,
 )
-from kvasir.model.importing.tensors import all_ones, plus_one, repeated_for_heads
+from kvasir.model.importing.tensors import (
+    all_ones,
+    interleaved_by_head,
+    pairs_of_norm,
+    plus_one,
+    repeated_for_heads,
+    turned_back,
+)
 
 # Of tensors, alone or within a model that also sees images.
-_PREFIXES = ("language_model.model.", "model.language_model.", "language_model.", "model.")
+_PREFIXES = (
+    *("language_model.model.", "model.language_model.", "language_model."),
+    *("text_model.model.", "model.text_model.", "text_model.", "model."),
+)
+_PHI3: Trait = {
+    "keys": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "sliding_window": None},
+    "scalings": ("longrope",),
+    "layers": {"qkv": "self_attn.qkv_proj"},
+}
 _GEMMA: Trait = {
     "keys": {"head_dim": 256, "tie_word_embeddings": True, "attention_bias": False},
     "fields": {"embedding_scale": lambda options: math.sqrt(options.whole("hidden_size"))},
@@ -80,11 +101,12 @@ _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.
            "original_max_position_embeddings": 8192}  # fmt: skip
 
 
-def _qwen_windows(options: Options) -> range:
+def qwen_windows(options: Options) -> range:
+    """Return the layers from max_window_layers on."""
     return range(options.whole("max_window_layers", least=0), options.whole("num_hidden_layers"))
 
 
-QWEN_WINDOWS = windows(4096, _qwen_windows, use_sliding_window=False, max_window_layers=28)
+QWEN_WINDOWS = windows(4096, qwen_windows, use_sliding_window=False, max_window_layers=28)
 
 
 def _gemma3_windows(options: Options) -> list[int]:
@@ -127,6 +149,9 @@ LLAMAS: dict[str, Family] = {
     "iquestcoder": llama(
         "IQuestCoder", (76800, 5120, 27648, 80, 40, 8, 131072), (1, 2), BIASES,
         also=AS_LLAMA, keys={"rms_norm_eps": 1e-5, "head_dim": 128}),
+    "emu3_text_model": llama(
+        "Emu3", (184622, 4096, 14336, 32, 32, 8, 9216), (151849, 151850), BIASES, body="Emu3Text",
+        keys={"rms_norm_eps": 1e-5, "rope_theta": 1000000.0}, prefixes=_PREFIXES),
     "cwm": llama(
         "Cwm", (128256, 6144, 21504, 64, 48, 8, 131072), (128000, [128001, 128008, 128009]),
         windows(8192, all_but_every(4, first=0)),
@@ -167,14 +192,59 @@ LLAMAS: dict[str, Family] = {
         keys={"head_dim": 128}),
     "phi": llama(
         "Phi", (51200, 2048, 8192, 24, 32, None, 2048), (1, 2), LAYER_NORM, PARALLEL, UNGATED,
-        without=("head_dim",), keys={"hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
+        HEAD_LAYER_NORMS, without=("head_dim",),
+        keys={"hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
         fields=dict.fromkeys(("head_bias", "qkv_bias", "output_bias", "feed_forward_bias"), True),
         norm="final_layernorm",
         layers={"output": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2"}),
+    "arcee": llama(
+        "Arcee", (32000, 2560, 18432, 32, 32, None, 4096), (128000, 128001), BIASES, UNGATED,
+        keys={"hidden_act": "relu2", "rms_norm_eps": 1e-5}),
+    "jais2": llama(
+        "Jais2", (150272, 3328, 26624, 32, 26, None, 8192), (0, 150024), LAYER_NORM, UNGATED,
+        keys={"hidden_act": "relu2", "attention_bias": True, "mlp_bias": True}),
+    "nemotron": llama(
+        "Nemotron", (256000, 6144, 24576, 32, 48, None, 4096), (2, 3), LAYER_NORM, BIASES, UNGATED,
+        keys={"hidden_act": "relu2", "partial_rotary_factor": 0.5},
+        names={"rms_norm_eps": "norm_eps"}, norm=plus_one("norm"),
+        layers={"attention_norm": plus_one(IN), "feed_forward_norm": plus_one(MIDDLE)}),
+    "nanochat": llama(
+        "NanoChat", (50304, 768, 8192, 12, 6, None, 2048), (0, 1), ATTENTION_BIAS, UNGATED,
+        keys={"hidden_act": "relu2", "final_logit_softcapping": 15.0},
+        fields={"embedding_norm": True, "qk_norm": True},  # whose weights of 1 let a rotation pass
+        norm=all_ones(), modules={"embedding_norm": all_ones()},
+        layers=dict.fromkeys(("attention_norm", "feed_forward_norm", "query_norm", "key_norm"),
+                             all_ones())
+        | {"qkv": turned_back(QKV), "up": "mlp.fc1", "down": "mlp.fc2"}),
+    "apertus": llama(
+        "Apertus", (131072, 4096, 14336, 32, 32, None, 65536), (1, 2), ATTENTION_BIAS, UNGATED,
+        HEAD_NORMS,
+        keys={"hidden_act": "xielu", "rms_norm_eps": 1e-5, "rope_theta": 12000000.0,
+              "rope_parameters": _LLAMA3 | {"factor": 8.0}},
+        layers={"attention_norm": "attention_layernorm",
+                "feed_forward_norm": "feedforward_layernorm",
+                "activation.alpha_p": "mlp.act_fn.alpha_p",
+                "activation.alpha_n": "mlp.act_fn.alpha_n"}),
+    "persimmon": llama(
+        "Persimmon", (262144, 4096, 16384, 36, 64, None, 16384), (1, 2), LAYER_NORM, UNGATED,
+        HEAD_LAYER_NORMS, norm="final_layernorm", prefixes=_PREFIXES,
+        keys={"hidden_act": "relu2", "partial_rotary_factor": 0.5, "qk_layernorm": True},
+        fields=dict.fromkeys(("qkv_bias", "output_bias", "feed_forward_bias"), True),
+        layers={"qkv": interleaved_by_head("self_attn.query_key_value"),
+                "output": "self_attn.dense", "up": "mlp.dense_h_to_4h",
+                "down": "mlp.dense_4h_to_h"}),
+    "hunyuan_v1_dense": llama(
+        "HunYuanDenseV1", (290943, 4096, 11008, 32, 32, None, 2048), (1, 2), NORMS_AFTER_ROTARY),
+    "granite_swa": llama(
+        "GraniteSWA", (100352, 2560, 8192, 24, 20, 4, 8192), (100257, 100257), BIASES, MULTIPLIERS,
+        SINKS, windows(128, all_but_every(4, first=0)), theta_of_layers(all_but_every(4, first=0)),
+        keys={"rms_norm_eps": 1e-5, "tie_word_embeddings": True}),
     "phi3": llama(
-        "Phi3", (32064, 3072, 8192, 32, 32, None, 4096), (1, 32000), FUSED_UP,
-        keys={"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "sliding_window": None},
-        scalings=("longrope",), layers={"qkv": "self_attn.qkv_proj"}),
+        "Phi3", (32064, 3072, 8192, 32, 32, None, 4096), (1, 32000), FUSED_UP, _PHI3),
+    "phi4_multimodal": llama(
+        "Phi4Multimodal", (200064, 3072, 8192, 32, 32, 8, 131072), (199999, [199999, 200020]),
+        FUSED_UP, _PHI3, keys={"original_max_position_embeddings": 4096},
+        unused=("embed_tokens_extend.",)),
     "gemma": llama(
         "Gemma", (256000, 3072, 24576, 28, 16, 16, 8192), (2, 1), _GEMMA,
         only={"hidden_act": _GEMMA_GELU, "hidden_activation": _GEMMA_GELU},
@@ -211,7 +281,12 @@ LLAMAS: dict[str, Family] = {
         keys={"rms_norm_eps": 1e-5}, without=("attention_norm", "feed_forward_norm")),
     "cohere": llama(
         "Cohere", (256000, 8192, 22528, 40, 64, None, 8192), (5, 255001), PAIRS, PARALLEL,
-        LAYER_NORM, ATTENTION_BIAS, _COHERE, only={"use_qk_norm": (False,)}),
+        LAYER_NORM, ATTENTION_BIAS, _COHERE,
+        keys={"use_qk_norm": False},
+        fields={"qk_norm": itemgetter("use_qk_norm"), "qk_norm_kind": lambda options:
+                "layernorm" if options["use_qk_norm"] else "rmsnorm"},
+        layers={"query_norm": pairs_of_norm("self_attn.q_norm"),
+                "key_norm": pairs_of_norm("self_attn.k_norm")}),
     "cohere2": llama(
         "Cohere2", (256000, 8192, 22528, 40, 64, None, 8192), (5, 255001), PAIRS, PARALLEL,
         LAYER_NORM, ATTENTION_BIAS, _COHERE, ROTARY_IN_WINDOWS,
@@ -238,7 +313,7 @@ LLAMAS: dict[str, Family] = {
         fields={"position": _granite_position},
         layers={"up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"}),
     "olmo": llama(
-        "Olmo", _OLMO_SHAPE, (None, 50279), ATTENTION_BIAS, without=("rms_norm_eps",),
+        "Olmo", _OLMO_SHAPE, (None, 50279), ATTENTION_BIAS, CLIP, without=("rms_norm_eps",),
         norm=all_ones(),
         fields={"norm": "layernorm", "norm_bias": False, "norm_eps": 1e-5},
         layers={"attention_norm": all_ones(), "feed_forward_norm": all_ones()}),

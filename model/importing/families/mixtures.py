@@ -5,24 +5,50 @@ As in `llamas.py`, a row of MIXTURES says how a family differs from Llama.
 
 from __future__ import annotations
 
+from operator import itemgetter
+from typing import Any
+
 from kvasir.model.importing.families.family import Family
+from kvasir.model.importing.families.llamas import qwen_windows
 from kvasir.model.importing.families.options import Options, refuse
 from kvasir.model.importing.families.traits import (
     ATTENTION_BIAS,
+    BIASES,
+    CLIP,
     HEAD_NORMS,
     MULTIPLIERS,
     NORMS_ACROSS_HEADS,
     NORMS_AFTER,
+    NORMS_AFTER_ROTARY,
+    NORMS_BEFORE_AND_AFTER,
+    PAIRS,
+    QKV_BIAS,
+    ROTARY_IN_WINDOWS,
+    SINKS,
     Trait,
     all_but_every,
     every_layer,
     experts,
     llama,
+    several_experts_wide,
+    shared_expert,
+    theta_of_layers,
     windows,
 )
-from kvasir.model.importing.tensors import in_halves, transposed_experts
+from kvasir.model.importing.tensors import (
+    halves_transposed,
+    in_halves,
+    transposed_experts,
+    without_first_axis,
+)
 
 _EITHER_COUNT: Trait = {"names": {"num_experts": "num_local_experts|num_experts"}}
+_W123: dict[str, Any] = {
+    "count": "num_local_experts",
+    "router": "block_sparse_moe.gate",
+    "parts": "block_sparse_moe.experts.#.{}",
+    "names": ("w1", "w3", "w2"),
+}
 _SHARES: Trait = {"keys": {"norm_topk_prob": False}}
 
 
@@ -35,43 +61,90 @@ def _dense_layers(options: Options) -> tuple[int, ...]:
 
 
 def _dense_by_type(options: Options) -> tuple[int, ...]:
-    kinds = options.layer_kinds("mlp_layer_types", ("dense", "sparse")) or []
+    """Return the layers that mlp_layer_types names or, without it, the first ones."""
+    kinds = options.layer_kinds("mlp_layer_types", ("dense", "sparse"))
+    if kinds is None:
+        return _dense_first(options)
     return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+
+
+def _dense_first(options: Options) -> tuple[int, ...]:
+    key = "first_k_dense_replace"
+    first = options.whole(key, least=0) if options.get(key) is not None else 0
+    return tuple(every_layer(options)[:first])
+
+
+def _ernie_dense(options: Options) -> tuple[int, ...]:
+    layers, step = every_layer(options), options.whole("moe_layer_interval")
+    first, last = (options.whole(f"moe_layer_{end}_index", least=-1) for end in ("start", "end"))
+    last = layers[-1] if last == -1 else last
+    return tuple(i for i in layers if (i + 1) % step or not first <= i <= last)
+
+
+def _qwen2_windows(options: Options) -> list[int]:
+    most = options.whole("max_window_layers", least=0)
+    return [layer for layer in every_layer(options)[:most] if (layer + 1) % 2]
+
+
+def _flint_windows(options: Options) -> list[int]:
+    layers = every_layer(options)
+    return [i for i in layers if i >= 2 and i % 4 != 1 and i != layers[-1]]
 
 
 _STEPS: Trait = {
     "keys": {"decoder_sparse_step": 1, "mlp_only_layers": None},
     "fields": {"dense_layers": _dense_layers},
 }
-_GRANITE_EXPERTS = experts(
-    8, 2, count="num_local_experts", router="block_sparse_moe.router.layer",
-    normalize_expert_shares=True,
-) | {
+# Experts with a learned bias for their choice (DeepSeek-V3, 2024).
+_BALANCED: Trait = {
+    "keys": {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+    "only": {"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)},
+    "fields": {"router": "sigmoid", "choice_bias": "scores"},
+    "layers": {"choice_bias": "mlp.gate.e_score_correction_bias"},
+}
+_FIRST_DENSE: Trait = {
+    "keys": {"first_k_dense_replace": 0},
+    "fields": {"dense_layers": _dense_first},
+}
+_TYPES: Trait = {"keys": {"mlp_layer_types": None}, "fields": {"dense_layers": _dense_by_type}}
+_SHARED = shared_expert(several_experts_wide("n_shared_experts"), "mlp.shared_experts")
+_GRANITE_EXPERTS: Trait = experts(8, 2, count="num_local_experts", normalize_expert_shares=True) | {
     "layers": {
         "router": "block_sparse_moe.router.layer",
         "expert_up": in_halves("block_sparse_moe.input_linear"),
         "expert_down": "block_sparse_moe.output_linear",
     },
     "scales": {
-        "blocks.*.feed_forward.expert_down": lambda o: o.number("residual_multiplier"),
+        f"blocks.*.feed_forward.{module}": lambda options: options.number("residual_multiplier")
+        for module in ("expert_down", "shared.down")
     },
-}  # fmt: skip
+}
+_GRANITE_SHARED: Trait = {
+    "keys": {"shared_intermediate_size": 0},
+    "fields": {
+        "d_shared_expert": lambda options: options.whole("shared_intermediate_size", 0) or None
+    },
+    "layers": {"shared.up": "shared_mlp.input_linear", "shared.down": "shared_mlp.output_linear"},
+}
+
+
+def _hunyuan_width(options: Options) -> Any:
+    own = options["moe_intermediate_size"] is not None
+    return options.same("moe_intermediate_size") if own else options["intermediate_size"]
 
 
 # fmt: off
 MIXTURES: dict[str, Family] = {
     "mixtral": llama(
         "Mixtral", (32000, 4096, 14336, 32, 32, 8, 131072), (1, 2),
-        experts(8, 2, count="num_local_experts", router="block_sparse_moe.gate",
-                parts="block_sparse_moe.experts.#.{}", names=("w1", "w3", "w2"),
-                normalize_expert_shares=True),
+        experts(8, 2, **_W123, normalize_expert_shares=True),
         keys={"rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "sliding_window": None}),
     "qwen3_moe": llama(
         "Qwen3Moe", (151936, 2048, 6144, 24, 32, 4, 32768), (None, None), ATTENTION_BIAS,
         HEAD_NORMS, _SHARES, _STEPS, _EITHER_COUNT, experts(128, 8, 768)),
     "olmoe": llama(
         "Olmoe", (50304, 2048, 2048, 16, 16, None, 4096), (None, 50279), ATTENTION_BIAS,
-        NORMS_ACROSS_HEADS, _SHARES, experts(64, 8), keys={"rms_norm_eps": 1e-5}),
+        NORMS_ACROSS_HEADS, _SHARES, experts(64, 8), CLIP, keys={"rms_norm_eps": 1e-5}),
     "flex_olmo": llama(
         "FlexOlmo", (100352, 4096, 11008, 32, 32, None, 4096), (None, 100257), ATTENTION_BIAS,
         NORMS_ACROSS_HEADS, NORMS_AFTER, _SHARES, experts(7, 5),
@@ -79,12 +152,121 @@ MIXTURES: dict[str, Family] = {
     "granitemoe": llama(
         "GraniteMoe", (32000, 4096, 11008, 32, 32, None, 2048), (1, 2), ATTENTION_BIAS,
         MULTIPLIERS, _GRANITE_EXPERTS),
+    "granitemoeshared": llama(
+        "GraniteMoeShared", (32000, 4096, 11008, 32, 32, None, 2048), (1, 2), ATTENTION_BIAS,
+        MULTIPLIERS, _GRANITE_EXPERTS, _GRANITE_SHARED),
+    "granitemoe_swa": llama(
+        "GraniteMoeSWA", (32000, 4096, 11008, 32, 32, None, 2048), (1, 2), ATTENTION_BIAS,
+        MULTIPLIERS, _GRANITE_EXPERTS, _GRANITE_SHARED, SINKS,
+        windows(128, all_but_every(4, first=0)), theta_of_layers(all_but_every(4, first=0)),
+        layers={"router": "block_sparse_moe.router",
+                "expert_up": in_halves("block_sparse_moe.experts.gate_up_proj"),
+                "expert_down": "block_sparse_moe.experts.down_proj"}),
+    "qwen2_moe": llama(
+        "Qwen2Moe", (151936, 2048, 5632, 24, 16, 16, 32768), (None, None), _SHARES, _STEPS,
+        _EITHER_COUNT, experts(60, 4, 1408), QKV_BIAS,
+        shared_expert(lambda options: options.whole("shared_expert_intermediate_size"),
+                      "mlp.shared_expert", "mlp.shared_expert_gate"),
+        windows(4096, _qwen2_windows, use_sliding_window=False, max_window_layers=28),
+        keys={"attention_bias": True, "shared_expert_intermediate_size": 5632},
+        names={"attention_bias": "qkv_bias"}),
+    "aria_text": llama(
+        "AriaText", (32000, 4096, 4096, 32, 32, None, 2048), (1, 2), ATTENTION_BIAS,
+        experts(8, 2, normalize_expert_shares=True),
+        shared_expert(several_experts_wide("moe_num_shared_experts", "intermediate_size"),
+                      "mlp.shared_experts"),
+        keys={"moe_num_shared_experts": 2}, only={"mlp_bias": (False,)},
+        names={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_topk"},
+        layers={"router": "mlp.router", "expert_up": halves_transposed("mlp.experts.fc1"),
+                "expert_down": transposed_experts("mlp.experts.fc2")}),
+    "glm4_moe": llama(
+        "Glm4Moe", (151552, 4096, 10944, 46, 96, 8, 131072), (None, None), QKV_BIAS, HEAD_NORMS,
+        experts(128, 8, 1408, count="n_routed_experts"), _BALANCED, _SHARED, _FIRST_DENSE,
+        keys={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "use_qk_norm": False,
+              "n_shared_experts": 1, "first_k_dense_replace": 1},
+        fields={"qk_norm": itemgetter("use_qk_norm")}),
+    "dots1": llama(
+        "Dots1", (152064, 4608, 10944, 62, 32, 32, 2048), (None, None), ATTENTION_BIAS, HEAD_NORMS,
+        experts(None, None, 1408, count="n_routed_experts"), _BALANCED, _SHARED, _FIRST_DENSE,
+        windows(4096, qwen_windows, max_window_layers=62),
+        keys={"n_shared_experts": None, "norm_topk_prob": False}),
+    "solar_open": llama(
+        "SolarOpen", (196608, 4096, 10240, 48, 64, 8, 131072), (None, None), ATTENTION_BIAS,
+        experts(128, 8, 1280, count="n_routed_experts"), _BALANCED, _SHARED,
+        keys={"rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "head_dim": 128,
+              "n_shared_experts": 1, "partial_rotary_factor": 1.0},
+        only={"use_qk_norm": (False,), "first_k_dense_replace": (0,)}),
+    "hy_v3": llama(
+        "HYV3", (120832, 4096, 13312, 80, 64, 8, 131072), (None, None), BIASES, HEAD_NORMS,
+        experts(192, 8, 1536, router="mlp.router.gate", normalize_expert_shares=True), _TYPES,
+        shared_expert(several_experts_wide("num_shared_experts"), "mlp.shared_mlp"),
+        keys={"rms_norm_eps": 1e-5, "rope_theta": 11158840.0, "head_dim": 128,
+              "num_shared_experts": 1, "routed_scaling_factor": 2.826, "first_k_dense_replace": 1},
+        names={"routed_scaling_factor": "router_scaling_factor"},
+        fields={"router": "sigmoid", "choice_bias": "scores"},
+        layers={"choice_bias": "mlp.expert_bias"}),
+    "exaone_moe": llama(
+        "ExaoneMoe", (102400, 4096, 16384, 32, 32, 32, 2048), (1, 53), HEAD_NORMS,
+        ROTARY_IN_WINDOWS, experts(64, 8, 1024), _BALANCED, _TYPES,
+        windows(4096, all_but_every(4, "sliding_window_pattern"), sliding_window_pattern=4),
+        shared_expert(several_experts_wide("num_shared_experts"), "mlp.shared_experts"),
+        keys={"rms_norm_eps": 1e-5, "num_shared_experts": 1, "routed_scaling_factor": 2.5,
+              "first_k_dense_replace": 1},
+        layers={"choice_bias": "mlp.e_score_correction_bias"}, unused=("mtp.",)),
+    "minimax_m2": llama(
+        "MiniMaxM2", (200064, 3072, 1536, 62, 48, 8, 196608), (200034, 200020),
+        NORMS_ACROSS_HEADS,
+        experts(256, 8, **_W123, normalize_expert_shares=True),
+        keys={"head_dim": 128, "rope_theta": 5000000.0, "rotary_dim": None,
+              "partial_rotary_factor": None},
+        only={"scoring_func": ("sigmoid",), "shared_intermediate_size": (0,)},
+        fields={"router": "sigmoid", "choice_bias": "scores"},
+        layers={"choice_bias": "block_sparse_moe.e_score_correction_bias"}),
+    "ernie4_5_moe": llama(
+        "Ernie4_5_Moe", (103424, 2560, 12288, 28, 20, 4, 131072), (1, 2), PAIRS,
+        experts(64, 6, 1536, normalize_expert_shares=True),
+        shared_expert(several_experts_wide("moe_num_shared_experts"), "mlp.shared_experts"),
+        keys={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True,
+              "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1,
+              "moe_layer_interval": 1},
+        names={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+        only={"use_bias": (False,)},
+        fields={"choice_bias": "scores", "dense_layers": _ernie_dense},
+        layers={"choice_bias": without_first_axis("mlp.moe_statics.e_score_correction_bias")}),
+    "flint": llama(
+        "Flint", (150144, 2048, 6144, 49, 32, 4, 262144), (None, None), ATTENTION_BIAS, HEAD_NORMS,
+        ROTARY_IN_WINDOWS, _SHARES, _STEPS, experts(256, 6, 512), SINKS,
+        windows(513, _flint_windows),
+        shared_expert(lambda options: options.whole("shared_expert_intermediate_size"),
+                      "mlp.shared_expert"),
+        keys={"head_dim": 128, "norm_topk_prob": True, "mlp_only_layers": [0, 1],
+              "shared_expert_intermediate_size": 1024},
+        fields={"router": "sigmoid"}, layers={"sinks": "self_attn.softmax_offset"}),
+    "kolibri1": llama(
+        "Kolibri1", (128000, 2560, 512, 50, 48, 4, 262144), (None, None), HEAD_NORMS,
+        NORMS_BEFORE_AND_AFTER, ROTARY_IN_WINDOWS, _SHARES, _EITHER_COUNT, experts(384, 6, 512),
+        windows(513, all_but_every(5)),
+        shared_expert(lambda options: options.whole("shared_expert_intermediate_size"),
+                      "mlp.shared_experts"),
+        keys={"head_dim": 128, "shared_expert_intermediate_size": 512},
+        fields={"router": "sigmoid", "choice_bias": "logits"},
+        layers={"choice_bias": "moe.router.expert_bias", "attention_output_norm": "post_attn_norm",
+                "feed_forward_output_norm": "post_ffn_norm"}),
+    "hunyuan_v1_moe": llama(
+        "HunYuanMoEV1", (290943, 4096, 11008, 32, 32, None, 2048), (1, 2), NORMS_AFTER_ROTARY,
+        experts(1, 1, router="mlp.gate.wg", normalize_expert_shares=True),
+        shared_expert(lambda options: options.whole("intermediate_size")
+                      * options.same("num_shared_expert"), "mlp.shared_mlp"),
+        keys={"num_shared_expert": 1, "moe_intermediate_size": None},
+        names={"num_experts_per_tok": "moe_topk"},
+        fields={"n_experts_per_token": lambda options: options.same("num_experts_per_tok"),
+                "n_experts": lambda options: options.same("num_experts"),
+                "d_expert": _hunyuan_width}),
     "mellum": llama(
         "Mellum", (98304, 2304, 7168, 28, 32, 4, 131072), (None, None), ATTENTION_BIAS, HEAD_NORMS,
-        windows(1024, lambda _: ()), experts(64, 8, 896), _EITHER_COUNT,
-        keys={"head_dim": 128, "norm_topk_prob": True, "mlp_layer_types": None,
-              "rope_theta": 500000.0, "rope_local_base_freq": 10000.0},
-        fields={"dense_layers": _dense_by_type}),
+        windows(1024, lambda _: ()), experts(64, 8, 896), _EITHER_COUNT, _TYPES,
+        keys={"head_dim": 128, "norm_topk_prob": True, "rope_theta": 500000.0,
+              "rope_local_base_freq": 10000.0}),
     "gpt_oss": llama(
         "GptOss", (201088, 2880, 2880, 36, 64, 8, 131072), (None, None),
         windows(128, all_but_every(2)),

@@ -16,6 +16,15 @@ def refuse(key: str, value: object, wanted: str) -> UnsupportedError:
     return UnsupportedError(f"config.json's {key} is {value!r}, and Kvasir computes {wanted}")
 
 
+def given(values: Mapping[str, Any], name: str, default: Any = None) -> Any:
+    """Return the value of a name; "a.b" is b in the object a."""
+    outer, dot, inner = name.partition(".")
+    value = values.get(outer, default)
+    if not dot:
+        return value
+    return value.get(inner, default) if isinstance(value, Mapping) else default
+
+
 class Options(dict[str, Any]):
     """The keys of config.json that a family reads, under their usual names, which are Llama's."""
 
@@ -36,6 +45,15 @@ class Options(dict[str, Any]):
         if type(value) in (int, float) and 0 < value <= sys.float_info.max:
             return value
         raise self._wrong(key, "a positive number", value)
+
+    def same(self, key: str) -> int:
+        """Return a whole number that may be listed for each layer; it must be the same in all."""
+        value = self[key]
+        if isinstance(value, list) and value:
+            if any(other != value[0] for other in value):
+                raise refuse(self.names.get(key, key), value, "the same number in all layers")
+            self[key] = value[0]
+        return self.whole(key)
 
     def layer_kinds(self, key: str, kinds: tuple[str, ...]) -> list[str] | None:
         """Return the kind of each layer; None where none are listed. Raises UnsupportedError."""

@@ -17,6 +17,7 @@ _ROPE_KEYS = {
     "short_factor", "long_factor",
     "finetuned",  # a note on how a yarn model was made; nothing computes with it
 }
+_MOST_ALPHA = 1e9
 _NEUTRAL_ROPE_KEYS = ("attn_factor", "extrapolation_factor")  # where their value is 1
 # fmt: on
 
@@ -45,14 +46,17 @@ def rotary_fields(options: Options, scalings: tuple[str, ...]) -> dict[str, Any]
         if unknown := of_some.keys() - _ROPE_KEYS - neutral - options.keys():
             raise refuse(key, of_some, "no " + ", ".join(sorted(unknown)))
     rope = Options({**options, **given}, {})
-    width, fraction = head_dim(options), rope.number("partial_rotary_factor", 1.0)
+    width, of_all = head_dim(options), 1.0
+    if options.get("rotary_dim") is not None:
+        of_all = options.whole("rotary_dim") / width
+    fraction = rope.number("partial_rotary_factor", of_all)
     if "partial_rotary_factor" not in options and fraction != 1:
         raise refuse("partial_rotary_factor", fraction, "this family only with 1.0")
     if fraction > 1:
         raise refuse("partial_rotary_factor", fraction, "at most 1.0")
     turned = int(width * fraction)
     fields = {
-        "rope_theta": rope.number("rope_theta"),
+        "rope_theta": rope.number("rope_theta") * _ntk_factor(rope, turned),
         "rope_scaling": _rope_scaling(options, rope, scalings),
         "rotary_dim": None if turned == width else turned,
     }
@@ -66,6 +70,16 @@ def rotary_fields(options: Options, scalings: tuple[str, ...]) -> dict[str, Any]
         if fields["rope_scaling"] is not None or own != fields["rope_theta"]:
             fields["sliding_window_rope_theta"] = own
     return fields
+
+
+def _ntk_factor(rope: Options, rotary_dim: int) -> float:
+    """Return what multiplies theta in place of a scaling: Hunyuan's `alpha`."""
+    if rope.get("alpha") is None or (rope.get("rope_type") or rope.get("type")) != "dynamic":
+        return 1.0
+    if (alpha := rope.number("alpha")) > _MOST_ALPHA:
+        raise refuse("alpha", alpha, f"at most {_MOST_ALPHA:g}")
+    factor: float = alpha ** (rotary_dim / max(rotary_dim - 2, 1))
+    return factor
 
 
 def _rope_scaling(

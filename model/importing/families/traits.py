@@ -11,8 +11,9 @@ from operator import itemgetter
 from typing import Any
 
 from kvasir.model.importing.families.family import Family
-from kvasir.model.importing.families.options import Options
+from kvasir.model.importing.families.options import Options, refuse
 from kvasir.model.importing.tensors import (
+    all_ones,
     in_layers,
     of_experts,
     pairs_apart,
@@ -60,7 +61,7 @@ def llama(
     body: the name without a head, if it differs. also: further architectures. without: keys, and
     modules of a layer, that it has not. Of traits and `own`: keys, of config.json with their
     defaults; layers, places of modules of a layer by the last part of our name; norm, that of the
-    last one; others as `Family` has them.
+    last one; modules, further ones outside of layers; others as `Family` has them.
     """
     given: dict[str, Any] = {}
     for trait in (_LLAMA, *traits, own):
@@ -68,12 +69,13 @@ def llama(
             merges = isinstance(value, Mapping)
             given[part] = {**given.get(part, {}), **value} if merges else value
     keys, layers = ({k: v for k, v in given.pop(p).items() if k not in without} for p in _MERGED)
+    outside = _MODULES | given.pop("modules", {}) | {"norm": given.pop("norm")}
     return Family(
         architectures=(f"{name}ForCausalLM", f"{body or name}Model", *also),
         shape=shape,
         tokens=tokens,
         defaults=keys,
-        modules=_MODULES | {"norm": given.pop("norm")} | in_layers("layers.*.", **layers),
+        modules=outside | in_layers("layers.*.", **layers),
         **given,
     )
 
@@ -109,6 +111,33 @@ NORMS_ACROSS_HEADS: Trait = {
         "key_norm": split_by_head("self_attn.k_norm"),
     },
 }
+# LayerNorms over each head, with a bias, of which all heads share the weights.
+HEAD_LAYER_NORMS: Trait = {
+    "keys": {"qk_layernorm": False},
+    "fields": {
+        "qk_norm": itemgetter("qk_layernorm"),
+        "qk_norm_kind": lambda options: "layernorm" if options["qk_layernorm"] else "rmsnorm",
+    },
+    "layers": {
+        "query_norm": repeated_for_heads("self_attn.q_layernorm"),
+        "key_norm": repeated_for_heads("self_attn.k_layernorm"),
+    },
+}
+NORMS_AFTER_ROTARY: Trait = {  # Hunyuan's
+    "keys": {"alpha": None, "rms_norm_eps": 1e-5, "attention_bias": False},
+    "only": {"use_qk_norm": (True, None), "use_cla": (False, None)},
+    "scalings": ("linear", "dynamic"),
+    "fields": {"qk_norm": True, "qk_norm_after_rotary": True},
+    "layers": {
+        "query_norm": repeated_for_heads("self_attn.query_layernorm"),
+        "key_norm": repeated_for_heads("self_attn.key_layernorm"),
+    },
+}
+SINKS: Trait = {
+    "fields": {"attention_sinks": True},
+    "layers": {"sinks": "self_attn.sinks"},
+}
+CLIP: Trait = {"keys": {"clip_qkv": None}, "layers": {"clip": all_ones()}}
 PAIRS: Trait = {"layers": {"qkv": pairs_apart(QKV)}}  # rotary pairs are (2i, 2i + 1)
 FUSED_UP: Trait = {"layers": {"up": "mlp.gate_up_proj"}}
 UNGATED: Trait = {"gated": False, "layers": {"up": "mlp.up_proj"}}
@@ -182,5 +211,70 @@ def experts(
             "router": router,
             "expert_up": of_experts(gate, up),
             "expert_down": of_experts(down),
+        },
+    }
+
+
+def shared_expert(
+    width: Callable[[Options], int | None], place: str, gate: str | None = None, **layers: Any
+) -> Trait:
+    """Return the trait of an expert of every token at a place, with a gate of it at another."""
+    parts = {
+        "shared.up": stacked(f"{place}.gate_proj", f"{place}.up_proj"),
+        "shared.down": f"{place}.down_proj",
+    }
+    if gate is not None:
+        parts["shared_gate"] = gate
+    return {
+        "fields": {"d_shared_expert": width, "shared_expert_gate": gate is not None},
+        "layers": parts | layers,
+    }
+
+
+def several_experts_wide(count: str, width: str = "moe_intermediate_size") -> Any:
+    """Return the rule that the shared expert is so many experts wide; 0 or null is none of them."""
+
+    def wide(options: Options) -> int | None:
+        n = options.whole(count, least=0) if options[count] is not None else 0
+        return n * options.whole(width) or None
+
+    return wide
+
+
+def theta_of_layers(windowed: Windows) -> Trait:
+    """Return the trait of layer_rope_theta: one for layers with a window, and one for others."""
+
+    def thetas(options: Options) -> tuple[list[Any], set[Any], set[Any]]:
+        n_layers, in_windows = options.whole("num_hidden_layers"), set(windowed(options))
+        kinds = options.layer_kinds("layer_types", ("full_attention", "sliding_attention"))
+        if kinds is not None:
+            in_windows = {layer for layer, kind in enumerate(kinds) if kind != "full_attention"}
+        given = options["layer_rope_theta"] or [options["rope_theta"]] * n_layers
+        if not isinstance(given, list) or len(given) != n_layers:
+            raise refuse("layer_rope_theta", given, f"one for each of {n_layers} layers")
+        if any(type(theta) not in (int, float, type(None)) for theta in given):
+            raise refuse("layer_rope_theta", given, "numbers, and null for no rotation")
+        of_windows = {theta for i, theta in enumerate(given) if theta and i in in_windows}
+        others = {theta for i, theta in enumerate(given) if theta and i not in in_windows}
+        if max(len(of_windows), len(others)) > 1:
+            raise refuse("layer_rope_theta", given, "one of layers with a window, one of others")
+        return given, of_windows, others or of_windows
+
+    def of_full(options: Options) -> Any:
+        return next(iter(thetas(options)[2]), options["rope_theta"])
+
+    def of_windows(options: Options) -> Any:
+        _, mine, others = thetas(options)
+        return next(iter(mine - others), None)
+
+    return {
+        "keys": {"layer_rope_theta": None},
+        "scalings": (),
+        "fields": {
+            "rope_theta": of_full,
+            "sliding_window_rope_theta": of_windows,
+            "layers_without_rotary": lambda options: tuple(
+                layer for layer, theta in enumerate(thetas(options)[0]) if not theta
+            ),
         },
     }

@@ -43,7 +43,7 @@ _KNOWN = DECODERS | ENCODERS | ENCODER_DECODERS
 # Tensors that are computed, not learned, and those that only see images.
 _IGNORED = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(bias|masked_bias)|embeddings\.position_ids"
-    r"|EncDecAttention\.relative_attention_bias\.weight)$"
+    r"|mlp\.act_fn\.(beta|eps)|EncDecAttention\.relative_attention_bias\.weight)$"
     r"|^(model\.)?(vision_tower|multi_modal_projector)\."
 )
 _OF_BOTH = (
