@@ -56,6 +56,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "parallel": VARIANTS["phi"] | {"n_layer": 2},
     "alibi": VARIANTS["bloom"] | {"n_layer": 2, "qk_norm": True},
     "relative": VARIANTS["relative"],
+    "shared experts": VARIANTS["hunyuan mixture"],
     "sinks": VARIANTS["gpt-oss"] | {"rope_scaling": VARIANTS["qwen"]["rope_scaling"]},
 }
 ROUNDED: list[tuple[str, dict[str, Any]]] = [

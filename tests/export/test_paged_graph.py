@@ -68,7 +68,7 @@ def make_caches(path: Path, n_blocks: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        *((name, "fp16") for name in ("gpt2", "qwen", "qwen3", "gemma")),
+        *((name, "fp16") for name in ("gpt2", "qwen", "qwen3", "gemma", "persimmon")),
         *(("olmo2", "bf16"), ("phi", "int8"), ("gpt2", "int4")),
     ],
 )

@@ -298,20 +298,23 @@ _FURTHER |= {
     "ernie4_5_moe": _SPARSE | {"moe_num_experts": 5, "moe_k": 2},
     "flint": _SPARSE | WINDOWED | {"num_experts": 5, "mlp_only_layers": [0], "head_dim": 32},
     "kolibri1": _SPARSE | WINDOWED | {"num_local_experts": 5, "head_dim": 32},
+    "cohere2_moe": _EXPERTS
+    | {"rms_norm_eps": None}
+    | WINDOWED
+    | {"num_experts": 5, "num_shared_experts": 2, "head_dim": 16, "logit_scale": 0.3}
+    | {"mlp_layer_types": ["sparse", "dense"], "prefix_dense_intermediate_size": 48},
+    "cohere2_moe with sigmoids": _EXPERTS
+    | {"rms_norm_eps": None}
+    | WINDOWED
+    | {"num_experts": 5, "head_dim": 16, "expert_selection_fn": "sigmoid"},
+    "gpt_neox_japanese": {"intermediate_multiple_size": 2},
+    "fuyu": {"text_config": _SHAPE | {"intermediate_size": 96} | {"model_type": "persimmon"}},
     "phi4_multimodal": {"eos_token_id": 1}
     | {"vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}}
     | {"audio_config": {"hidden_size": 32, "intermediate_size": 32, "num_blocks": 1}},
 }
-_EVERY_HEAD_ITS_OWN = {
-    "persimmon",
-    "gpt_bigcode",
-    "gpt_neo",
-    "biogpt",
-    "mpt",
-    "xglm",
-    "codegen",
-    "openai-gpt",
-}
+_EVERY_HEAD_ITS_OWN = {"biogpt", "codegen", "gpt_bigcode", "gpt_neo", "mpt", "openai-gpt"}
+_EVERY_HEAD_ITS_OWN |= {"gpt_neox_japanese", "persimmon", "xglm"}
 
 
 def _values(kind: str, more: dict[str, Any]) -> dict[str, Any]:

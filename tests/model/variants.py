@@ -69,7 +69,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "sliding_window_rope_theta": 50.0,
         "rope_scaling": RopeScaling(kind="linear", factor=4.0),
     },
-    "olmo2": {"norm_placement": "output", "qk_norm": True, "qk_norm_across_heads": True},
+    "olmo2": {
+        "norm_placement": "output",
+        "qk_norm": True,
+        "qk_norm_across_heads": True,
+        "qkv_clip": 0.7,
+        "feed_forward": "xielu",
+    },
     "bloom": {
         "n_layer": 1,
         "position": "alibi",
@@ -113,15 +119,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "rotary_dim": 8,
         "qk_norm": True,
         "qk_norm_kind": "layernorm",
+        "qk_norm_after_rotary": True,
         "feed_forward": "relu2",
-    },
-    "clipped": {
-        "n_layer": 1,
-        "qk_norm": True,
-        "qk_norm_across_heads": True,
-        "qkv_clip": 0.7,
-        "feed_forward": "xielu",
-        "tied_embeddings": False,
     },
     "hunyuan mixture": {
         "d_model": 64,

@@ -17,6 +17,7 @@ from kvasir.model.importing.families.mixtures import MIXTURES
 from kvasir.model.importing.families.options import Options, refuse
 from kvasir.model.importing.families.traits import QKV, ROPE
 from kvasir.model.importing.tensors import (
+    Source,
     all_ones,
     computed,
     fairseq_sinusoids,
@@ -115,6 +116,12 @@ _GPT2_MODULES = {
     "h.*.", attention_norm="ln_1", feed_forward_norm="ln_2",
     qkv=transposed("attn.c_attn"), output=transposed("attn.c_proj"),
     up=transposed("mlp.c_fc"), down=transposed("mlp.c_proj"))
+_NEOX_MODULES = {
+    "embedding": "embed_in", "norm": "final_layer_norm", "head": "lm_head",
+} | in_layers(
+    "layers.*.", attention_norm="input_layernorm", feed_forward_norm="post_attention_layernorm",
+    qkv=interleaved_by_head("attention.query_key_value"), output="attention.dense",
+    up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h")
 _GPTJ_FIELDS = {"norm": "layernorm", "parallel_residual": True, "feed_forward_bias": True,
                 "head_bias": True, "d_ff": _four_times, "rotary_dim": _gptj_rotary_dim}
 _GPTJ_MODULES = {"embedding": "wte", "norm": "ln_f", "head": "lm_head"} | in_layers(
@@ -139,12 +146,20 @@ DECODERS: dict[str, Family] = LLAMAS | MIXTURES | {
                "partial_rotary_factor": "rotary_pct"},
         fields={"norm": "layernorm", "feed_forward_bias": True},
         gated=False, prefixes=("gpt_neox.",), former_names={"embed_out": "lm_head"},
-        modules={"embedding": "embed_in", "norm": "final_layer_norm", "head": "lm_head"}
-        | in_layers(
-            "layers.*.", attention_norm="input_layernorm",
-            feed_forward_norm="post_attention_layernorm",
-            qkv=interleaved_by_head("attention.query_key_value"), output="attention.dense",
-            up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
+        modules=_NEOX_MODULES,
+    ),
+    "gpt_neox_japanese": Family(
+        architectures=("GPTNeoXJapaneseForCausalLM", "GPTNeoXJapaneseModel"),
+        shape=(32000, 2560, None, 32, 32, None, 2048), tokens=(31996, 31999),
+        defaults=ROPE | {"hidden_act": "gelu", "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0,
+                         "intermediate_multiple_size": 4, "tie_word_embeddings": True},
+        names={"rms_norm_eps": "layer_norm_eps", "rope_theta": "rotary_emb_base",
+               "partial_rotary_factor": "rotary_pct"},
+        fields={"norm": "layernorm", "output_bias": True, "d_ff": lambda options: options.whole(
+            "hidden_size") * options.whole("intermediate_multiple_size")},
+        gated=False, prefixes=("gpt_neox_japanese.",), former_names={"embed_out": "lm_head"},
+        modules=_NEOX_MODULES | in_layers(
+            "layers.*.", output=Source(("attention.dense",), zeros_if_absent=True)),
     ),
     "gpt_bigcode": Family(
         architectures=("GPTBigCodeForCausalLM", "GPTBigCodeModel"),

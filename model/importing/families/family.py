@@ -22,7 +22,7 @@ _PLAIN = {"gelu": "gelu", "gelu_python": "gelu", **dict.fromkeys(_GELU_TANH, "ge
 _PLAIN |= {"silu": "silu", "swish": "silu"} | {name: name for name in ("relu", "relu2", "xielu")}
 _GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_python": "geglu"}
 _GATED |= dict.fromkeys(_GELU_TANH, "geglu_tanh")
-_OF_ALL_EXPERTS = re.compile(r"(?<=_proj)_(?=bias$)")
+_BESIDE = re.compile(r"(?<=_proj)_(?=bias$)|(?<=dense)_(?=bias$)")
 # fmt: off
 _SHAPE = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
@@ -191,7 +191,7 @@ class Family:
 
     def plain_name(self, tensor: str) -> str:
         """Return a tensor's module without its prefix, as `modules` has it, and its kind."""
-        tensor = _OF_ALL_EXPERTS.sub(".", tensor)
+        tensor = _BESIDE.sub(".", tensor)
         prefix = next((prefix for prefix in self.prefixes if tensor.startswith(prefix)), "")
         module, kind = module_and_kind(tensor.removeprefix(prefix))
         return f"{self.former_names.get(module, module)}.{kind}"

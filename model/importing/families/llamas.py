@@ -87,7 +87,7 @@ _GEMMA_GELU = ("gelu", "gelu_pytorch_tanh", None)  # in Gemma's files "gelu" mea
 _GLM: Trait = {"keys": {"attention_bias": True, "head_dim": 128, "rms_norm_eps": 1.5625e-07,
                         "partial_rotary_factor": 0.5}}  # fmt: skip
 _GLM_TOKENS: tuple[None, list[int]] = (None, [151329, 151336, 151338])
-_COHERE: Trait = {
+COHERE: Trait = {
     "keys": {"rope_theta": 500000.0, "logit_scale": 0.0625, "tie_word_embeddings": True},
     "fields": {"norm_bias": False},
     "scales": {"norm": lambda options: options.number("logit_scale", 1.0)},
@@ -281,7 +281,7 @@ LLAMAS: dict[str, Family] = {
         keys={"rms_norm_eps": 1e-5}, without=("attention_norm", "feed_forward_norm")),
     "cohere": llama(
         "Cohere", (256000, 8192, 22528, 40, 64, None, 8192), (5, 255001), PAIRS, PARALLEL,
-        LAYER_NORM, ATTENTION_BIAS, _COHERE,
+        LAYER_NORM, ATTENTION_BIAS, COHERE,
         keys={"use_qk_norm": False},
         fields={"qk_norm": itemgetter("use_qk_norm"), "qk_norm_kind": lambda options:
                 "layernorm" if options["use_qk_norm"] else "rmsnorm"},
@@ -289,7 +289,7 @@ LLAMAS: dict[str, Family] = {
                 "key_norm": pairs_of_norm("self_attn.k_norm")}),
     "cohere2": llama(
         "Cohere2", (256000, 8192, 22528, 40, 64, None, 8192), (5, 255001), PAIRS, PARALLEL,
-        LAYER_NORM, ATTENTION_BIAS, _COHERE, ROTARY_IN_WINDOWS,
+        LAYER_NORM, ATTENTION_BIAS, COHERE, ROTARY_IN_WINDOWS,
         windows(4096, all_but_every(4, "sliding_window_pattern"), sliding_window_pattern=None),
         keys={"rope_theta": 10000.0}),
     "granite": llama("Granite", _7B_SHAPE, (1, 2), BIASES, MULTIPLIERS),

@@ -9,19 +9,21 @@ from operator import itemgetter
 from typing import Any
 
 from kvasir.model.importing.families.family import Family
-from kvasir.model.importing.families.llamas import qwen_windows
+from kvasir.model.importing.families.llamas import COHERE, qwen_windows
 from kvasir.model.importing.families.options import Options, refuse
 from kvasir.model.importing.families.traits import (
     ATTENTION_BIAS,
     BIASES,
     CLIP,
     HEAD_NORMS,
+    LAYER_NORM,
     MULTIPLIERS,
     NORMS_ACROSS_HEADS,
     NORMS_AFTER,
     NORMS_AFTER_ROTARY,
     NORMS_BEFORE_AND_AFTER,
     PAIRS,
+    PARALLEL,
     QKV_BIAS,
     ROTARY_IN_WINDOWS,
     SINKS,
@@ -91,6 +93,42 @@ def _flint_windows(options: Options) -> list[int]:
     return [i for i in layers if i >= 2 and i % 4 != 1 and i != layers[-1]]
 
 
+def _cohere_windows(options: Options) -> list[int]:
+    """Return the layers with a window; the first ones, which are dense, have their own pattern."""
+    n_first = len(_dense_first(options))
+    first, rest = (options.whole(f"{kind}sliding_window_pattern") for kind in _COHERE_PATTERNS)
+    return [
+        i
+        for i in every_layer(options)
+        if (i + 1) % first * (i < n_first) or (i + 1 - n_first) % rest * (i >= n_first)
+    ]
+
+
+def _cohere_unturned(options: Options) -> tuple[int, ...]:
+    """Return the layers without rotary positions: those without a window, but for dense ones."""
+    kinds = options.layer_kinds("layer_types", ("full_attention", "sliding_attention"))
+    in_windows = _cohere_windows(options)
+    if kinds is not None:
+        in_windows = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
+    first = options.whole("prefix_dense_sliding_window_pattern")
+    turned = {*in_windows, *(_dense_by_type(options) if first == 1 else ())}
+    return tuple(i for i in every_layer(options) if i not in turned)
+
+
+def _cohere_share(options: Options) -> float:
+    """Return what multiplies chosen and shared experts, whose average may be taken."""
+    key = "shared_expert_combination_strategy"
+    if options[key] not in ("average", "sum"):
+        raise refuse(key, options[key], "only 'average' or 'sum'")
+    return 0.5 if options[key] == "average" and options["num_shared_experts"] else 1.0
+
+
+def _cohere_width(options: Options) -> Any:
+    own = options["prefix_dense_intermediate_size"]
+    return options["intermediate_size"] if own is None else own
+
+
+_COHERE_PATTERNS = ("prefix_dense_", "")
 _STEPS: Trait = {
     "keys": {"decoder_sparse_step": 1, "mlp_only_layers": None},
     "fields": {"dense_layers": _dense_layers},
@@ -252,6 +290,24 @@ MIXTURES: dict[str, Family] = {
         fields={"router": "sigmoid", "choice_bias": "logits"},
         layers={"choice_bias": "moe.router.expert_bias", "attention_output_norm": "post_attn_norm",
                 "feed_forward_output_norm": "post_ffn_norm"}),
+    "cohere2_moe": llama(
+        "Cohere2Moe", (256000, 8192, 22528, 40, 64, None, 8192), (5, 255001), PAIRS, PARALLEL,
+        LAYER_NORM, ATTENTION_BIAS, COHERE, experts(8, 2), _TYPES,
+        shared_expert(several_experts_wide("num_shared_experts", "intermediate_size"),
+                      "mlp.shared_experts"),
+        windows(4096, _cohere_windows, sliding_window_pattern=4,
+                prefix_dense_sliding_window_pattern=1),
+        keys={"rope_theta": 10000.0, "head_dim": 128, "num_shared_experts": 0,
+              "expert_selection_fn": "softmax", "norm_topk_prob": True,
+              "shared_expert_combination_strategy": "average",
+              "first_k_dense_replace": None, "prefix_dense_intermediate_size": None},
+        only={"rms_norm_eps": (None,)},
+        fields={"norm_eps": lambda options: options["rms_norm_eps"] or 1e-5,  # where it is null
+                "router": itemgetter("expert_selection_fn"), "d_ff": _cohere_width,
+                "normalize_expert_shares": lambda options:
+                    options["norm_topk_prob"] or options["expert_selection_fn"] == "softmax",
+                "expert_scale": _cohere_share, "layers_without_rotary": _cohere_unturned},
+        scales={"blocks.*.feed_forward.shared.down": _cohere_share}),
     "hunyuan_v1_moe": llama(
         "HunYuanMoEV1", (290943, 4096, 11008, 32, 32, None, 2048), (1, 2), NORMS_AFTER_ROTARY,
         experts(1, 1, router="mlp.gate.wg", normalize_expert_shares=True),

@@ -44,7 +44,7 @@ _KNOWN = DECODERS | ENCODERS | ENCODER_DECODERS
 _IGNORED = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(bias|masked_bias)|embeddings\.position_ids"
     r"|mlp\.act_fn\.(beta|eps)|EncDecAttention\.relative_attention_bias\.weight)$"
-    r"|^(model\.)?(vision_tower|multi_modal_projector)\."
+    r"|^(model\.)?(vision_tower|multi_modal_projector|vision_embed_tokens|vqmodel)\."
 )
 _OF_BOTH = (
     *("tie_word_embeddings", "bos_token_id", "eos_token_id", "dtype", "torch_dtype"),
@@ -142,7 +142,9 @@ def _prefix(values: dict[str, Any], family: Family, generation: dict[str, Any]) 
 
 def _text_part(values: dict[str, Any]) -> dict[str, Any]:
     """Return the decoder's values in the config.json of a model that also sees images."""
-    text = values.get("text_config") or {}
+    outer = ("model_type", "architectures")  # a flat one: Fuyu's
+    flat = {key: value for key, value in values.items() if key not in outer}
+    text = values.get("text_config") or flat
     if not isinstance(text, dict):
         raise UnsupportedError(f"{CONFIG_FILE}'s text_config is {text!r}, not an object")
     usual = {"model_type": WITH_VISION[values["model_type"]][1], "tie_word_embeddings": True}
