@@ -139,6 +139,63 @@ RELEASED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {"rope_theta": 1e8, "sliding_window": None, "head_dim": 128},
     ),
+    "GLM-4.5-Air": (
+        "glm4_moe",
+        {"attention_bias": True, "first_k_dense_replace": 1, "head_dim": 128, "hidden_size": 4096}
+        | {"eos_token_id": [151329, 151336, 151338], "moe_intermediate_size": 1408, "n_group": 1}
+        | {"num_attention_heads": 96, "num_key_value_heads": 8, "num_nextn_predict_layers": 1}
+        | {"partial_rotary_factor": 0.5, "rope_scaling": None, "rope_theta": 1000000}
+        | {"routed_scaling_factor": 1.0, "topk_group": 1, "use_qk_norm": False},
+        {"rotary_dim": 64, "d_shared_expert": 1408, "dense_layers": (0,), "output_bias": False},
+    ),
+    "Hunyuan-MT-7B": (
+        "hunyuan_v1_dense",
+        {"attention_head_dim": 128, "head_dim": 128, "hidden_size": 4096, "use_qk_norm": True}
+        | {"intermediate_size": 14336, "num_key_value_heads": 8, "rope_theta": 10000.0}
+        | {"add_classification_head": False, "mlp_bias": False, "use_rotary_pos_emb": True}
+        | {
+            "rope_scaling": {"alpha": 100000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0}
+            | {"mscale": 1.0, "mscale_all_dim": 1.0, "type": "dynamic"}
+        },
+        {"rope_theta": 1e4 * 1e5 ** (128 / 126), "rope_scaling": None},
+    ),
+    "internlm3-8b": (
+        "internlm3",
+        {"bias": False, "qkv_bias": False, "head_dim": 128, "rope_theta": 50000000}
+        | {"rope_scaling": {"factor": 6.0, "rope_type": "dynamic"}, "vocab_size": 128512},
+        {"rope_theta": 50000000, "rope_scaling": None, "qkv_bias": False},
+    ),
+    "MiniMax-M2": (
+        "minimax_m2",
+        {"attn_type_list": [1] * 62, "head_dim": 128, "rotary_dim": 64, "rope_theta": 5000000}
+        | {"scoring_func": "sigmoid", "shared_intermediate_size": 0, "use_routing_bias": True}
+        | {"use_qk_norm": True, "qk_norm_type": "per_layer", "use_mtp": True, "num_mtp_modules": 3},
+        {"rotary_dim": 64, "choice_bias": "scores", "d_expert": 1536},
+    ),
+    "EXAONE-4.0-32B": (
+        "exaone4",
+        {"head_dim": 128, "hidden_size": 5120, "num_attention_heads": 40, "sliding_window": 4096}
+        | {"num_hidden_layers": 8, "sliding_window_pattern": "LLLG", "num_key_value_heads": 8}
+        | {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 2}
+        | {
+            "rope_scaling": {"factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0}
+            | {"original_max_position_embeddings": 8192, "rope_type": "llama3"}
+        },
+        {"layers_without_rotary": (3, 7), "sliding_window_layers": (0, 1, 2, 4, 5, 6)},
+    ),
+    "Hunyuan-A13B": (
+        "hunyuan_v1_moe",
+        {"num_experts": 64, "moe_topk": [8] * 32, "moe_intermediate_size": [3072] * 32}
+        | {"num_shared_expert": [1] * 32, "intermediate_size": 3072, "head_dim": 128},
+        {"n_experts_per_token": 8, "d_expert": 3072, "d_shared_expert": 3072},
+    ),
+    "command-r7b": (
+        "cohere2",
+        {"layer_switch": 4, "order_of_interleaved_layers": "local_attn_first", "rotary_pct": 1.0}
+        | {"position_embedding_type": "rope_gptj", "sliding_window": 4096, "use_qk_norm": False}
+        | {"sliding_window_pattern": 4, "use_parallel_block": True, "logit_scale": 0.25},
+        {"layers_without_rotary": tuple(range(3, 40, 4)), "parallel_residual": True},
+    ),
 }
 
 
@@ -336,6 +393,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("phi3", {"rope_scaling": LONGROPE | {"type": "yarn"}}, "rope_scaling is 'yarn'"),
     ("gemma3_text", {"rope_parameters": {"full_attention": 1}}, "rope_parameters is 1"),
     ("gemma3_text", {"rope_parameters": LINEAR_WINDOWS}, "of sliding_attention is 'linear'"),
+    ("cohere2", {"use_qk_norm": True}, "use_qk_norm is True"),
+    ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi is False, .* only True"),
+    ("hunyuan_v1_moe", {"moe_topk": [1, 2]}, r"moe_topk is \[1, 2\], .* same number in all layers"),
+    (
+        "exaone4",
+        {"sliding_window_pattern": "LLLG"},
+        "sliding_window_pattern must be a whole number",
+    ),
+    ("granite_swa", {"layer_rope_theta": [1.0] * 3}, "layer_rope_theta is .* in 24"),
+    ("glm4_moe", {"head_dim": 128, "n_group": 3}, "n_expert_groups must be a part of 128 experts"),
+    ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func is 'softmax', .* only 'sigmoid'"),
     ("granitemoehybrid", {}, "num_local_experts is 8, .* only 0"),
     ("granitemoehybrid", MOE, "layer_types is .*mamba.* only layers of attention"),
 ]

@@ -8,35 +8,11 @@ from __future__ import annotations
 from operator import itemgetter
 from typing import Any
 
+from kvasir.model.importing.families import traits as t
 from kvasir.model.importing.families.family import Family
 from kvasir.model.importing.families.llamas import COHERE, qwen_windows
 from kvasir.model.importing.families.options import Options, refuse
-from kvasir.model.importing.families.traits import (
-    ATTENTION_BIAS,
-    BIASES,
-    CLIP,
-    HEAD_NORMS,
-    LAYER_NORM,
-    MULTIPLIERS,
-    NORMS_ACROSS_HEADS,
-    NORMS_AFTER,
-    NORMS_AFTER_ROTARY,
-    NORMS_BEFORE_AND_AFTER,
-    PAIRS,
-    PARALLEL,
-    QKV_BIAS,
-    ROTARY_IN_WINDOWS,
-    SINKS,
-    Trait,
-    all_but_every,
-    every_layer,
-    experts,
-    llama,
-    several_experts_wide,
-    shared_expert,
-    theta_of_layers,
-    windows,
-)
+from kvasir.model.importing.families.positions import window_fields
 from kvasir.model.importing.tensors import (
     halves_transposed,
     in_halves,
@@ -44,19 +20,10 @@ from kvasir.model.importing.tensors import (
     without_first_axis,
 )
 
-_EITHER_COUNT: Trait = {"names": {"num_experts": "num_local_experts|num_experts"}}
-_W123: dict[str, Any] = {
-    "count": "num_local_experts",
-    "router": "block_sparse_moe.gate",
-    "parts": "block_sparse_moe.experts.#.{}",
-    "names": ("w1", "w3", "w2"),
-}
-_SHARES: Trait = {"keys": {"norm_topk_prob": False}}
-
 
 def _dense_layers(options: Options) -> tuple[int, ...]:
     step, listed = options.whole("decoder_sparse_step"), options["mlp_only_layers"] or []
-    layers = every_layer(options)
+    layers = t.every_layer(options)
     if not isinstance(listed, list) or not all(layer in layers for layer in listed):
         raise refuse("mlp_only_layers", listed, f"a list of layers from 0 to {layers[-1]}")
     return tuple(layer for layer in layers if layer in listed or (layer + 1) % step)
@@ -73,11 +40,11 @@ def _dense_by_type(options: Options) -> tuple[int, ...]:
 def _dense_first(options: Options) -> tuple[int, ...]:
     key = "first_k_dense_replace"
     first = options.whole(key, least=0) if options.get(key) is not None else 0
-    return tuple(every_layer(options)[:first])
+    return tuple(t.every_layer(options)[:first])
 
 
 def _ernie_dense(options: Options) -> tuple[int, ...]:
-    layers, step = every_layer(options), options.whole("moe_layer_interval")
+    layers, step = t.every_layer(options), options.whole("moe_layer_interval")
     first, last = (options.whole(f"moe_layer_{end}_index", least=-1) for end in ("start", "end"))
     last = layers[-1] if last == -1 else last
     return tuple(i for i in layers if (i + 1) % step or not first <= i <= last)
@@ -85,34 +52,25 @@ def _ernie_dense(options: Options) -> tuple[int, ...]:
 
 def _qwen2_windows(options: Options) -> list[int]:
     most = options.whole("max_window_layers", least=0)
-    return [layer for layer in every_layer(options)[:most] if (layer + 1) % 2]
+    return [layer for layer in t.every_layer(options)[:most] if (layer + 1) % 2]
 
 
 def _flint_windows(options: Options) -> list[int]:
-    layers = every_layer(options)
+    layers = t.every_layer(options)
     return [i for i in layers if i >= 2 and i % 4 != 1 and i != layers[-1]]
 
 
 def _cohere_windows(options: Options) -> list[int]:
-    """Return the layers with a window; the first ones, which are dense, have their own pattern."""
-    n_first = len(_dense_first(options))
-    first, rest = (options.whole(f"{kind}sliding_window_pattern") for kind in _COHERE_PATTERNS)
-    return [
-        i
-        for i in every_layer(options)
-        if (i + 1) % first * (i < n_first) or (i + 1 - n_first) % rest * (i >= n_first)
-    ]
+    layers, first = t.every_layer(options), len(_dense_first(options))
+    every = options.whole("sliding_window_pattern")
+    return [i for i in layers[first:] if (i + 1 - first) % every]
 
 
 def _cohere_unturned(options: Options) -> tuple[int, ...]:
-    """Return the layers without rotary positions: those without a window, but for dense ones."""
-    kinds = options.layer_kinds("layer_types", ("full_attention", "sliding_attention"))
-    in_windows = _cohere_windows(options)
-    if kinds is not None:
-        in_windows = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
-    first = options.whole("prefix_dense_sliding_window_pattern")
-    turned = {*in_windows, *(_dense_by_type(options) if first == 1 else ())}
-    return tuple(i for i in every_layer(options) if i not in turned)
+    """Return the layers without rotary positions: those with experts and without a window."""
+    windows = window_fields(options, _cohere_windows)["sliding_window_layers"] or ()
+    turned = {*windows, *_dense_by_type(options)}
+    return tuple(layer for layer in t.every_layer(options) if layer not in turned)
 
 
 def _cohere_share(options: Options) -> float:
@@ -123,221 +81,188 @@ def _cohere_share(options: Options) -> float:
     return 0.5 if options[key] == "average" and options["num_shared_experts"] else 1.0
 
 
-def _cohere_width(options: Options) -> Any:
-    own = options["prefix_dense_intermediate_size"]
-    return options["intermediate_size"] if own is None else own
-
-
-_COHERE_PATTERNS = ("prefix_dense_", "")
-_STEPS: Trait = {
-    "keys": {"decoder_sparse_step": 1, "mlp_only_layers": None},
-    "fields": {"dense_layers": _dense_layers},
-}
+# fmt: off
+_EITHER_COUNT: t.Trait = {"names": {"num_experts": "num_local_experts|num_experts"}}
+_W123: dict[str, Any] = {"count": "num_local_experts", "router": "block_sparse_moe.gate",
+                         "parts": "block_sparse_moe.experts.#.{}", "names": ("w1", "w3", "w2")}
+_SHARES: t.Trait = {"keys": {"norm_topk_prob": False}}
+_STEPS: t.Trait = {"keys": {"decoder_sparse_step": 1, "mlp_only_layers": None},
+                   "fields": {"dense_layers": _dense_layers}}
+_TYPES: t.Trait = {"keys": {"mlp_layer_types": None}, "fields": {"dense_layers": _dense_by_type}}
+_FIRST_DENSE: t.Trait = {"keys": {"first_k_dense_replace": 0},
+                         "fields": {"dense_layers": _dense_first}}
 # Experts with a learned bias for their choice (DeepSeek-V3, 2024).
-_BALANCED: Trait = {
+_BIASED: t.Trait = {"fields": {"router": "sigmoid", "choice_bias": "scores"}}
+_BALANCED: t.Trait = _BIASED | {
     "keys": {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
     "only": {"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)},
-    "fields": {"router": "sigmoid", "choice_bias": "scores"},
-    "layers": {"choice_bias": "mlp.gate.e_score_correction_bias"},
-}
-_FIRST_DENSE: Trait = {
-    "keys": {"first_k_dense_replace": 0},
-    "fields": {"dense_layers": _dense_first},
-}
-_TYPES: Trait = {"keys": {"mlp_layer_types": None}, "fields": {"dense_layers": _dense_by_type}}
-_SHARED = shared_expert(several_experts_wide("n_shared_experts"), "mlp.shared_experts")
-_GRANITE_EXPERTS: Trait = experts(8, 2, count="num_local_experts", normalize_expert_shares=True) | {
-    "layers": {
-        "router": "block_sparse_moe.router.layer",
-        "expert_up": in_halves("block_sparse_moe.input_linear"),
-        "expert_down": "block_sparse_moe.output_linear",
-    },
+    "layers": {"choice_bias": "mlp.gate.e_score_correction_bias"}}
+_SHARED = t.shared_expert("mlp.shared_experts", count="n_shared_experts")
+_GRANITE_EXPERTS: t.Trait = t.experts(
+    8, 2, count="num_local_experts", normalize_expert_shares=True,
+) | {
+    "layers": {"router": "block_sparse_moe.router.layer",
+               "expert_up": in_halves("block_sparse_moe.input_linear"),
+               "expert_down": "block_sparse_moe.output_linear"},
     "scales": {
         f"blocks.*.feed_forward.{module}": lambda options: options.number("residual_multiplier")
-        for module in ("expert_down", "shared.down")
-    },
-}
-_GRANITE_SHARED: Trait = {
+        for module in ("expert_down", "shared.down")}}
+_GRANITE_SHARED: t.Trait = t.shared_expert("shared_mlp", "shared_intermediate_size") | {
     "keys": {"shared_intermediate_size": 0},
-    "fields": {
-        "d_shared_expert": lambda options: options.whole("shared_intermediate_size", 0) or None
-    },
-    "layers": {"shared.up": "shared_mlp.input_linear", "shared.down": "shared_mlp.output_linear"},
-}
-
-
-def _hunyuan_width(options: Options) -> Any:
-    own = options["moe_intermediate_size"] is not None
-    return options.same("moe_intermediate_size") if own else options["intermediate_size"]
-
-
-# fmt: off
+    "layers": {"shared.up": "shared_mlp.input_linear", "shared.down": "shared_mlp.output_linear"}}
 MIXTURES: dict[str, Family] = {
-    "mixtral": llama(
+    "mixtral": t.llama(
         "Mixtral", (32000, 4096, 14336, 32, 32, 8, 131072), (1, 2),
-        experts(8, 2, **_W123, normalize_expert_shares=True),
+        t.experts(8, 2, **_W123, normalize_expert_shares=True),
         keys={"rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "sliding_window": None}),
-    "qwen3_moe": llama(
-        "Qwen3Moe", (151936, 2048, 6144, 24, 32, 4, 32768), (None, None), ATTENTION_BIAS,
-        HEAD_NORMS, _SHARES, _STEPS, _EITHER_COUNT, experts(128, 8, 768)),
-    "olmoe": llama(
-        "Olmoe", (50304, 2048, 2048, 16, 16, None, 4096), (None, 50279), ATTENTION_BIAS,
-        NORMS_ACROSS_HEADS, _SHARES, experts(64, 8), CLIP, keys={"rms_norm_eps": 1e-5}),
-    "flex_olmo": llama(
-        "FlexOlmo", (100352, 4096, 11008, 32, 32, None, 4096), (None, 100257), ATTENTION_BIAS,
-        NORMS_ACROSS_HEADS, NORMS_AFTER, _SHARES, experts(7, 5),
-        keys={"rope_theta": 500000.0}, without=("attention_norm", "feed_forward_norm")),
-    "granitemoe": llama(
-        "GraniteMoe", (32000, 4096, 11008, 32, 32, None, 2048), (1, 2), ATTENTION_BIAS,
-        MULTIPLIERS, _GRANITE_EXPERTS),
-    "granitemoeshared": llama(
-        "GraniteMoeShared", (32000, 4096, 11008, 32, 32, None, 2048), (1, 2), ATTENTION_BIAS,
-        MULTIPLIERS, _GRANITE_EXPERTS, _GRANITE_SHARED),
-    "granitemoe_swa": llama(
-        "GraniteMoeSWA", (32000, 4096, 11008, 32, 32, None, 2048), (1, 2), ATTENTION_BIAS,
-        MULTIPLIERS, _GRANITE_EXPERTS, _GRANITE_SHARED, SINKS,
-        windows(128, all_but_every(4, first=0)), theta_of_layers(all_but_every(4, first=0)),
+    "qwen3_moe": t.llama(
+        "Qwen3Moe", (151936, 2048, 6144, 24, 32, 4, 32768), (None, None), t.ATTENTION_BIAS,
+        t.HEAD_NORMS, _SHARES, _STEPS, _EITHER_COUNT, t.experts(128, 8, 768)),
+    "olmoe": t.llama(
+        "Olmoe", (50304, 2048, 2048, 16, 16, None, 4096), (None, 50279), t.ATTENTION_BIAS,
+        t.NORMS_ACROSS_HEADS, _SHARES, t.experts(64, 8), t.CLIP, keys={"rms_norm_eps": 1e-5}),
+    "flex_olmo": t.llama(
+        "FlexOlmo", (100352, 4096, 11008, 32, 32, None, 4096), (None, 100257), t.ATTENTION_BIAS,
+        t.NORMS_ACROSS_HEADS, t.NORMS_AFTER, _SHARES, t.experts(7, 5),
+        keys={"rope_theta": 500000.0}),
+    "granitemoe": t.llama(
+        "GraniteMoe", (32000, 4096, 11008, 32, 32, None, 2048), (1, 2), t.ATTENTION_BIAS,
+        t.MULTIPLIERS, _GRANITE_EXPERTS),
+    "granitemoeshared": t.llama(
+        "GraniteMoeShared", (32000, 4096, 11008, 32, 32, None, 2048), (1, 2), t.ATTENTION_BIAS,
+        t.MULTIPLIERS, _GRANITE_EXPERTS, _GRANITE_SHARED),
+    "granitemoe_swa": t.llama(
+        "GraniteMoeSWA", (32000, 4096, 11008, 32, 32, None, 2048), (1, 2), t.ATTENTION_BIAS,
+        t.MULTIPLIERS, _GRANITE_EXPERTS, _GRANITE_SHARED, t.SINKS,
+        t.windows(128, t.all_but_every(4, first=0)), t.theta_of_layers(t.all_but_every(4, first=0)),
         layers={"router": "block_sparse_moe.router",
                 "expert_up": in_halves("block_sparse_moe.experts.gate_up_proj"),
                 "expert_down": "block_sparse_moe.experts.down_proj"}),
-    "qwen2_moe": llama(
+    "qwen2_moe": t.llama(
         "Qwen2Moe", (151936, 2048, 5632, 24, 16, 16, 32768), (None, None), _SHARES, _STEPS,
-        _EITHER_COUNT, experts(60, 4, 1408), QKV_BIAS,
-        shared_expert(lambda options: options.whole("shared_expert_intermediate_size"),
-                      "mlp.shared_expert", "mlp.shared_expert_gate"),
-        windows(4096, _qwen2_windows, use_sliding_window=False, max_window_layers=28),
+        _EITHER_COUNT, t.experts(60, 4, 1408), t.QKV_BIAS,
+        t.shared_expert(
+            "mlp.shared_expert", "shared_expert_intermediate_size", gate="mlp.shared_expert_gate"),
+        t.windows(4096, _qwen2_windows, use_sliding_window=False, max_window_layers=28),
         keys={"attention_bias": True, "shared_expert_intermediate_size": 5632},
         names={"attention_bias": "qkv_bias"}),
-    "aria_text": llama(
-        "AriaText", (32000, 4096, 4096, 32, 32, None, 2048), (1, 2), ATTENTION_BIAS,
-        experts(8, 2, normalize_expert_shares=True),
-        shared_expert(several_experts_wide("moe_num_shared_experts", "intermediate_size"),
-                      "mlp.shared_experts"),
+    "aria_text": t.llama(
+        "AriaText", (32000, 4096, 4096, 32, 32, None, 2048), (1, 2), t.ATTENTION_BIAS,
+        t.experts(8, 2, normalize_expert_shares=True),
+        t.shared_expert("mlp.shared_experts", "intermediate_size", "moe_num_shared_experts"),
         keys={"moe_num_shared_experts": 2}, only={"mlp_bias": (False,)},
         names={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_topk"},
         layers={"router": "mlp.router", "expert_up": halves_transposed("mlp.experts.fc1"),
                 "expert_down": transposed_experts("mlp.experts.fc2")}),
-    "glm4_moe": llama(
-        "Glm4Moe", (151552, 4096, 10944, 46, 96, 8, 131072), (None, None), QKV_BIAS, HEAD_NORMS,
-        experts(128, 8, 1408, count="n_routed_experts"), _BALANCED, _SHARED, _FIRST_DENSE,
+    "glm4_moe": t.llama(
+        "Glm4Moe", (151552, 4096, 10944, 46, 96, 8, 131072), (None, None), t.QKV_BIAS, t.HEAD_NORMS,
+        t.experts(128, 8, 1408, count="n_routed_experts"), _BALANCED, _SHARED, _FIRST_DENSE,
         keys={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "use_qk_norm": False,
               "n_shared_experts": 1, "first_k_dense_replace": 1},
         fields={"qk_norm": itemgetter("use_qk_norm")}),
-    "dots1": llama(
-        "Dots1", (152064, 4608, 10944, 62, 32, 32, 2048), (None, None), ATTENTION_BIAS, HEAD_NORMS,
-        experts(None, None, 1408, count="n_routed_experts"), _BALANCED, _SHARED, _FIRST_DENSE,
-        windows(4096, qwen_windows, max_window_layers=62),
+    "dots1": t.llama(
+        "Dots1", (152064, 4608, 10944, 62, 32, 32, 2048), (None, None), t.ATTENTION_BIAS,
+        t.HEAD_NORMS, t.experts(None, None, 1408, count="n_routed_experts"), _BALANCED, _SHARED,
+        _FIRST_DENSE, t.windows(4096, qwen_windows, max_window_layers=62),
         keys={"n_shared_experts": None, "norm_topk_prob": False}),
-    "solar_open": llama(
-        "SolarOpen", (196608, 4096, 10240, 48, 64, 8, 131072), (None, None), ATTENTION_BIAS,
-        experts(128, 8, 1280, count="n_routed_experts"), _BALANCED, _SHARED,
-        keys={"rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "head_dim": 128,
-              "n_shared_experts": 1, "partial_rotary_factor": 1.0},
+    "solar_open": t.llama(
+        "SolarOpen", (196608, 4096, 10240, 48, 64, 8, 131072), (None, None), t.ATTENTION_BIAS,
+        t.experts(128, 8, 1280, count="n_routed_experts"), _BALANCED, _SHARED,
+        keys={"rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "head_dim": 128, "n_shared_experts": 1,
+              "partial_rotary_factor": 1.0},
         only={"use_qk_norm": (False,), "first_k_dense_replace": (0,)}),
-    "hy_v3": llama(
-        "HYV3", (120832, 4096, 13312, 80, 64, 8, 131072), (None, None), BIASES, HEAD_NORMS,
-        experts(192, 8, 1536, router="mlp.router.gate", normalize_expert_shares=True), _TYPES,
-        shared_expert(several_experts_wide("num_shared_experts"), "mlp.shared_mlp"),
+    "hy_v3": t.llama(
+        "HYV3", (120832, 4096, 13312, 80, 64, 8, 131072), (None, None), t.BIASES, t.HEAD_NORMS,
+        t.experts(192, 8, 1536, router="mlp.router.gate", normalize_expert_shares=True), _TYPES,
+        _BIASED, t.shared_expert("mlp.shared_mlp", count="num_shared_experts"),
         keys={"rms_norm_eps": 1e-5, "rope_theta": 11158840.0, "head_dim": 128,
               "num_shared_experts": 1, "routed_scaling_factor": 2.826, "first_k_dense_replace": 1},
         names={"routed_scaling_factor": "router_scaling_factor"},
-        fields={"router": "sigmoid", "choice_bias": "scores"},
         layers={"choice_bias": "mlp.expert_bias"}),
-    "exaone_moe": llama(
-        "ExaoneMoe", (102400, 4096, 16384, 32, 32, 32, 2048), (1, 53), HEAD_NORMS,
-        ROTARY_IN_WINDOWS, experts(64, 8, 1024), _BALANCED, _TYPES,
-        windows(4096, all_but_every(4, "sliding_window_pattern"), sliding_window_pattern=4),
-        shared_expert(several_experts_wide("num_shared_experts"), "mlp.shared_experts"),
+    "exaone_moe": t.llama(
+        "ExaoneMoe", (102400, 4096, 16384, 32, 32, 32, 2048), (1, 53), t.HEAD_NORMS,
+        t.ROTARY_IN_WINDOWS, t.experts(64, 8, 1024), _BALANCED, _TYPES,
+        t.windows(4096, t.all_but_every(4, "sliding_window_pattern"), sliding_window_pattern=4),
+        t.shared_expert("mlp.shared_experts", count="num_shared_experts"),
         keys={"rms_norm_eps": 1e-5, "num_shared_experts": 1, "routed_scaling_factor": 2.5,
-              "first_k_dense_replace": 1},
-        layers={"choice_bias": "mlp.e_score_correction_bias"}, unused=("mtp.",)),
-    "minimax_m2": llama(
+              "first_k_dense_replace": 1}, layers={"choice_bias": "mlp.e_score_correction_bias"},
+        unused=("mtp.",), also=("ExaoneMoEForCausalLM",)),
+    "minimax_m2": t.llama(
         "MiniMaxM2", (200064, 3072, 1536, 62, 48, 8, 196608), (200034, 200020),
-        NORMS_ACROSS_HEADS,
-        experts(256, 8, **_W123, normalize_expert_shares=True),
+        t.NORMS_ACROSS_HEADS, t.experts(256, 8, **_W123, normalize_expert_shares=True), _BIASED,
         keys={"head_dim": 128, "rope_theta": 5000000.0, "rotary_dim": None,
               "partial_rotary_factor": None},
         only={"scoring_func": ("sigmoid",), "shared_intermediate_size": (0,)},
-        fields={"router": "sigmoid", "choice_bias": "scores"},
         layers={"choice_bias": "block_sparse_moe.e_score_correction_bias"}),
-    "ernie4_5_moe": llama(
-        "Ernie4_5_Moe", (103424, 2560, 12288, 28, 20, 4, 131072), (1, 2), PAIRS,
-        experts(64, 6, 1536, normalize_expert_shares=True),
-        shared_expert(several_experts_wide("moe_num_shared_experts"), "mlp.shared_experts"),
+    "ernie4_5_moe": t.llama(
+        "Ernie4_5_Moe", (103424, 2560, 12288, 28, 20, 4, 131072), (1, 2), t.PAIRS,
+        t.experts(64, 6, 1536, normalize_expert_shares=True),
+        t.shared_expert("mlp.shared_experts", count="moe_num_shared_experts"),
         keys={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True,
               "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1,
               "moe_layer_interval": 1},
         names={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
-        only={"use_bias": (False,)},
-        fields={"choice_bias": "scores", "dense_layers": _ernie_dense},
+        only={"use_bias": (False,)}, fields={"choice_bias": "scores", "dense_layers": _ernie_dense},
         layers={"choice_bias": without_first_axis("mlp.moe_statics.e_score_correction_bias")}),
-    "flint": llama(
-        "Flint", (150144, 2048, 6144, 49, 32, 4, 262144), (None, None), ATTENTION_BIAS, HEAD_NORMS,
-        ROTARY_IN_WINDOWS, _SHARES, _STEPS, experts(256, 6, 512), SINKS,
-        windows(513, _flint_windows),
-        shared_expert(lambda options: options.whole("shared_expert_intermediate_size"),
-                      "mlp.shared_expert"),
+    "flint": t.llama(
+        "Flint", (150144, 2048, 6144, 49, 32, 4, 262144), (None, None), t.ATTENTION_BIAS,
+        t.HEAD_NORMS, t.ROTARY_IN_WINDOWS, _SHARES, _STEPS, t.experts(256, 6, 512), t.SINKS,
+        t.windows(513, _flint_windows),
+        t.shared_expert("mlp.shared_expert", "shared_expert_intermediate_size"),
         keys={"head_dim": 128, "norm_topk_prob": True, "mlp_only_layers": [0, 1],
-              "shared_expert_intermediate_size": 1024},
-        fields={"router": "sigmoid"}, layers={"sinks": "self_attn.softmax_offset"}),
-    "kolibri1": llama(
-        "Kolibri1", (128000, 2560, 512, 50, 48, 4, 262144), (None, None), HEAD_NORMS,
-        NORMS_BEFORE_AND_AFTER, ROTARY_IN_WINDOWS, _SHARES, _EITHER_COUNT, experts(384, 6, 512),
-        windows(513, all_but_every(5)),
-        shared_expert(lambda options: options.whole("shared_expert_intermediate_size"),
-                      "mlp.shared_experts"),
+              "shared_expert_intermediate_size": 1024}, fields={"router": "sigmoid"},
+        layers={"sinks": "self_attn.softmax_offset"}),
+    "kolibri1": t.llama(
+        "Kolibri1", (128000, 2560, 512, 50, 48, 4, 262144), (None, None), t.HEAD_NORMS,
+        t.NORMS_BEFORE_AND_AFTER, t.ROTARY_IN_WINDOWS, _SHARES, _EITHER_COUNT,
+        t.experts(384, 6, 512), t.windows(513, t.all_but_every(5)),
+        t.shared_expert("mlp.shared_experts", "shared_expert_intermediate_size"),
         keys={"head_dim": 128, "shared_expert_intermediate_size": 512},
         fields={"router": "sigmoid", "choice_bias": "logits"},
         layers={"choice_bias": "moe.router.expert_bias", "attention_output_norm": "post_attn_norm",
                 "feed_forward_output_norm": "post_ffn_norm"}),
-    "cohere2_moe": llama(
-        "Cohere2Moe", (256000, 8192, 22528, 40, 64, None, 8192), (5, 255001), PAIRS, PARALLEL,
-        LAYER_NORM, ATTENTION_BIAS, COHERE, experts(8, 2), _TYPES,
-        shared_expert(several_experts_wide("num_shared_experts", "intermediate_size"),
-                      "mlp.shared_experts"),
-        windows(4096, _cohere_windows, sliding_window_pattern=4,
-                prefix_dense_sliding_window_pattern=1),
+    "cohere2_moe": t.llama(
+        "Cohere2Moe", (256000, 8192, 22528, 40, 64, None, 8192), (5, 255001), t.PAIRS, t.PARALLEL,
+        t.LAYER_NORM, t.ATTENTION_BIAS, COHERE, t.experts(8, 2), _TYPES,
+        t.shared_expert("mlp.shared_experts", "intermediate_size", "num_shared_experts"),
+        t.windows(4096, _cohere_windows, sliding_window_pattern=4,
+                  prefix_dense_sliding_window_pattern=1),
         keys={"rope_theta": 10000.0, "head_dim": 128, "num_shared_experts": 0,
               "expert_selection_fn": "softmax", "norm_topk_prob": True,
-              "shared_expert_combination_strategy": "average",
-              "first_k_dense_replace": None, "prefix_dense_intermediate_size": None},
-        only={"rms_norm_eps": (None,)},
-        fields={"norm_eps": lambda options: options["rms_norm_eps"] or 1e-5,  # where it is null
-                "router": itemgetter("expert_selection_fn"), "d_ff": _cohere_width,
-                "normalize_expert_shares": lambda options:
-                    options["norm_topk_prob"] or options["expert_selection_fn"] == "softmax",
+              "shared_expert_combination_strategy": "average", "first_k_dense_replace": None,
+              "prefix_dense_intermediate_size": None}, only={"rms_norm_eps": (None,)},
+        fields={"norm_eps": lambda o: o["rms_norm_eps"] or 1e-5,
+                "router": itemgetter("expert_selection_fn"),
+                "d_ff": lambda o: o["prefix_dense_intermediate_size"] or o["intermediate_size"],
+                "normalize_expert_shares": lambda o: (
+                    o["norm_topk_prob"] or o["expert_selection_fn"] == "softmax"),
                 "expert_scale": _cohere_share, "layers_without_rotary": _cohere_unturned},
         scales={"blocks.*.feed_forward.shared.down": _cohere_share}),
-    "hunyuan_v1_moe": llama(
-        "HunYuanMoEV1", (290943, 4096, 11008, 32, 32, None, 2048), (1, 2), NORMS_AFTER_ROTARY,
-        experts(1, 1, router="mlp.gate.wg", normalize_expert_shares=True),
-        shared_expert(lambda options: options.whole("intermediate_size")
-                      * options.same("num_shared_expert"), "mlp.shared_mlp"),
-        keys={"num_shared_expert": 1, "moe_intermediate_size": None},
+    "hunyuan_v1_moe": t.llama(
+        "HunYuanMoEV1", (290943, 4096, 11008, 32, 32, None, 2048), (1, 2), t.NORMS_AFTER_ROTARY,
+        t.experts(1, 1, router="mlp.gate.wg", normalize_expert_shares=True),
+        t.shared_expert("mlp.shared_mlp", "intermediate_size"),
         names={"num_experts_per_tok": "moe_topk"},
         fields={"n_experts_per_token": lambda options: options.same("num_experts_per_tok"),
-                "n_experts": lambda options: options.same("num_experts"),
-                "d_expert": _hunyuan_width}),
-    "mellum": llama(
-        "Mellum", (98304, 2304, 7168, 28, 32, 4, 131072), (None, None), ATTENTION_BIAS, HEAD_NORMS,
-        windows(1024, lambda _: ()), experts(64, 8, 896), _EITHER_COUNT, _TYPES,
+                "n_experts": lambda options: options.same("num_experts")}),
+    "mellum": t.llama(
+        "Mellum", (98304, 2304, 7168, 28, 32, 4, 131072), (None, None), t.ATTENTION_BIAS,
+        t.HEAD_NORMS, t.windows(1024, lambda _: ()), t.experts(64, 8, 896), _EITHER_COUNT, _TYPES,
         keys={"head_dim": 128, "norm_topk_prob": True, "rope_theta": 500000.0,
               "rope_local_base_freq": 10000.0}),
-    "gpt_oss": llama(
+    "gpt_oss": t.llama(
         "GptOss", (201088, 2880, 2880, 36, 64, 8, 131072), (None, None),
-        windows(128, all_but_every(2)),
-        experts(128, 4, count="num_local_experts", router="mlp.router", feed_forward_bias=True,
-                feed_forward="swiglu_clamped", normalize_expert_shares=True),
-        keys={
-            "head_dim": 64, "rms_norm_eps": 1e-5, "attention_bias": True, "rope_theta": 150000.0,
-            "rope_parameters": {
-                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
-                "truncate": False, "original_max_position_embeddings": 4096}},
+        t.windows(128, t.all_but_every(2)),
+        t.experts(128, 4, count="num_local_experts", router="mlp.router", feed_forward_bias=True,
+                  feed_forward="swiglu_clamped", normalize_expert_shares=True),
+        keys={"head_dim": 64, "rms_norm_eps": 1e-5, "attention_bias": True, "rope_theta": 150000.0,
+              "rope_parameters": {
+                  "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                  "truncate": False, "original_max_position_embeddings": 4096}},
         names={"num_local_experts": "num_experts|num_local_experts"},
-        only={"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
-        fields={"attention_sinks": True},
-        layers={
-            "sinks": "self_attn.sinks", "expert_down": transposed_experts("mlp.experts.down_proj"),
-            "expert_up": transposed_experts("mlp.experts.gate_up_proj")}),
+        only={"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)}, fields={"attention_sinks": True},
+        layers={"sinks": "self_attn.sinks",
+                "expert_down": transposed_experts("mlp.experts.down_proj"),
+                "expert_up": transposed_experts("mlp.experts.gate_up_proj")}),
 }
 # fmt: on

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvasir.model.importing.families.options import Options, refuse
 
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention")
 # fmt: off
 _ROPE_KEYS = {
     "type", "rope_type", "rope_theta", "partial_rotary_factor", "factor", "truncate",
@@ -37,8 +37,8 @@ def rotary_fields(options: Options, scalings: tuple[str, ...]) -> dict[str, Any]
     if not isinstance(given, dict):
         raise refuse(key, given, "an object")
     by_layer_type = "rope_local_base_freq" in options
-    if by_layer_type and given.keys() & set(_LAYER_TYPES):
-        given, in_windows = (given.get(kind) or {} for kind in _LAYER_TYPES)
+    if by_layer_type and given.keys() & set(LAYER_TYPES):
+        given, in_windows = (given.get(kind) or {} for kind in LAYER_TYPES)
     for of_some in (given, in_windows):
         if not isinstance(of_some, dict):
             raise refuse(key, of_some, "objects")
@@ -142,7 +142,7 @@ def window_fields(
     fields: dict[str, Any] = {}
     if options["sliding_window"] is not None and options.get("use_sliding_window", True):
         layers = tuple(windowed(options))
-        if (types := options.layer_kinds("layer_types", _LAYER_TYPES)) is not None:
+        if (types := options.layer_kinds("layer_types", LAYER_TYPES)) is not None:
             layers = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
         if rotary_in_windows:
             others = set(range(options.whole("num_hidden_layers"))) - set(layers)

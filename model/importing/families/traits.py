@@ -12,6 +12,7 @@ from typing import Any
 
 from kvasir.model.importing.families.family import Family
 from kvasir.model.importing.families.options import Options, refuse
+from kvasir.model.importing.families.positions import LAYER_TYPES
 from kvasir.model.importing.tensors import (
     all_ones,
     in_layers,
@@ -31,19 +32,15 @@ QKV = stacked(*(f"self_attn.{part}_proj" for part in "qkv"))
 IN, MIDDLE, LAST = "input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
 AS_LLAMA = ("LlamaForCausalLM", "LlamaModel")  # classes that some types share
 _MODULES: dict[str, Any] = {"embedding": "embed_tokens", "head": "lm_head"}
+# fmt: off
 _LLAMA: Trait = {
     "norm": "norm",
-    "keys": ROPE
-    | {"hidden_act": "silu", "head_dim": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+    "keys": ROPE | {"hidden_act": "silu", "head_dim": None, "rms_norm_eps": 1e-6,
+                    "tie_word_embeddings": False},
     "layers": {
-        "attention_norm": IN,
-        "qkv": QKV,
-        "output": "self_attn.o_proj",
-        "feed_forward_norm": MIDDLE,
-        "up": stacked("mlp.gate_proj", "mlp.up_proj"),
-        "down": "mlp.down_proj",
-    },
-}
+        "attention_norm": IN, "qkv": QKV, "output": "self_attn.o_proj", "feed_forward_norm": MIDDLE,
+        "up": stacked("mlp.gate_proj", "mlp.up_proj"), "down": "mlp.down_proj"}}
+# fmt: on
 
 
 def llama(
@@ -68,6 +65,7 @@ def llama(
         for part, value in trait.items():
             merges = isinstance(value, Mapping)
             given[part] = {**given.get(part, {}), **value} if merges else value
+    without += given.pop("without", ())
     keys, layers = ({k: v for k, v in given.pop(p).items() if k not in without} for p in _MERGED)
     outside = _MODULES | given.pop("modules", {}) | {"norm": given.pop("norm")}
     return Family(
@@ -80,81 +78,54 @@ def llama(
     )
 
 
+# fmt: off
 BIASES: Trait = {"keys": {"attention_bias": False, "mlp_bias": False}}
 ATTENTION_BIAS: Trait = {"keys": {"attention_bias": False}}
 QKV_BIAS: Trait = ATTENTION_BIAS | {"fields": {"output_bias": False}}  # attention_bias is of these
-ONE_BIAS: Trait = {
-    "keys": {"attention_bias": False, "mlp_bias": False},
-    "names": {"attention_bias": "use_bias", "mlp_bias": "use_bias"},
-}
-LAYER_NORM: Trait = {
-    "keys": {"rms_norm_eps": 1e-5},
-    "names": {"rms_norm_eps": "layer_norm_eps"},
-    "fields": {"norm": "layernorm"},
-}
-NORMS_AFTER: Trait = {
-    "fields": {"norm_placement": "output"},
-    "layers": {"attention_output_norm": MIDDLE, "feed_forward_output_norm": LAST},
-}
+ONE_BIAS: Trait = BIASES | {"names": {"attention_bias": "use_bias", "mlp_bias": "use_bias"}}
+LAYER_NORM: Trait = {"keys": {"rms_norm_eps": 1e-5}, "names": {"rms_norm_eps": "layer_norm_eps"},
+                     "fields": {"norm": "layernorm"}}
 NORMS_BEFORE_AND_AFTER: Trait = {"fields": {"norm_placement": "both"}}
-HEAD_NORMS: Trait = {
-    "fields": {"qk_norm": True},
-    "layers": {
-        "query_norm": repeated_for_heads("self_attn.q_norm"),
-        "key_norm": repeated_for_heads("self_attn.k_norm"),
-    },
-}
+NORMS_AFTER: Trait = {
+    "without": ("attention_norm", "feed_forward_norm"), "fields": {"norm_placement": "output"},
+    "layers": {"attention_output_norm": MIDDLE, "feed_forward_output_norm": LAST}}
+HEAD_NORMS: Trait = {"fields": {"qk_norm": True}, "layers": {
+    "query_norm": repeated_for_heads("self_attn.q_norm"),
+    "key_norm": repeated_for_heads("self_attn.k_norm")}}
 NORMS_ACROSS_HEADS: Trait = {
     "fields": {"qk_norm": True, "qk_norm_across_heads": True},
-    "layers": {
-        "query_norm": split_by_head("self_attn.q_norm"),
-        "key_norm": split_by_head("self_attn.k_norm"),
-    },
-}
+    "layers": {"query_norm": split_by_head("self_attn.q_norm"),
+               "key_norm": split_by_head("self_attn.k_norm")}}
 # LayerNorms over each head, with a bias, of which all heads share the weights.
 HEAD_LAYER_NORMS: Trait = {
     "keys": {"qk_layernorm": False},
-    "fields": {
-        "qk_norm": itemgetter("qk_layernorm"),
-        "qk_norm_kind": lambda options: "layernorm" if options["qk_layernorm"] else "rmsnorm",
-    },
-    "layers": {
-        "query_norm": repeated_for_heads("self_attn.q_layernorm"),
-        "key_norm": repeated_for_heads("self_attn.k_layernorm"),
-    },
-}
+    "fields": {"qk_norm": itemgetter("qk_layernorm"),
+               "qk_norm_kind": lambda o: "layernorm" if o["qk_layernorm"] else "rmsnorm"},
+    "layers": {"query_norm": repeated_for_heads("self_attn.q_layernorm"),
+               "key_norm": repeated_for_heads("self_attn.k_layernorm")}}
 NORMS_AFTER_ROTARY: Trait = {  # Hunyuan's
     "keys": {"alpha": None, "rms_norm_eps": 1e-5, "attention_bias": False},
     "only": {"use_qk_norm": (True, None), "use_cla": (False, None)},
     "scalings": ("linear", "dynamic"),
     "fields": {"qk_norm": True, "qk_norm_after_rotary": True},
-    "layers": {
-        "query_norm": repeated_for_heads("self_attn.query_layernorm"),
-        "key_norm": repeated_for_heads("self_attn.key_layernorm"),
-    },
-}
-SINKS: Trait = {
-    "fields": {"attention_sinks": True},
-    "layers": {"sinks": "self_attn.sinks"},
-}
+    "layers": {"query_norm": repeated_for_heads("self_attn.query_layernorm"),
+               "key_norm": repeated_for_heads("self_attn.key_layernorm")}}
+SINKS: Trait = {"fields": {"attention_sinks": True}, "layers": {"sinks": "self_attn.sinks"}}
 CLIP: Trait = {"keys": {"clip_qkv": None}, "layers": {"clip": all_ones()}}
 PAIRS: Trait = {"layers": {"qkv": pairs_apart(QKV)}}  # rotary pairs are (2i, 2i + 1)
 FUSED_UP: Trait = {"layers": {"up": "mlp.gate_up_proj"}}
 UNGATED: Trait = {"gated": False, "layers": {"up": "mlp.up_proj"}}
 PARALLEL: Trait = {  # one norm for both sublayers
-    "fields": {"parallel_residual": True},
-    "layers": {"feed_forward_norm": IN},
-}
+    "fields": {"parallel_residual": True}, "layers": {"feed_forward_norm": IN}}
 ROTARY_IN_WINDOWS: Trait = {"rotary_in_windows": True}
-_MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier")
 MULTIPLIERS: Trait = {  # Granite's
-    "keys": dict.fromkeys((*_MULTIPLIERS, "logits_scaling"), 1.0),
+    "keys": {"embedding_multiplier": 1.0, "attention_multiplier": 1.0,
+             "residual_multiplier": 1.0, "logits_scaling": 1.0},
     "scales": {
         "blocks.*.attention.output": lambda options: options.number("residual_multiplier"),
         "blocks.*.feed_forward.down": lambda options: options.number("residual_multiplier"),
-        "norm": lambda options: 1.0 / options.number("logits_scaling"),
-    },
-}
+        "norm": lambda options: 1.0 / options.number("logits_scaling")}}
+# fmt: on
 
 
 def every_layer(options: Options) -> range:
@@ -216,62 +187,65 @@ def experts(
 
 
 def shared_expert(
-    width: Callable[[Options], int | None], place: str, gate: str | None = None, **layers: Any
+    place: str,
+    width: str = "moe_intermediate_size",
+    count: str | None = None,
+    gate: str | None = None,
 ) -> Trait:
-    """Return the trait of an expert of every token at a place, with a gate of it at another."""
+    """Return the trait of an expert of every token at a place, with a gate of it at another.
+
+    width, count: keys of its width, and of the times that it is as wide; 0 or null is none of them.
+    """
+
+    def wide(options: Options) -> int | None:
+        n = 1 if count is None else options.whole(count, least=0) if options[count] else 0
+        return n * options.whole(width, least=0) or None
+
     parts = {
         "shared.up": stacked(f"{place}.gate_proj", f"{place}.up_proj"),
         "shared.down": f"{place}.down_proj",
     }
-    if gate is not None:
-        parts["shared_gate"] = gate
     return {
-        "fields": {"d_shared_expert": width, "shared_expert_gate": gate is not None},
-        "layers": parts | layers,
+        "fields": {"d_shared_expert": wide, "shared_expert_gate": gate is not None},
+        "layers": parts if gate is None else parts | {"shared_gate": gate},
     }
-
-
-def several_experts_wide(count: str, width: str = "moe_intermediate_size") -> Any:
-    """Return the rule that the shared expert is so many experts wide; 0 or null is none of them."""
-
-    def wide(options: Options) -> int | None:
-        n = options.whole(count, least=0) if options[count] is not None else 0
-        return n * options.whole(width) or None
-
-    return wide
 
 
 def theta_of_layers(windowed: Windows) -> Trait:
     """Return the trait of layer_rope_theta: one for layers with a window, and one for others."""
 
-    def thetas(options: Options) -> tuple[list[Any], set[Any], set[Any]]:
+    def thetas(options: Options) -> tuple[list[Any], Any, Any]:
+        """Return those of all layers, of those with a window, and of others."""
         n_layers, in_windows = options.whole("num_hidden_layers"), set(windowed(options))
-        kinds = options.layer_kinds("layer_types", ("full_attention", "sliding_attention"))
+        kinds = options.layer_kinds("layer_types", LAYER_TYPES)
         if kinds is not None:
             in_windows = {layer for layer, kind in enumerate(kinds) if kind != "full_attention"}
-        given = options["layer_rope_theta"] or [options["rope_theta"]] * n_layers
-        if not isinstance(given, list) or len(given) != n_layers:
-            raise refuse("layer_rope_theta", given, f"one for each of {n_layers} layers")
-        if any(type(theta) not in (int, float, type(None)) for theta in given):
-            raise refuse("layer_rope_theta", given, "numbers, and null for no rotation")
-        of_windows = {theta for i, theta in enumerate(given) if theta and i in in_windows}
-        others = {theta for i, theta in enumerate(given) if theta and i not in in_windows}
-        if max(len(of_windows), len(others)) > 1:
-            raise refuse("layer_rope_theta", given, "one of layers with a window, one of others")
-        return given, of_windows, others or of_windows
-
-    def of_full(options: Options) -> Any:
-        return next(iter(thetas(options)[2]), options["rope_theta"])
+        every = options["layer_rope_theta"] or [options["rope_theta"]] * n_layers
+        wanted = f"two numbers, of layers with a window and of others, in {n_layers}"
+        if (
+            not isinstance(every, list)
+            or len(every) != n_layers
+            or not all(type(theta) in (int, float, type(None)) for theta in every)
+        ):
+            raise refuse("layer_rope_theta", every, wanted)
+        parts = [
+            {theta for i, theta in enumerate(every) if theta and (i in in_windows) == is_windowed}
+            for is_windowed in (True, False)
+        ]
+        if max(map(len, parts)) > 1:
+            raise refuse("layer_rope_theta", every, wanted)
+        mine, others = (next(iter(part), None) for part in parts)
+        return every, mine, others or mine or options["rope_theta"]
 
     def of_windows(options: Options) -> Any:
         _, mine, others = thetas(options)
-        return next(iter(mine - others), None)
+        return None if mine == others else mine
 
     return {
         "keys": {"layer_rope_theta": None},
         "scalings": (),
         "fields": {
-            "rope_theta": of_full,
+            "rope_theta": lambda options: thetas(options)[2],
             "sliding_window_rope_theta": of_windows,
             "layers_without_rotary": lambda options: tuple(
                 layer for layer, theta in enumerate(thetas(options)[0]) if not theta
