@@ -115,10 +115,13 @@ struct Places {
     static constexpr size_t groups = section_tokens / lane_count;
 
     Places(const Heads& heads, const Caches& caches, const Stretch& stretch, size_t kv_head, size_t section) {
-        const size_t from = section * section_tokens, last = stretch.position + stretch.count - 1;
+        const size_t from = section * section_tokens;
+        const size_t end = heads.end_seen(stretch.position + stretch.count - 1, stretch.length);
+        const size_t last = (end - 1) / lane_count * lane_count;
         for (size_t i = 0; i < groups + spare; ++i) {
-            const size_t position = from + lesser(i, groups - 1) * lane_count;
-            token[i] = stretch.place(heads, caches, kv_head, lesser(position, last / lane_count * lane_count));
+            const size_t position = lesser(from + i * lane_count, last);
+            const bool is_new = i == 0 || (i < groups && position == from + i * lane_count);
+            token[i] = is_new ? stretch.place(heads, caches, kv_head, position) : token[i - 1];
             byte[i] = token[i] * heads.size;
         }
     }
@@ -177,8 +180,9 @@ public:
             slope[r] = heads.slopes ? heads.slopes[head] * log2_e : 0.0f;
             factor[r] = queries.scales[query + r] * heads.scale;
             excess[r] = P::zero_point * queries.sums[query + r];
-            end[r] = lesser(position[r] + 1, from + section_tokens);
-            begin[r] = position[r] < heads.window ? 0 : position[r] + 1 - heads.window;
+            bias[r] = heads.biases ? heads.biases + (head * heads.bias_width + position[r]) * heads.bias_width : nullptr;
+            end[r] = lesser(heads.end_seen(position[r], stretch.length), from + section_tokens);
+            begin[r] = heads.first_seen(position[r]);
             begin[r] = begin[r] < from ? from : begin[r];
         }
         // Later queries begin and end later.
@@ -226,6 +230,8 @@ private:
                     value = all(heads.softcap * log2_e) * tanh(value * all(1.0f / heads.softcap));
                 if (heads.slopes)
                     value = fma(all(slope[r]), lanes_from(t) - all(float(position[r])), value);
+                if (bias[r])
+                    value = fma(load(bias[r] + t, heads.bias_width - t), all(log2_e), value);
                 if (t < begin[r] || t + lane_count > end[r]) {
                     const Floats least = all(-infinity);
                     value = if_less(lanes_from(t), all(float(end[r])), value, least);
@@ -315,6 +321,7 @@ private:
 
     // Of each query:
     size_t position[R], at[R], begin[R], end[R];
+    const float* bias[R];
     float slope[R], factor[R], steps[R];
     int32_t excess[R], excess_probabilities[R * planes<P>];
     Floats most[R];

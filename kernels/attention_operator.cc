@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #include "memory.h"
 #include "node.h"
@@ -12,10 +13,15 @@ namespace kvasir {
 
 namespace {
 
-enum Input : size_t {
-    qkv, keys, key_scales, values, value_scales, starts, pasts, table, cosines, sines, slopes, sinks, input_count
-};
-constexpr size_t output_count = 5;
+using Op = AttentionOperator;
+using Input = Op::Input;
+
+const std::vector<Input> block_inputs{Op::qkv,  Op::keys,  Op::key_scales, Op::values, Op::value_scales, Op::starts,
+                                      Op::pasts, Op::table, Op::cosines,    Op::sines,  Op::slopes,       Op::sinks};
+const std::vector<Input> text_inputs{Op::qkv, Op::starts, Op::cosines, Op::sines, Op::biases, Op::sinks};
+
+// Of a block of keys and values that no run keeps.
+constexpr size_t text_block_tokens = 16;
 
 // Below these a task costs more than it saves.
 constexpr size_t fewest_parallel_inputs = 1 << 14;
@@ -25,15 +31,9 @@ constexpr size_t task_tokens = 8, task_queries = 48;
 // Fewer tasks than these are divided by sections, so that all threads have work.
 constexpr size_t fewest_tasks = 8;
 
-const char* const name = "Attention";
-
-[[noreturn]] void refuse(const std::string& what) { throw Refusal(std::string("kvasir.") + name + ": " + what); }
-
-bool is_int(size_t index) { return index == starts || index == pasts || index == table; }
-
 class AttentionKernel {
 public:
-    AttentionKernel(const AttentionOperator& op, const Node& node) : runtime(op.runtime), attention(op.attention) {
+    AttentionKernel(const AttentionOperator& op, const Node& node) : runtime(op.runtime), op(op), attention(op.attention) {
         const int64_t count = node.integer("heads", 0), kv_count = node.integer("kv_heads", 0);
         if (count < 1 || kv_count < 1 || count % kv_count != 0)
             node.refuse("the attributes heads and kv_heads are " + std::to_string(count) + " and " + std::to_string(kv_count) +
@@ -49,25 +49,38 @@ public:
             node.refuse("the attribute window is " + std::to_string(window) + "; it has to be at least 1, or -1");
         fixed.window = window == -1 ? most_tokens : size_t(window);
         fixed.interleaved = node.flag("interleaved");
-        has_rotation = node.has_input(cosines);
-        if (has_rotation != node.has_input(sines))
+        fixed.looks_ahead = !op.has_blocks && node.flag("looks_ahead");
+        for (size_t i = 0; i < op.inputs.size(); ++i)
+            if (node.has_input(i))
+                places[op.inputs[i]] = int(i);
+        if (has(Op::cosines) != has(Op::sines))
             node.refuse("the inputs cos and sin have to be there together");
-        has_slopes = node.has_input(slopes);
-        has_sinks = node.has_input(sinks);
     }
 
     void compute(const Run& run) const {
         Heads heads = fixed;
-        const Tensor inputs = run.input(qkv), given_keys = run.input(keys);
-        take_shape(given_keys, heads);
-        Shape shape = inputs.shape;
-        if (shape.empty() || shape.back() != int64_t(heads.row_width()))
-            refuse("qkv is " + describe(inputs) + "; its last dimension has to be " + std::to_string(heads.row_width()));
+        const Tensor inputs = input(run, Op::qkv);
+        const size_t all_heads = heads.count + 2 * heads.kv_count;
+        Shape shape = inputs.shape, blocks;
+        if (op.has_blocks)
+            blocks = take_blocks(run, heads);
+        else if (!shape.empty())
+            heads.size = size_t(shape.back()) / all_heads;
+        if (shape.empty() || shape.back() != int64_t(heads.row_width()) || !is_head_size(heads.size))
+            refuse("qkv is " + describe(inputs) + "; its last dimension has to be " +
+                   (op.has_blocks ? std::to_string(heads.row_width())
+                                  : std::to_string(all_heads) + " times a multiple of 16, at most " +
+                                        std::to_string(most_head_size)));
+        if (heads.scale == 0.0f)
+            heads.scale = 1.0f / std::sqrt(float(heads.size));
+        if (heads.softcap == 0.0f)
+            heads.scale *= log2_e;
         const size_t tokens = inputs.count() / heads.row_width();
         shape.back() = int64_t(heads.count * heads.size);
-        const size_t angles = take_constants(run, heads);
-        const std::vector<Stretch> stretches = cut(run, heads, given_keys.shape, tokens, angles);
-        const Caches caches = kept_caches(run, given_keys.shape);
+        const size_t room = take_constants(run, heads);
+        std::vector<int32_t> own_table;
+        const std::vector<Stretch> stretches = cut(run, heads, blocks, tokens, room, own_table);
+        const Caches caches = op.has_blocks ? kept_caches(run, blocks) : new_caches(heads, own_table.size());
         float* const out = run.output<float>(0, shape);
         if (tokens)
             compute(run, heads, caches, stretches, tokens, inputs.floats(), out);
@@ -76,99 +89,139 @@ public:
     const Runtime& runtime;
 
 private:
-    static void take_shape(const Tensor& given, Heads& heads) {
+    static bool is_head_size(size_t size) { return size >= 16 && size % 16 == 0 && size <= most_head_size; }
+
+    [[noreturn]] void refuse(const std::string& what) const { throw Refusal(std::string("kvasir.") + op.name + ": " + what); }
+
+    bool has(Input input) const { return places[input] >= 0; }
+    Tensor input(const Run& run, Input input) const { return run.input(size_t(places[input])); }
+
+    // Return the shape of keys.
+    Shape take_blocks(const Run& run, Heads& heads) const {
+        const Tensor given = input(run, Op::keys);
         const Shape& shape = given.shape;
         if (shape.size() != 4 || shape[1] != int64_t(heads.kv_count) || shape[2] < 16 || shape[2] % 16 != 0 ||
-            shape[3] < 16 || shape[3] % 16 != 0 || size_t(shape[3]) > most_head_size)
+            !is_head_size(size_t(shape[3])))
             refuse("keys is " + describe(given) + "; it has to be int8 [N, " + std::to_string(heads.kv_count) +
                    ", B, D] of B and D that are multiples of 16, D at most " + std::to_string(most_head_size));
         heads.size = size_t(shape[3]);
-        if (heads.scale == 0.0f)
-            heads.scale = 1.0f / std::sqrt(float(heads.size));
-        if (heads.softcap == 0.0f)
-            heads.scale *= log2_e;
+        return shape;
+    }
+
+    // Room for the keys and values of whole texts, which no later run reads.
+    static Caches new_caches(const Heads& heads, size_t blocks) {
+        const size_t tokens = blocks * heads.kv_count * text_block_tokens, bytes = tokens * heads.size;
+        const size_t all_bytes = 2 * (bytes + tokens * sizeof(float));
+        thread_local Lines room;
+        if (room.size() * sizeof(CacheLine) < all_bytes)
+            room = lines_of(all_bytes);
+        unsigned char* const at = room.data()->bytes;
+        auto* const scales = reinterpret_cast<float*>(at + 2 * bytes);
+        return {text_block_tokens, at, scales, at + bytes, scales + tokens};
     }
 
     // The caches after the run, which begin as those before it.
-    static Caches kept_caches(const Run& run, const Shape& shape) {
+    Caches kept_caches(const Run& run, const Shape& shape) const {
         const Shape scales{shape[0], shape[1], shape[2]};
         Caches caches{};
         caches.block_tokens = size_t(shape[2]);
-        caches.keys = kept<uint8_t>(run, keys, "keys", shape);
-        caches.key_scales = kept<float>(run, key_scales, "key_scales", scales);
-        caches.values = kept<uint8_t>(run, values, "values", shape);
-        caches.value_scales = kept<float>(run, value_scales, "value_scales", scales);
+        caches.keys = kept<uint8_t>(run, Op::keys, "keys", shape);
+        caches.key_scales = kept<float>(run, Op::key_scales, "key_scales", scales);
+        caches.values = kept<uint8_t>(run, Op::values, "values", shape);
+        caches.value_scales = kept<float>(run, Op::value_scales, "value_scales", scales);
         return caches;
     }
 
     // An output that begins as an input of the same number.
     template <class Value>
-    static Value* kept(const Run& run, size_t index, const char* input, const Shape& shape) {
-        const Tensor given = tensor_of_shape(run, index, input, shape);
-        Value* const to = run.output<Value>(index, shape);
+    Value* kept(const Run& run, Input which, const char* name, const Shape& shape) const {
+        const Tensor given = tensor_of_shape(run, which, name, shape);
+        Value* const to = run.output<Value>(which, shape);
         if (to != given.data)
             memcpy(to, given.data, given.count() * sizeof(Value));
         return to;
     }
 
-    static Tensor tensor_of_shape(const Run& run, size_t index, const char* input, const Shape& shape) {
-        Tensor given = run.input(index);
+    Tensor tensor_of_shape(const Run& run, Input which, const char* name, const Shape& shape) const {
+        Tensor given = input(run, which);
         if (given.shape != shape)
-            refuse(std::string(input) + " is " + describe(given) + "; its shape has to be " + describe(shape));
+            refuse(std::string(name) + " is " + describe(given) + "; its shape has to be " + describe(shape));
         return given;
     }
 
-    // Return for how many positions there are angles.
+    // Return for how many positions there are angles and biases.
     size_t take_constants(const Run& run, Heads& heads) const {
         const Shape per_head{int64_t(heads.count)};
-        if (has_slopes)
-            heads.slopes = tensor_of_shape(run, slopes, "slopes", per_head).floats();
-        if (has_sinks)
-            heads.sinks = tensor_of_shape(run, sinks, "sinks", per_head).floats();
-        if (!has_rotation)
-            return most_tokens;
-        const Tensor given = run.input(cosines);
+        if (has(Op::slopes))
+            heads.slopes = tensor_of_shape(run, Op::slopes, "slopes", per_head).floats();
+        if (has(Op::sinks))
+            heads.sinks = tensor_of_shape(run, Op::sinks, "sinks", per_head).floats();
+        size_t room = most_tokens;
+        if (has(Op::biases)) {
+            const Shape given = input(run, Op::biases).shape;
+            const int64_t width = given.empty() ? 0 : given.back();
+            heads.biases = tensor_of_shape(run, Op::biases, "biases", {1, per_head[0], width, width}).floats();
+            room = heads.bias_width = size_t(width);
+        }
+        if (!has(Op::cosines))
+            return room;
+        const Tensor given = input(run, Op::cosines);
         if (given.shape.size() != 2 || size_t(given.shape[1]) > heads.size / 2)
             refuse("cos is " + describe(given) + "; it has to be float [P, rotated / 2] of at most " +
                    std::to_string(heads.size / 2) + " columns");
         heads.rotated = 2 * size_t(given.shape[1]);
         heads.cos = given.floats();
-        heads.sin = tensor_of_shape(run, sines, "sin", given.shape).floats();
-        return size_t(given.shape[0]);
+        heads.sin = tensor_of_shape(run, Op::sines, "sin", given.shape).floats();
+        return std::min(room, size_t(given.shape[0]));
     }
 
-    // Cut the tokens of a run into stretches of the length of a task.
-    static std::vector<Stretch> cut(const Run& run, const Heads& heads, const Shape& blocks, size_t tokens, size_t angles) {
-        const Tensor given_pasts = run.input(pasts), given_table = run.input(table);
-        const size_t sequences = given_pasts.count();
-        const Tensor given_starts =
-            tensor_of_shape(run, starts, "cumulative_sequence_length", {int64_t(sequences) + 1});
-        if (given_table.shape.size() != 2 || size_t(given_table.shape[0]) != sequences)
-            refuse("block_table is " + describe(given_table) + "; it has to be int32 [" + std::to_string(sequences) +
-                   ", M], a row for each of past_seqlens");
-        const auto *const first = given_starts.ints(), *const past = given_pasts.ints();
+    // Cut the tokens of a run into stretches of the length of a task. Texts get blocks of their own, in order.
+    std::vector<Stretch> cut(const Run& run, const Heads& heads, const Shape& blocks, size_t tokens, size_t room,
+                             std::vector<int32_t>& own_table) const {
+        const Tensor given_starts = input(run, Op::starts);
+        const size_t sequences = op.has_blocks ? input(run, Op::pasts).count() : std::max<size_t>(given_starts.count(), 1) - 1;
+        const int32_t* const first =
+            tensor_of_shape(run, Op::starts, "cumulative_sequence_length", {int64_t(sequences) + 1}).ints();
         if (first[0] != 0 || first[sequences] != int64_t(tokens))
             refuse("cumulative_sequence_length is from " + std::to_string(first[0]) + " to " +
                    std::to_string(first[sequences]) + "; it has to be from 0 to " + std::to_string(tokens));
-        const size_t width = size_t(given_table.shape[1]), block_tokens = size_t(blocks[2]);
-        const size_t room = std::min({width * block_tokens, angles, most_tokens});
+        const int32_t *past = nullptr, *table = nullptr;
+        size_t width = 0, block_tokens = text_block_tokens;
+        if (op.has_blocks) {
+            const Tensor given = input(run, Op::table);
+            if (given.shape.size() != 2 || size_t(given.shape[0]) != sequences)
+                refuse("block_table is " + describe(given) + "; it has to be int32 [" + std::to_string(sequences) +
+                       ", M], a row for each of past_seqlens");
+            past = input(run, Op::pasts).ints();
+            table = given.ints();
+            width = size_t(given.shape[1]);
+            block_tokens = size_t(blocks[2]);
+            room = std::min(room, width * block_tokens);
+        } else {
+            own_table.resize(tokens / block_tokens + sequences);
+            std::iota(own_table.begin(), own_table.end(), 0);
+            table = own_table.data();
+        }
+        room = std::min(room, most_tokens);
         const size_t most = heads.group() < task_queries ? task_queries / heads.group() : 1;
         std::vector<Stretch> stretches;
-        for (size_t sequence = 0; sequence < sequences; ++sequence) {
+        for (size_t sequence = 0; sequence < sequences; ++sequence, table += width) {
             const auto sentence = [&] { return "sequence " + std::to_string(sequence) + " has "; };
-            const int64_t count = int64_t(first[sequence + 1]) - first[sequence], before = past[sequence];
+            const int64_t count = int64_t(first[sequence + 1]) - first[sequence], before = past ? past[sequence] : 0;
             if (count < 0 || before < 0 || size_t(before + count) > room)
                 refuse(sentence() + std::to_string(count) + " tokens after " + std::to_string(before) +
                        "; both have to be at least 0, and there is room for " + std::to_string(room));
             if (count == 0)
                 continue;
-            const int32_t* const own = given_table.ints() + sequence * width;
-            for (size_t i = 0; i < (size_t(before + count) - 1) / block_tokens + 1; ++i)
-                if (own[i] < 0 || own[i] >= blocks[0])
-                    refuse(sentence() + "block " + std::to_string(own[i]) + "; there are " + std::to_string(blocks[0]));
+            const size_t length = size_t(before + count), own_blocks = (length - 1) / block_tokens + 1;
+            for (size_t i = 0; op.has_blocks && i < own_blocks; ++i)
+                if (table[i] < 0 || table[i] >= blocks[0])
+                    refuse(sentence() + "block " + std::to_string(table[i]) + "; there are " + std::to_string(blocks[0]));
             for (size_t done = 0; done < size_t(count); done += most)
-                stretches.push_back({own, size_t(before) + done, size_t(first[sequence]) + done,
+                stretches.push_back({table, length, size_t(before) + done, size_t(first[sequence]) + done,
                                      std::min(most, size_t(count) - done)});
+            if (!op.has_blocks)
+                table += own_blocks;
         }
         return stretches;
     }
@@ -178,7 +231,7 @@ private:
         size_t products = 0, first_section = most_tokens, last_section = 0;
         for (const Stretch& stretch : stretches) {
             const Sections sections(heads, stretch);
-            products += 3 * heads.count * heads.size * stretch.count * (stretch.position + 1 - sections.start);
+            products += 3 * heads.count * heads.size * stretch.count * (sections.end - sections.start);
             first_section = std::min(first_section, sections.first);
             last_section = std::max(last_section, sections.last);
         }
@@ -259,12 +312,13 @@ private:
     // The sections that a stretch attends to.
     struct Sections {
         Sections(const Heads& heads, const Stretch& stretch) {
-            start = stretch.position < heads.window ? 0 : stretch.position + 1 - heads.window;
+            start = heads.first_seen(stretch.position);
+            end = heads.end_seen(stretch.position + stretch.count - 1, stretch.length);
             first = start / section_tokens;
-            last = (stretch.position + stretch.count - 1) / section_tokens + 1;
+            last = (end - 1) / section_tokens + 1;
         }
 
-        size_t start, first, last;
+        size_t start, end, first, last;
     };
 
     template <class Work>
@@ -301,32 +355,43 @@ private:
         });
     }
 
+    const AttentionOperator& op;
     const Attention& attention;
     Heads fixed{};  // but for what the inputs' shapes say
-    bool has_rotation, has_slopes, has_sinks;
+    std::vector<int> places = std::vector<int>(Op::input_count, -1);  // of inputs; -1 is none
 };
+
+const AttentionOperator& as_attention(const OrtCustomOp* op) { return *static_cast<const AttentionOperator*>(op); }
 
 }  // namespace
 
-AttentionOperator::AttentionOperator(const Runtime& runtime, const Path& path) : runtime(runtime), attention(path.attention) {
-    GetName = [](const OrtCustomOp*) { return name; };
+AttentionOperator::AttentionOperator(const Runtime& runtime, const Path& path, bool has_blocks)
+    : runtime(runtime),
+      attention(path.attention),
+      has_blocks(has_blocks),
+      name(has_blocks ? "Attention" : "TextAttention"),
+      inputs(has_blocks ? block_inputs : text_inputs) {
+    GetName = [](const OrtCustomOp* op) { return as_attention(op).name; };
     GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };
-    GetInputType = [](const OrtCustomOp*, size_t index) {
-        return index == keys || index == values ? element_int8
-               : is_int(index)                  ? element_int32
-                                                : element_float;
+    GetInputType = [](const OrtCustomOp* op, size_t index) {
+        const Input input = as_attention(op).inputs[index];
+        return input == keys || input == values                      ? element_int8
+               : input == starts || input == pasts || input == table ? element_int32
+                                                                     : element_float;
     };
-    GetInputTypeCount = [](const OrtCustomOp*) -> size_t { return input_count; };
+    GetInputTypeCount = [](const OrtCustomOp* op) { return as_attention(op).inputs.size(); };
     GetOutputType = [](const OrtCustomOp*, size_t index) {
         return index == keys || index == values ? element_int8 : element_float;
     };
-    GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return output_count; };
-    GetInputCharacteristic = [](const OrtCustomOp*, size_t index) { return index <= table ? required : optional; };
+    GetOutputTypeCount = [](const OrtCustomOp* op) -> size_t { return as_attention(op).has_blocks ? value_scales + 1 : 1; };
+    GetInputCharacteristic = [](const OrtCustomOp* op, size_t index) {
+        return as_attention(op).inputs[index] <= table ? required : optional;
+    };
     GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return required; };
     GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };  // where the provider has its memory
     CreateKernelV2 = [](const OrtCustomOp* op, const OrtApi*, const OrtKernelInfo* info, void** kernel) {
-        const auto& self = *static_cast<const AttentionOperator*>(op);
-        return guarded(self.runtime, [&] { *kernel = new AttentionKernel(self, Node(self.runtime, info, name)); });
+        const AttentionOperator& self = as_attention(op);
+        return guarded(self.runtime, [&] { *kernel = new AttentionKernel(self, Node(self.runtime, info, self.name)); });
     };
     KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
         const auto& self = *static_cast<const AttentionKernel*>(kernel);

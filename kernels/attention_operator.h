@@ -1,5 +1,7 @@
-// The operator kvasir.Attention, on one path.
+// The operators kvasir.Attention, over blocks of keys and values, and kvasir.TextAttention, over whole texts, on one path.
 #pragma once
+
+#include <vector>
 
 #include "ort_abi.h"
 #include "path.h"
@@ -7,10 +9,17 @@
 namespace kvasir {
 
 struct AttentionOperator : OrtCustomOp {
-    AttentionOperator(const Runtime&, const Path&);
+    AttentionOperator(const Runtime&, const Path&, bool has_blocks);
+
+    enum Input {
+        qkv, keys, key_scales, values, value_scales, starts, pasts, table, cosines, sines, slopes, sinks, biases, input_count
+    };
 
     const Runtime& runtime;
     const Attention& attention;
+    const bool has_blocks;
+    const char* const name;
+    const std::vector<Input> inputs;  // in their order
 };
 
 }  // namespace kvasir

@@ -22,14 +22,23 @@ struct Heads {
     size_t size;      // D, a multiple of 16
     float scale;      // of scores; times log2(e), but where there is a softcap
     float softcap;    // or 0
-    size_t window;    // positions that a token attends to, its own among them
+    size_t window;    // positions that a token attends to on a side, its own among them
+    bool looks_ahead;  // whether it attends to later ones as well
     bool interleaved;  // whether a rotary pair is (2i, 2i + 1), not (i, i + rotated / 2)
     size_t rotated;    // elements of a head that are rotated
     const float* cos;  // [P][rotated / 2]
     const float* sin;
     const float* slopes;  // [H], or null
     const float* sinks;   // [H], or null
+    const float* biases;  // [H][bias_width][bias_width], or null
+    size_t bias_width;
 
+    // The positions that the token at a position of a sequence attends to: the first, and the one after the last.
+    size_t first_seen(size_t position) const { return position < window ? 0 : position + 1 - window; }
+    size_t end_seen(size_t position, size_t length) const {
+        const size_t end = looks_ahead ? position + window : position + 1;
+        return end < length ? end : length;
+    }
     size_t row_width() const { return (count + 2 * kv_count) * size; }
     size_t group() const { return count / kv_count; }  // query heads that share a key and value
 };
@@ -46,6 +55,7 @@ struct Caches {
 // Tokens of one sequence at consecutive positions, of a run of T tokens.
 struct Stretch {
     const int32_t* blocks;  // of the sequence
+    size_t length;          // of the sequence, after the run
     size_t position;        // of the first
     size_t token;           // its place in the run
     size_t count;

@@ -41,16 +41,19 @@ std::string wanted_path(const Runtime& runtime, const OrtSessionOptions* options
 // The operators on one path; they outlive every session.
 struct Domain {
     Domain(const Runtime& runtime, const Path& path)
-        : linear(runtime, path, false), linear4(runtime, path, true), attention(runtime, path) {
+        : linear(runtime, path, false),
+          linear4(runtime, path, true),
+          attention(runtime, path, true),
+          text_attention(runtime, path, false) {
         check(runtime.CreateCustomOpDomain("kvasir", &domain));
         for (const OrtCustomOp* op : {static_cast<OrtCustomOp*>(&linear), static_cast<OrtCustomOp*>(&linear4),
-                                      static_cast<OrtCustomOp*>(&attention)})
+                                      static_cast<OrtCustomOp*>(&attention), static_cast<OrtCustomOp*>(&text_attention)})
             check(runtime.CustomOpDomain_Add(domain, op));
     }
 
     OrtCustomOpDomain* domain = nullptr;
     LinearOperator linear, linear4;
-    AttentionOperator attention;
+    AttentionOperator attention, text_attention;
 };
 
 }  // namespace

@@ -143,7 +143,7 @@ public:
         heads.rotated = 2 * draw(uint32_t(heads.size / 2 + 1));
         stretch.position = draw(700);
         stretch.count = 1 + draw(12);
-        length = stretch.position + stretch.count;
+        length = stretch.length = stretch.position + stretch.count;
         block_tokens = 16 * (1 + draw(4));
         // Blocks in descending order, with one to spare.
         for (size_t i = (length - 1) / block_tokens + 1; i > 0; --i)
