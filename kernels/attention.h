@@ -78,6 +78,14 @@ inline void rotate(const Heads& heads, const float* x, size_t position, float* y
     memcpy(y + heads.rotated, x + heads.rotated, (heads.size - heads.rotated) * sizeof(float));
 }
 
+// x, or y, to which it is turned.
+inline const float* turned(const Heads& heads, const float* x, size_t position, float* y) {
+    if (!heads.rotated)
+        return x;
+    rotate(heads, x, position, y);
+    return y;
+}
+
 // Attention::append.
 template <class P>
 void append(const Heads& heads, const Caches& caches, const float* x, const Stretch& stretch, size_t token, size_t tokens,
@@ -86,27 +94,32 @@ void append(const Heads& heads, const Caches& caches, const float* x, const Stre
     const size_t size = heads.size, group = heads.group();
     const size_t position = stretch.position + token - stretch.token;
     float y[most_head_size];
-    int8_t whole[most_head_size];
-    for (size_t head = 0; head < heads.count; ++head, x += size) {
-        const size_t at = (head / group * tokens + token) * group + head % group;
-        rotate(heads, x, position, y);
-        round_block(y, size, size, static_cast<Input*>(queries.values) + at * size, queries.scales[at], queries.sums[at]);
-    }
-    int32_t total;
-    for (size_t head = 0; head < heads.kv_count; ++head, x += size) {
-        const size_t place = stretch.place(heads, caches, head, position);
-        rotate(heads, x, position, y);
-        round_block(y, size, size, whole, caches.key_scales[place], total);
-        uint8_t* const to = caches.keys + place / 16 * 16 * size + place % 16 * 4;
+    uint8_t bytes[most_head_size];
+    const auto round = [&](const float* from, float& scale) {
+        int32_t total;
+        round_block(from, size, size, reinterpret_cast<int8_t*>(bytes), scale, total);
         for (size_t d = 0; d < size; ++d)
-            to[d / 4 * 64 + d % 4] = uint8_t(whole[d] + 128);
+            bytes[d] ^= 128;
+    };
+    for (size_t kv_head = 0; kv_head < heads.kv_count; ++kv_head)
+        for (size_t i = 0; i < group; ++i, x += size) {
+            const size_t at = (kv_head * tokens + token) * group + i;
+            round_block(turned(heads, x, position, y), size, size, static_cast<Input*>(queries.values) + at * size,
+                        queries.scales[at], queries.sums[at]);
+        }
+    for (size_t head = 0; head < heads.kv_count; ++head, x += size) {
+        const size_t place = stretch.place(heads, caches, head, position);
+        round(turned(heads, x, position, y), caches.key_scales[place]);
+        uint8_t* const to = caches.keys + place / 16 * 16 * size + place % 16 * 4;
+        for (size_t d = 0; d < size; d += 4)
+            memcpy(to + d * 16, bytes + d, 4);
     }
     for (size_t head = 0; head < heads.kv_count; ++head, x += size) {
         const size_t place = stretch.place(heads, caches, head, position);
-        round_block(x, size, size, whole, caches.value_scales[place], total);
+        round(x, caches.value_scales[place]);
         uint8_t* const to = caches.values + place / 4 * 4 * size + place % 4;
         for (size_t d = 0; d < size; ++d)
-            to[d * 4] = uint8_t(whole[d] + 128);
+            to[d * 4] = bytes[d];
     }
 }
 

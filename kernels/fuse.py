@@ -24,6 +24,8 @@ from onnx.helper import make_opsetid
 from onnx.numpy_helper import to_array
 
 from kvasir.kernels.graph import (
+    DOMAIN,
+    LINEARS,
     NIBBLE_BLOCK,
     Mismatch,
     Values,
@@ -35,9 +37,8 @@ from kvasir.kernels.graph import (
     require,
     set_attributes,
 )
+from kvasir.kernels.texts import STARTS, add_starts, attend_over_texts
 
-DOMAIN = "kvasir"
-_LINEARS = ("Linear", "Linear4")
 _PRODUCTS = ("MatMulIntegerToFloat", "MatMulNBits")
 _N_INPUTS, _BIAS, _NORM, _NORM_BIAS, _RESIDUAL = 7, 3, 4, 5, 6  # of both
 # Attributes of MatMulNBits whose kernel rounds activations as `Linear4` does.
@@ -73,6 +74,8 @@ def fuse(model: ModelProto) -> tuple[ModelProto, Report]:
     kept = [tensor for tensor in graph.initializer if tensor.name in read]
     del graph.initializer[:]
     graph.initializer.extend(kept)
+    if STARTS in read:
+        add_starts(graph)
     nodes = [node for part in parts(graph) for node in part.node]
     left = {n.output[0]: reasons[n.output[0]] for n in nodes if n.op_type in _PRODUCTS}
     report = Report(sum(node.domain == DOMAIN for node in nodes), left)
@@ -176,9 +179,9 @@ def _int4_product(values: Values, product: NodeProto) -> None:
 def _addition(values: Values, add: NodeProto) -> None:
     """Put the addition of a bias or a residual into the product before it."""
     for made, other in (tuple(add.input), tuple(add.input)[::-1]):
-        if values.operator(made) not in _LINEARS:
+        if values.operator(made) not in LINEARS:
             continue
-        linear, i = values.maker(made, *_LINEARS), _RESIDUAL
+        linear, i = values.maker(made, *LINEARS), _RESIDUAL
         if other in values.constants:
             values.constant(other, values.sizes(linear)[1])
             i = _BIAS
@@ -195,14 +198,14 @@ def _addition(values: Values, add: NodeProto) -> None:
 def _activation(values: Values, linear: NodeProto) -> None:
     """Put an activation, and the gate that it is of, into the product after it."""
     made = linear.input[0]
-    values.reader(made, *_LINEARS)
+    values.reader(made, *LINEARS)
     require(not attribute(linear, "activation"), "it has an activation already")
     try:
         gated, (activation, x) = True, _gate(values, made)
     except Mismatch:
         gated, (activation, x) = False, _activated(values, made)
     if gated:
-        n_out = values.sizes(values.maker(x, *_LINEARS))[1]
+        n_out = values.sizes(values.maker(x, *LINEARS))[1]
         require(n_out == 2 * values.sizes(linear)[0], "the halves are not those of a product")
     linear.input[0] = x
     set_attributes(linear, activation=activation, gated=int(gated))
@@ -238,7 +241,7 @@ def _norm(values: Values, norm: NodeProto) -> None:
     require(not any(statistics), "the norm has more outputs")
     linears = values.readers(made)
     for linear in linears:
-        is_first = linear.op_type in _LINEARS and linear.input[0] == made
+        is_first = linear.op_type in LINEARS and linear.input[0] == made
         require(is_first, "not products alone read it")
         has_other = attribute(linear, "activation") or attribute(linear, "norm")
         require(not has_other, "an activation or another norm is between")
@@ -258,8 +261,9 @@ _RULES: tuple[tuple[tuple[str, ...], _Rule], ...] = (
     (("MatMulIntegerToFloat",), _int8_product),
     (("MatMulNBits",), _int4_product),
     (("Add",), _addition),
-    (_LINEARS, _activation),
+    (LINEARS, _activation),
     (("RMSNormalization", "LayerNormalization"), _norm),
+    (("GroupQueryAttention",), attend_over_texts),
 )
 
 

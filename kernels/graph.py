@@ -6,12 +6,15 @@ Nodes of branches belong to their graph.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 from onnx import AttributeProto, GraphProto, NodeProto, TensorProto
 from onnx.helper import get_attribute_value, make_attribute
 from onnx.numpy_helper import to_array
 
+DOMAIN = "kvasir"  # of our operators
+LINEARS = ("Linear", "Linear4")
 NIBBLE_BLOCK = 32  # inputs for each scale of `Linear4`
 
 
@@ -73,8 +76,9 @@ class Values:
 
     def number(self, name: str) -> float:
         """Return the only number of a constant that is in the graph's own file."""
-        found = self.constant(name, 1)
-        require(not found.external_data, f"{name} is external")
+        found = self.constants.get(name)
+        if found is None or prod(found.dims) != 1 or found.external_data:
+            raise Mismatch(f"{name} is no number in the graph's own file")
         return float(to_array(found).item())
 
     def sizes(self, linear: NodeProto) -> tuple[int, int]:

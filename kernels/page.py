@@ -23,8 +23,7 @@ from onnx.helper import (
     make_tensor_value_info,
 )
 
-from kvasir.kernels.fuse import DOMAIN
-from kvasir.kernels.graph import Mismatch
+from kvasir.kernels.graph import DOMAIN, Mismatch
 
 BLOCK_SIZE = 64  # tokens
 MOST_CHANNELS = 512  # of a head

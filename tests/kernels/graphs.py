@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from onnx import ModelProto, TensorProto, helper, numpy_helper
+from onnx import GraphProto, ModelProto, TensorProto, helper, numpy_helper
 
 from kvasir.kernels import library, self_test
 from kvasir.model.onnx.runtime import onnxruntime
@@ -38,8 +38,7 @@ def graph(
     output = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
     initializers = [numpy_helper.from_array(of, name) for name, of in constants.items()]
     body = helper.make_graph([node], "one", inputs, [output], initializers)
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("kvasir", 1)]
-    return bytes(helper.make_model(body, opset_imports=opsets, ir_version=10).SerializeToString())
+    return _bytes_of(body)
 
 
 ATTENTION_INPUTS = {
@@ -71,6 +70,27 @@ def attention_graph(attributes: dict[str, Any], constants: dict[str, Any]) -> by
     )
     initializers = [numpy_helper.from_array(of, name) for name, of in constants.items()]
     body = helper.make_graph([node], "one", inputs, results, initializers)
+    return _bytes_of(body)
+
+
+TEXT_INPUTS = ("qkv", "cumulative_sequence_length", "cos", "sin", "biases", "sinks")
+
+
+def text_graph(attributes: dict[str, Any], constants: dict[str, Any]) -> bytes:
+    """Return a model of one `TextAttention`."""
+    variables = TEXT_INPUTS[:2]
+    names = [name if name in (*constants, *variables) else "" for name in TEXT_INPUTS]
+    node = helper.make_node("TextAttention", names, ["y"], domain="kvasir", **attributes)
+    inputs = [
+        helper.make_tensor_value_info(name, of_type, None)
+        for name, of_type in zip(variables, (TensorProto.FLOAT, TensorProto.INT32), strict=True)
+    ]
+    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    initializers = [numpy_helper.from_array(of, name) for name, of in constants.items()]
+    return _bytes_of(helper.make_graph([node], "one", inputs, [output], initializers))
+
+
+def _bytes_of(body: GraphProto) -> bytes:
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("kvasir", 1)]
     return bytes(helper.make_model(body, opset_imports=opsets, ir_version=10).SerializeToString())
 

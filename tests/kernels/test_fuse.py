@@ -18,7 +18,8 @@ import pytest
 from numpy.typing import NDArray
 from onnx import NodeProto, helper
 
-from kvasir.kernels.fuse import DOMAIN, Report, fuse
+from kvasir.kernels.fuse import Report, fuse
+from kvasir.kernels.graph import DOMAIN
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import ENCODER_GRAPH_FILE, GRAPH_FILE
 from kvasir.model.onnx.runtime import open_cpu_session

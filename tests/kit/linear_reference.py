@@ -15,7 +15,8 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from kvasir.export.rewrite import MICROSOFT
-from kvasir.kernels.fuse import DOMAIN, fuse
+from kvasir.kernels.fuse import fuse
+from kvasir.kernels.graph import DOMAIN
 from kvasir.model.onnx.runtime import onnxruntime, open_cpu_session
 
 Floats = NDArray[np.float32]
