@@ -14,7 +14,8 @@ import numpy as np
 from kvasir.kernels.library import Library
 from kvasir.model.onnx.runtime import onnxruntime
 
-# A `Linear` with a bias and a residual, and an `Attention`, which tests/kernels/graphs.py writes.
+# A `Linear` with a bias and a residual, an `Attention` and a `TextAttention` of the same tokens,
+# which tests/kernels/graphs.py writes.
 GRAPH = Path(__file__).with_name("self_test.onnx")
 HEADS = {"heads": 4, "kv_heads": 2}
 _ROWS = 16  # enough to use several threads
@@ -59,9 +60,10 @@ def run(library: Library) -> None:
         "past_seqlens": np.zeros(_ROWS, dtype=np.int32),
         "block_table": np.arange(_ROWS, dtype=np.int32)[:, None],
     }
-    found, attended = session.run(["y", "attended"], inputs)
+    found, *attended = session.run(["y", "attended", "texts"], inputs)
     copies = values.repeat(heads // HEADS["kv_heads"], axis=1).reshape(_ROWS, -1)
-    for result, right, error in ((found, expected, 1e-5), (attended, copies, 1 / 127)):
+    pairs = [(found, expected, 1e-5), *((result, copies, 1 / 127) for result in attended)]
+    for result, right, error in pairs:
         if not np.allclose(result, right, rtol=1e-5, atol=error):
             raise RuntimeError(f"wrong by up to {np.abs(result - right).max()}")
 

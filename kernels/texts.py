@@ -12,7 +12,6 @@ from onnx.helper import make_node, make_tensor
 from kvasir.kernels.graph import (
     DOMAIN,
     LINEARS,
-    Mismatch,
     Values,
     attribute,
     require,

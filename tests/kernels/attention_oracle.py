@@ -88,7 +88,8 @@ def attention(
 ) -> tuple[FLOATS, Caches]:
     """Return what is attended, [T, H D], and the caches after the run.
 
-    qkv: [T, (H + 2 G) D]. constants: cos and sin [P, rotated / 2], slopes and sinks [H].
+    qkv: [T, (H + 2 G) D]. constants: cos and sin [P, rotated / 2], slopes and sinks [H], biases [1,
+    H, S, S].
     """
     caches = caches.copy()
     heads, kv_heads = attributes["heads"], attributes["kv_heads"]
@@ -109,9 +110,7 @@ def attention(
             caches.values[at], caches.value_scales[at] = _round(values[token, g], np.float32(127))
     out = np.zeros((len(qkv), heads, size), dtype=np.float32)
     for token, sequence, position in tokens:
-        window = attributes.get("window", -1)
-        first = max(0, position + 1 - window) if window > 0 else 0
-        seen = np.arange(first, position + 1)
+        seen = _seen(position, places, sequence, attributes)
         for h in range(heads):
             g = h * kv_heads // heads
             query = _rotate(queries[token, h], position, constants, turn)
@@ -119,9 +118,33 @@ def attention(
             part = Caches(*(array[at] for array in vars(caches).values()))
             slope = constants["slopes"][h] if "slopes" in constants else None
             scores = _scores(query, part, attributes, slope, seen - position)
+            if "biases" in constants:
+                scores = _fma(constants["biases"][0, h, position, seen], _LOG2_E, scores)
             sink = constants["sinks"][h] if "sinks" in constants else None
             out[token, h] = _softmax(scores, part, seen, sink)
     return out.reshape(len(qkv), heads * size), caches
+
+
+def text_attention(
+    qkv: FLOATS, starts: INTS, constants: dict[str, FLOATS], attributes: dict[str, Any]
+) -> FLOATS:
+    """Return what is attended, [T, H D], by texts that nothing is kept of."""
+    n, kv_heads = len(starts) - 1, attributes["kv_heads"]
+    shape = (n, kv_heads, len(qkv), qkv.shape[1] // (attributes["heads"] + 2 * kv_heads))
+    integers, scales = np.zeros(shape, dtype=np.int8), np.zeros(shape[:3], dtype=np.float32)
+    places = Places(starts, np.zeros(n, dtype=np.int32), np.arange(n, dtype=np.int32)[:, None])
+    return attention(
+        qkv, Caches(integers, scales, integers, scales), places, constants, attributes
+    )[0]
+
+
+def _seen(position: int, places: Places, sequence: int, attributes: dict[str, Any]) -> INTS:
+    """Return the positions that the token at one attends to."""
+    in_run = places.starts[sequence + 1] - places.starts[sequence]
+    positions = np.arange(places.pasts[sequence] + in_run, dtype=np.int32)
+    away, window = position - positions, attributes.get("window", -1)
+    is_seen = (away >= 0) | bool(attributes.get("looks_ahead", 0))
+    return positions[is_seen & ((np.abs(away) < window) | (window < 0))]
 
 
 def _scores(

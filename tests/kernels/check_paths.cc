@@ -129,21 +129,22 @@ private:
     std::vector<float> scales, bias, norm_weight, norm_bias, x, residual;
 };
 
-// Random tokens of one sequence: what they attend to, and the caches after that, on one path.
+// Random tokens of one sequence: what they attend to, and the caches after that, on one path. A text has later tokens too.
 class AttentionTrial {
 public:
-    AttentionTrial() {
+    explicit AttentionTrial(bool is_text) {
         heads.kv_count = 1 + draw(2);
-        heads.count = heads.kv_count * (1 + draw(9));
+        heads.count = heads.kv_count * (1 + draw(is_text ? 3 : 9));
         heads.size = 16 * (1 + draw(6));
         heads.scale = 0.25f;
         heads.softcap = draw(3) ? 0.0f : 3.0f;
         heads.window = draw(3) ? most_tokens : 1 + draw(400);
         heads.interleaved = draw(2);
         heads.rotated = 2 * draw(uint32_t(heads.size / 2 + 1));
-        stretch.position = draw(700);
+        stretch.position = draw(is_text ? 300 : 700);
         stretch.count = 1 + draw(12);
-        length = stretch.length = stretch.position + stretch.count;
+        length = stretch.position + stretch.count + (is_text ? draw(300) : 0);
+        stretch.length = length;
         block_tokens = 16 * (1 + draw(4));
         // Blocks in descending order, with one to spare.
         for (size_t i = (length - 1) / block_tokens + 1; i > 0; --i)
@@ -157,6 +158,11 @@ public:
         angles = draw_floats(length * heads.rotated / 2);
         slopes = draw_floats(draw(2) ? heads.count : 0);
         x = draw_floats(stretch.count * heads.row_width());
+        if (is_text) {
+            heads.looks_ahead = draw(2);
+            heads.bias_width = length;
+            biases = draw_floats(draw(2) ? heads.count * length * length : 0);
+        }
     }
 
     // Also add each section to the softmax directly, or alone and by join.
@@ -169,6 +175,7 @@ public:
         const Guarded table_page(table.data(), table.size() * 4, at_end);
         const Guarded angle_page(angles.data(), angles.size() * 4, at_end);
         const Guarded slope_page(slopes.data(), slopes.size() * 4, at_end);
+        const Guarded bias_page(biases.data(), biases.size() * 4, at_end);
         const Guarded x_page(x.data(), x.size() * 4, at_end);
         const Guarded rounded(nullptr, queries * heads.size * attention.input_bytes, at_end);
         const Guarded scales(nullptr, queries * 4, at_end), sums(nullptr, queries * 4, at_end);
@@ -178,17 +185,19 @@ public:
         placed.cos = placed.sin = angle_page.floats();
         placed.slopes = slopes.empty() ? nullptr : slope_page.floats();
         const auto as_bytes = [](const Guarded& page) { return reinterpret_cast<uint8_t*>(page.data); };
+        placed.biases = biases.empty() ? nullptr : bias_page.floats();
         const Caches caches{block_tokens, as_bytes(keys), key_scale_page.floats(), as_bytes(values), value_scale_page.floats()};
         Stretch here = stretch;
         here.blocks = reinterpret_cast<const int32_t*>(table_page.data);
         const RoundedRows all{rounded.data, scales.floats(), reinterpret_cast<int32_t*>(sums.data)};
         for (size_t token = 0; token < here.count; ++token)
             attention.append(placed, caches, x_page.floats() + token * heads.row_width(), here, token, here.count, all);
-        const size_t first = here.position < heads.window ? 0 : (here.position + 1 - heads.window) / section_tokens;
+        const size_t first = heads.first_seen(here.position) / section_tokens;
+        const size_t last = (heads.end_seen(here.position + here.count - 1, here.length) - 1) / section_tokens;
         for (size_t head = 0; head < heads.kv_count; ++head) {
             const size_t at = head * here.count * heads.group();
             const RoundedRows own{rounded.data + at * heads.size * attention.input_bytes, all.scales + at, all.sums + at};
-            for (size_t section = first; section <= (length - 1) / section_tokens; ++section) {
+            for (size_t section = first; section <= last; ++section) {
                 if (at_end)
                     alone.clear();
                 attention.attend(placed, caches, here, head, section, own, at_end ? alone.softmax : whole.softmax);
@@ -240,7 +249,7 @@ private:
     size_t length, block_tokens, tokens;
     std::vector<int32_t> table;
     std::vector<uint8_t> bytes;
-    std::vector<float> key_scales, value_scales, angles, slopes, x;
+    std::vector<float> key_scales, value_scales, angles, slopes, biases, x;
 };
 
 static uint64_t hash = 14695981039346656037u;  // FNV-1a
@@ -271,9 +280,9 @@ int main() {
         if (!agree(LayerTrial(seed % 2), ("layer " + std::to_string(seed)).c_str()))
             return 1;
     }
-    for (uint64_t seed = 0; seed < 60; ++seed) {
+    for (uint64_t seed = 0; seed < 80; ++seed) {
         state = seed;
-        if (!agree(AttentionTrial(), ("attention " + std::to_string(seed)).c_str()))
+        if (!agree(AttentionTrial(seed >= 60), ("attention " + std::to_string(seed)).c_str()))
             return 1;
     }
     printf("%016llx%s\n", static_cast<unsigned long long>(hash), names.c_str());

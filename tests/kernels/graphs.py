@@ -128,9 +128,11 @@ def self_test_graph() -> bytes:
     model = ModelProto.FromString(graph("Linear", constants, attributes, ("x", "residual")))
     attention = ModelProto.FromString(attention_graph(self_test.HEADS, {})).graph
     attention.node[0].output[0] = attention.output[0].name = "attended"
-    model.graph.node.extend(attention.node)
+    texts = ModelProto.FromString(text_graph(self_test.HEADS, {})).graph
+    texts.node[0].output[0] = texts.output[0].name = "texts"
+    model.graph.node.extend([*attention.node, *texts.node])
     model.graph.input.extend(attention.input)
-    model.graph.output.extend(attention.output)
+    model.graph.output.extend([*attention.output, *texts.output])
     return bytes(model.SerializeToString())
 
 

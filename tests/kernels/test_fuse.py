@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,25 @@ from numpy.typing import NDArray
 from onnx import NodeProto, helper
 
 from kvasir.kernels.fuse import Report, fuse
-from kvasir.kernels.graph import DOMAIN
+from kvasir.kernels.graph import LINEARS
+from kvasir.kernels.library import FILE, Library
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import ENCODER_GRAPH_FILE, GRAPH_FILE
 from kvasir.model.onnx.runtime import open_cpu_session
 from kvasir.model.packing import HIDDEN_OUTPUT, VECTORS_OUTPUT, pack
+from tests.kernels.graphs import needs_library, usable_paths
+from tests.kernels.test_linear import same_bits
 from tests.kit.encoder_decoders import PairSession, export_both
-from tests.kit.encoders import BERT, LAST_TOKEN, MODERN, MPNET, export_encoder, make_text
+from tests.kit.encoders import (
+    BERT,
+    LAST_TOKEN,
+    MODERN,
+    MPNET,
+    expected_vectors,
+    export_encoder,
+    make_text,
+    open_runner,
+)
 from tests.kit.fake_seq2seq import small_config, small_model
 from tests.kit.linear_reference import FusedSession
 from tests.kit.random_models import RandomModel, export_random
@@ -48,7 +61,7 @@ def features(model: onnx.ModelProto) -> Counter[str]:
     """Count products, and what was put into them."""
     found = Counter[str]()
     for node in nodes_of(model.graph):
-        if node.domain == DOMAIN:
+        if node.op_type in LINEARS:
             given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
             found[node.op_type] += 1
             found["norm"] += bool(given["norm"])
@@ -128,23 +141,48 @@ def test_every_decoder_computes_what_it_did(name: str, n_bits: int, tmp_path: Pa
     }
 
 
-@pytest.mark.parametrize("name", ENCODERS)
-def test_every_encoder_computes_what_it_did(name: str, tmp_path: Path) -> None:
-    model = export_encoder(tmp_path, "int8", **ENCODERS[name])
-    texts = [make_text(model, i) for i in range(3)]
-    types = [text.type_ids for text in texts] if model.config.n_token_types else None
+@pytest.fixture(scope="module", params=ENCODERS)
+def encoder(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> RandomModel:
+    """Return an exported encoder."""
+    return export_encoder(tmp_path_factory.mktemp("encoder"), "int8", **ENCODERS[request.param])
+
+
+def test_every_encoder_computes_what_it_did(encoder: RandomModel) -> None:
+    """But that attention is not rounded here."""
+    texts = [make_text(encoder, i) for i in range(3)]
+    types = [text.type_ids for text in texts] if encoder.config.n_token_types else None
     inputs, _ = pack([text.prompt_ids for text in texts], types)
-    fused, names = FusedSession(model.graph), [VECTORS_OUTPUT, HIDDEN_OUTPUT]
+    fused, names = FusedSession(encoder.graph), [VECTORS_OUTPUT, HIDDEN_OUTPUT]
     for pair in zip(
-        fused.run(names, inputs), open_cpu_session(model.graph).run(names, inputs), strict=True
+        fused.run(names, inputs), open_cpu_session(encoder.graph).run(names, inputs), strict=True
     ):
         check_near(*pair)
     assert not fused.report.left
-    assert fused.report.fused == 4 * model.config.n_layer
+    assert fused.report.fused == 5 * encoder.config.n_layer
+    assert not {"GroupQueryAttention", "Where"} & {n.op_type for n in fused.model.graph.node}
+
+
+@needs_library
+def test_every_path_makes_the_same_vectors(encoder: RandomModel) -> None:
+    """Near PyTorch's, of a text alone, also of one token, and in a run of several."""
+    texts, first = [make_text(encoder, i) for i in range(7)], list[Floats]()
+    for path in usable_paths():
+        runner = open_runner(encoder, library=Library(FILE, path))
+        vectors = runner.run(texts)
+        for text, vector in zip(texts, vectors, strict=True):
+            assert same_bits(runner.run([text])[0], vector)
+            expected = expected_vectors(encoder, text)[0]
+            assert np.abs(vector - expected).max() < 0.1 * np.abs(expected).max()
+        first = first or vectors
+        assert all(map(same_bits, vectors, first)), path
 
 
 def test_an_encoder_decoder_computes_what_it_did(tmp_path: Path) -> None:
     config = small_config()
+    assert config.encoder is not None
+    config = replace(config, head_dim=16, encoder=replace(config.encoder, head_dim=16))
     export_both(config, small_model(config).state_dict(), tmp_path, "int8")
     sources = [[5, 6, 7, 8, 9], [10, 11], [12]]
     texts, expected = PairSession(tmp_path, config).generate(sources, 8)
@@ -153,7 +191,7 @@ def test_an_encoder_decoder_computes_what_it_did(tmp_path: Path) -> None:
     check_near(np.concatenate(found[1]), np.concatenate(expected))
     reports = [FusedSession(tmp_path / file).report for file in (ENCODER_GRAPH_FILE, GRAPH_FILE)]
     assert not any(report.left for report in reports)
-    assert [report.fused for report in reports] == [4 * 2 + 1, 6 * 2 + 1]
+    assert [report.fused for report in reports] == [5 * 2 + 1, 6 * 2 + 1]
 
 
 @pytest.mark.parametrize("is_output", [True, False])

@@ -86,10 +86,8 @@ def expected_vectors(model: RandomModel, text: EncoderSequence) -> tuple[Floats,
     ].numpy()
 
 
-def open_runner(
-    model: RandomModel, threads: int = 2, *, fits_16_bits: bool = False
-) -> EncoderRunner:
-    return EncoderRunner(model.graph, model.config, threads=threads, fits_16_bits=fits_16_bits)
+def open_runner(model: RandomModel, threads: int = 2, **options: Any) -> EncoderRunner:
+    return EncoderRunner(model.graph, model.config, threads=threads, **options)
 
 
 def of_tokens(text: EncoderSequence) -> EncoderSequence:

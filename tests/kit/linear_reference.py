@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -141,6 +142,55 @@ class Linear4(OpRun):
         return (_finish((sums * of_rows[..., None] * of_columns).sum(axis=-2), bias, residual),)
 
 
+class TextAttention(OpRun):
+    """Texts one behind the other, each of which attends to itself; nothing is rounded."""
+
+    op_domain = DOMAIN
+
+    def _run(
+        self,
+        qkv: Floats,
+        starts: NDArray[np.int32],
+        cos: Floats | None = None,
+        sin: Floats | None = None,
+        biases: Floats | None = None,
+        sinks: Floats | None = None,
+        *,
+        heads: int,
+        kv_heads: int,
+        scale: float,
+        softcap: float,
+        window: int,
+        looks_ahead: int,
+        interleaved: int,
+    ) -> tuple[Floats]:
+        assert (softcap, interleaved, sinks) == (0.0, 0, None)
+        texts = []
+        for start, end in itertools.pairwise(starts):
+            if (length := end - start) == 0:
+                continue
+            x = qkv[start:end].astype(np.float64).reshape(length, heads + 2 * kv_heads, -1)
+            x = x.swapaxes(0, 1)  # [heads, length, head_dim]
+            if cos is not None and sin is not None:
+                left, right = np.split(x[: heads + kv_heads], 2, axis=-1)
+                c, s = cos[:length], sin[:length]
+                turned = np.concatenate((left * c - right * s, right * c + left * s), axis=-1)
+                x = np.concatenate((turned, x[heads + kv_heads :]))
+            q, k, v = np.split(x, [heads, heads + kv_heads])
+            k, v = (np.repeat(part, heads // kv_heads, axis=0) for part in (k, v))
+            scores = q @ k.swapaxes(1, 2) * (scale or x.shape[-1] ** -0.5)
+            if biases is not None:
+                scores = scores + biases[0, :, :length, :length]
+            ahead = np.arange(length) - np.arange(length)[:, None]
+            hidden = (ahead > 0) & (not looks_ahead)
+            if window > 0:
+                hidden = hidden | (np.abs(ahead) >= window)
+            e = np.exp(np.where(hidden, -np.inf, scores))
+            attended = (e / e.sum(axis=-1, keepdims=True)) @ v
+            texts.append(attended.swapaxes(0, 1).reshape(length, -1))
+        return (np.concatenate(texts).astype(np.float32),)
+
+
 def _finish(out: NDArray[Any], bias: Floats | None, residual: Floats | None) -> Floats:
     out = out.astype(np.float32)
     out = out if bias is None else out + bias
@@ -184,7 +234,9 @@ class FusedSession:
         self.model.CopyFrom(model)
         onnx.load_external_data_for_model(model, str(path.parent))
         stock = [type(name, (_Stock,), {"op_domain": domain}) for name, domain in _STOCK.items()]
-        self._evaluator = ReferenceEvaluator(model, new_ops=[Linear, Linear4, *stock])
+        self._evaluator = ReferenceEvaluator(
+            model, new_ops=[Linear, Linear4, TextAttention, *stock]
+        )
 
     def get_inputs(self) -> list[onnx.ValueInfoProto]:
         return list(self.model.graph.input)
