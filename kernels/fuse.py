@@ -78,7 +78,7 @@ def fuse(model: ModelProto) -> tuple[ModelProto, Report]:
         add_starts(graph)
     nodes = [node for part in parts(graph) for node in part.node]
     left = {n.output[0]: reasons[n.output[0]] for n in nodes if n.op_type in _PRODUCTS}
-    report = Report(sum(node.domain == DOMAIN for node in nodes), left)
+    report = Report(sum(node.op_type in LINEARS for node in nodes), left)
     if report.fused and all(opset.domain != DOMAIN for opset in fused.opset_import):
         fused.opset_import.append(make_opsetid(DOMAIN, 1))
     return fused, report
@@ -247,12 +247,49 @@ def _norm(values: Values, norm: NodeProto) -> None:
         require(not has_other, "an activation or another norm is between")
         for weight in weights:
             values.constant(weight, values.sizes(linear)[0])
-    kind = "rms" if norm.op_type == "RMSNormalization" else "layer"
+    kind, epsilon = _kind(norm)
     for linear in linears:
         linear.input[0] = x
         for i, weight in zip((_NORM, _NORM_BIAS), weights, strict=False):
             linear.input[i] = weight
-        set_attributes(linear, norm=kind, epsilon=attribute(norm, "epsilon", 1e-5))
+        set_attributes(linear, norm=kind, epsilon=epsilon)
+
+
+def _norm_alone(values: Values, norm: NodeProto) -> None:
+    """Make a norm that is in no product, of a graph with some, a `Norm`."""
+    require(values.has_linears, "nothing is rounded")
+    (_, *statistics), (_, weight, *bias) = norm.output, norm.input
+    require(attribute(norm, "axis", -1) == -1, "the norm is over several axes")
+    require(not any(statistics), "the norm has more outputs")
+    constants = [values.constants.get(name, TensorProto()) for name in (weight, *bias)]
+    for constant in constants:
+        require(list(constant.dims) == list(constants[0].dims), "weights differ in size")
+        require(len(constant.dims) == 1, "weights are no constant vectors")
+    kind, epsilon = _kind(norm)
+    norm.op_type, norm.domain = "Norm", DOMAIN
+    norm.attribute.clear()
+    set_attributes(norm, norm=kind, epsilon=epsilon)
+
+
+def _kind(norm: NodeProto) -> tuple[str, float]:
+    kind = "rms" if norm.op_type == "RMSNormalization" else "layer"
+    return kind, attribute(norm, "epsilon", 1e-5)
+
+
+def _length_one(values: Values, quotient: NodeProto) -> None:
+    """Make vectors of length 1 by `Norm`, in a graph with products of ours."""
+    require(values.has_linears, "nothing is rounded")
+    x, lengths = inputs_of(quotient, 2)
+    least = values.maker(values.maker(lengths, "Expand").input[0], "Clip")
+    length = values.maker(least.input[0], "ReduceL2")
+    require(length.input[0] == x, "the length is of another value")
+    require(values.number(length.input[1]) == -1, "the length is along another axis")
+    require(attribute(length, "keepdims", 1) == 1, "the length lacks an axis")
+    require(not any(least.input[2:]), "the length has an upper limit")
+    epsilon = values.number(least.input[1])
+    quotient.op_type, quotient.domain = "Norm", DOMAIN
+    quotient.input[:] = [x]
+    set_attributes(quotient, norm="l2", epsilon=epsilon)
 
 
 _Rule = Callable[[Values, NodeProto], None]
@@ -264,6 +301,8 @@ _RULES: tuple[tuple[tuple[str, ...], _Rule], ...] = (
     (LINEARS, _activation),
     (("RMSNormalization", "LayerNormalization"), _norm),
     (("GroupQueryAttention",), attend_over_texts),
+    (("RMSNormalization", "LayerNormalization"), _norm_alone),
+    (("Div",), _length_one),
 )
 
 

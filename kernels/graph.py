@@ -6,6 +6,7 @@ Nodes of branches belong to their graph.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -42,6 +43,11 @@ class Values:
                     self._makers[name] = None if name in self._makers else node
                 for name in node.input:
                     self._readers.setdefault(name, []).append(node)
+
+    @cached_property
+    def has_linears(self) -> bool:
+        """Tell whether some product is one of ours already."""
+        return any(node.op_type in LINEARS for node in self.nodes)
 
     def operator(self, name: str) -> str:
         """Return the operator that makes a value; empty for inputs and constants."""

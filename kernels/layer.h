@@ -14,7 +14,7 @@ constexpr size_t nibble_block = 32;  // inputs that share a scale in weights of 
 // |q| <= 127 and |w| <= 128, so a sum of this many products fits int32.
 constexpr size_t most_inputs = 131'072;
 
-enum class Norm { none, rms, layer };
+enum class Norm { none, rms, layer, l2 };
 enum class Activation { none, silu, gelu, gelu_tanh, quick_gelu, relu, relu2, sigmoid };
 
 struct Layer {

@@ -11,6 +11,9 @@ struct Path {
     Product bytes;    // weights of int8
     Product nibbles;  // weights of 4 bits
     Attention attention;
+
+    // The norm of a layer: y [inputs] of x [inputs].
+    void (*normalise)(const Layer&, const float* x, float* y);
 };
 
 extern const Path scalar_path;

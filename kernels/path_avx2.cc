@@ -28,6 +28,7 @@ const Path avx2_path = {
     avx2::product<avx2::BytesProduct>(),
     avx2::product<avx2::NibblesProduct>(),
     avx2::attention<avx2::BytesProduct>(),
+    avx2::normalise,
 };
 }
 

@@ -29,6 +29,7 @@ const Path avx512_path = {
     avx512::product<avx512::BytesProduct>(),
     avx512::product<avx512::NibblesProduct>(),
     avx512::attention<avx512::BytesProduct>(),
+    avx512::normalise,
 };
 }
 

@@ -29,6 +29,7 @@ const Path neon_path = {
     neon::product<neon::BytesProduct>(),
     neon::product<neon::NibblesProduct>(),
     neon::attention<neon::BytesProduct>(),
+    neon::normalise,
 };
 }
 

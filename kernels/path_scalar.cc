@@ -22,5 +22,6 @@ const Path scalar_path = {
     scalar::product<scalar::BytesProduct>(),
     scalar::product<scalar::NibblesProduct>(),
     scalar::attention<scalar::BytesProduct>(),
+    scalar::normalise,
 };
 }

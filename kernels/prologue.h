@@ -28,6 +28,7 @@ inline void activate(const Layer& layer, const float* x, float* y) {
 }
 
 // y [K] = (x - mean) / sqrt(mean of squares + epsilon) * weight + bias; RMS norms take 0 for the mean. x may be y.
+// Of l2, y = x / sqrt(sum of squares), or / epsilon if that is larger.
 inline void normalise(const Layer& layer, const float* x, float* y) {
     const size_t inputs = layer.inputs;
     const float count = float(inputs);
@@ -45,7 +46,8 @@ inline void normalise(const Layer& layer, const float* x, float* y) {
         const Floats value = load(x + k, inputs - k);
         squares = fma(value, value, squares);
     }
-    const Floats factor = all(1.0f / __builtin_sqrtf(sum(squares) / count + layer.epsilon));
+    const float length = __builtin_sqrtf(layer.norm == Norm::l2 ? sum(squares) : sum(squares) / count + layer.epsilon);
+    const Floats factor = all(1.0f / (layer.norm == Norm::l2 && length < layer.epsilon ? layer.epsilon : length));
     for (size_t k = 0; k < inputs; k += lane_count) {
         Floats value = load(x + k, inputs - k) * factor;
         if (layer.norm_weight)

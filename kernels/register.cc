@@ -4,6 +4,7 @@
 #include "attention_operator.h"
 #include "linear_operator.h"
 #include "node.h"
+#include "norm_operator.h"
 #include "paths.h"
 
 namespace kvasir {
@@ -44,16 +45,19 @@ struct Domain {
         : linear(runtime, path, false),
           linear4(runtime, path, true),
           attention(runtime, path, true),
-          text_attention(runtime, path, false) {
+          text_attention(runtime, path, false),
+          norm(runtime, path) {
         check(runtime.CreateCustomOpDomain("kvasir", &domain));
         for (const OrtCustomOp* op : {static_cast<OrtCustomOp*>(&linear), static_cast<OrtCustomOp*>(&linear4),
-                                      static_cast<OrtCustomOp*>(&attention), static_cast<OrtCustomOp*>(&text_attention)})
+                                      static_cast<OrtCustomOp*>(&attention), static_cast<OrtCustomOp*>(&text_attention),
+                                      static_cast<OrtCustomOp*>(&norm)})
             check(runtime.CustomOpDomain_Add(domain, op));
     }
 
     OrtCustomOpDomain* domain = nullptr;
     LinearOperator linear, linear4;
     AttentionOperator attention, text_attention;
+    NormOperator norm;
 };
 
 }  // namespace

@@ -29,16 +29,9 @@ def graph(
     variables: tuple[str, ...] = ("x",),
 ) -> bytes:
     """Return a model of one node. Inputs that are neither constants nor variables are absent."""
-    names = [name if name in constants or name in variables else "" for name in INPUTS]
-    while not names[-1]:
-        names.pop()
-    node = helper.make_node(operator, names, ["y"], domain="kvasir", **attributes or {})
-    types = dict.fromkeys(variables, TensorProto.FLOAT) | {"weight": TensorProto.INT8}
-    inputs = [helper.make_tensor_value_info(name, types[name], None) for name in variables]
-    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
-    initializers = [numpy_helper.from_array(of, name) for name, of in constants.items()]
-    body = helper.make_graph([node], "one", inputs, [output], initializers)
-    return _bytes_of(body)
+    floats = TensorProto.FLOAT
+    types = {name: TensorProto.INT8 if name == "weight" else floats for name in variables}
+    return _one_node(operator, INPUTS, attributes or {}, constants, types)
 
 
 ATTENTION_INPUTS = {
@@ -78,13 +71,29 @@ TEXT_INPUTS = ("qkv", "cumulative_sequence_length", "cos", "sin", "biases", "sin
 
 def text_graph(attributes: dict[str, Any], constants: dict[str, Any]) -> bytes:
     """Return a model of one `TextAttention`."""
-    variables = TEXT_INPUTS[:2]
-    names = [name if name in (*constants, *variables) else "" for name in TEXT_INPUTS]
-    node = helper.make_node("TextAttention", names, ["y"], domain="kvasir", **attributes)
-    inputs = [
-        helper.make_tensor_value_info(name, of_type, None)
-        for name, of_type in zip(variables, (TensorProto.FLOAT, TensorProto.INT32), strict=True)
-    ]
+    types = {"qkv": TensorProto.FLOAT, "cumulative_sequence_length": TensorProto.INT32}
+    return _one_node("TextAttention", TEXT_INPUTS, attributes, constants, types)
+
+
+def norm_graph(attributes: dict[str, Any], constants: dict[str, Any]) -> bytes:
+    """Return a model of one `Norm`."""
+    names = ("x", "weight", "bias")
+    return _one_node("Norm", names, attributes, constants, {"x": TensorProto.FLOAT})
+
+
+def _one_node(
+    operator: str,
+    names: tuple[str, ...],
+    attributes: dict[str, Any],
+    constants: dict[str, Any],
+    types: dict[str, int],
+) -> bytes:
+    """Return a model of one node; types: of its variables. Other inputs than these are absent."""
+    given = [name if name in constants or name in types else "" for name in names]
+    while not given[-1]:
+        given.pop()
+    node = helper.make_node(operator, given, ["y"], domain="kvasir", **attributes)
+    inputs = [helper.make_tensor_value_info(name, of, None) for name, of in types.items()]
     output = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
     initializers = [numpy_helper.from_array(of, name) for name, of in constants.items()]
     return _bytes_of(helper.make_graph([node], "one", inputs, [output], initializers))

@@ -142,6 +142,26 @@ class Linear4(OpRun):
         return (_finish((sums * of_rows[..., None] * of_columns).sum(axis=-2), bias, residual),)
 
 
+class Norm(OpRun):
+    """A norm over the last axis."""
+
+    op_domain = DOMAIN
+
+    def _run(
+        self,
+        x: Floats,
+        weight: Floats | None = None,
+        bias: Floats | None = None,
+        *,
+        norm: str,
+        epsilon: float,
+    ) -> tuple[Floats]:
+        if norm == "l2":
+            return (x / np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), epsilon),)
+        options: dict[str, Any] = {"activation": "", "gated": 0, "norm": norm, "epsilon": epsilon}
+        return (prepare(x, weight, bias, **options),)
+
+
 class TextAttention(OpRun):
     """Texts one behind the other, each of which attends to itself; nothing is rounded."""
 
@@ -234,9 +254,8 @@ class FusedSession:
         self.model.CopyFrom(model)
         onnx.load_external_data_for_model(model, str(path.parent))
         stock = [type(name, (_Stock,), {"op_domain": domain}) for name, domain in _STOCK.items()]
-        self._evaluator = ReferenceEvaluator(
-            model, new_ops=[Linear, Linear4, TextAttention, *stock]
-        )
+        own = [Linear, Linear4, Norm, TextAttention]
+        self._evaluator = ReferenceEvaluator(model, new_ops=[*own, *stock])
 
     def get_inputs(self) -> list[onnx.ValueInfoProto]:
         return list(self.model.graph.input)

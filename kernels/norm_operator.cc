@@ -1,0 +1,96 @@
+#include "norm_operator.h"
+
+#include <algorithm>
+
+#include "memory.h"
+#include "node.h"
+#include "pack.h"
+#include "run.h"
+
+namespace kvasir {
+
+namespace {
+
+enum Input : size_t { x, weight, bias, input_count };
+
+constexpr size_t task_inputs = 1 << 13;  // of one task, about
+const char* const name = "Norm";
+
+class NormKernel {
+public:
+    NormKernel(const NormOperator& op, const Node& node) : runtime(op.runtime), path(op.path) {
+        const std::string kind = node.text("norm");
+        fixed.norm = kind == "rms" ? Norm::rms : kind == "layer" ? Norm::layer : kind == "l2" ? Norm::l2 : Norm::none;
+        if (fixed.norm == Norm::none)
+            node.refuse("the attribute norm is \"" + kind + "\"; it has to be \"rms\", \"layer\" or \"l2\"");
+        fixed.epsilon = node.number("epsilon", -1.0f);
+        if (!(fixed.epsilon >= 0.0f))
+            node.refuse("the attribute epsilon has to be there, and at least 0");
+        fixed.norm_weight = floats(node, weight, "weight", weights);
+        fixed.norm_bias = floats(node, bias, "bias", biases);
+    }
+
+    void compute(const Run& run) const {
+        const Tensor input = run.input(x);
+        Layer layer = fixed;
+        layer.inputs = input.shape.empty() ? 0 : size_t(input.shape.back());
+        if (layer.inputs < 1 || (width && layer.inputs != width))
+            throw Refusal(std::string("kvasir.") + name + ": x is " + describe(input) + "; its last dimension has to be " +
+                          (width ? std::to_string(width) : "at least 1"));
+        const float* const from = input.floats();
+        float* const to = run.output<float>(0, input.shape);
+        const size_t rows = input.count() / layer.inputs, step = task_inputs / layer.inputs + 1;
+        if (rows)
+            run.in_parallel((rows + step - 1) / step, [&](size_t task) {
+                for (size_t row = task * step; row < std::min(rows, (task + 1) * step); ++row)
+                    path.normalise(layer, from + row * layer.inputs, to + row * layer.inputs);
+            });
+    }
+
+    const Runtime& runtime;
+
+private:
+    const float* floats(const Node& node, Input index, const char* input, Lines& kept) {
+        if (!node.has_input(index))
+            return nullptr;
+        const Tensor given = node.constant(index, input);
+        if (given.type != element_float || given.shape.size() != 1 || given.count() < 1 || (width && given.count() != width))
+            node.refuse(std::string(input) + " is " + describe(given) + "; it has to be float of one dimension" +
+                        (width ? ", of " + std::to_string(width) + " elements" : ""));
+        width = given.count();
+        kept = pad(given.floats(), width);
+        return reinterpret_cast<const float*>(kept.data());
+    }
+
+    const Path& path;
+    Layer fixed{};     // but for the inputs, which those of a run say
+    size_t width = 0;  // of x, where it is known
+    Lines weights, biases;
+};
+
+const NormOperator& as_norm(const OrtCustomOp* op) { return *static_cast<const NormOperator*>(op); }
+
+}  // namespace
+
+NormOperator::NormOperator(const Runtime& runtime, const Path& path) : runtime(runtime), path(path) {
+    GetName = [](const OrtCustomOp*) { return name; };
+    GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };
+    GetInputType = [](const OrtCustomOp*, size_t) { return element_float; };
+    GetInputTypeCount = [](const OrtCustomOp*) -> size_t { return input_count; };
+    GetOutputType = [](const OrtCustomOp*, size_t) { return element_float; };
+    GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return 1; };
+    GetInputCharacteristic = [](const OrtCustomOp*, size_t index) { return index == x ? required : optional; };
+    GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return required; };
+    GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };  // where the provider has its memory
+    CreateKernelV2 = [](const OrtCustomOp* op, const OrtApi*, const OrtKernelInfo* info, void** kernel) {
+        const NormOperator& self = as_norm(op);
+        return guarded(self.runtime, [&] { *kernel = new NormKernel(self, Node(self.runtime, info, name)); });
+    };
+    KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
+        const auto& self = *static_cast<const NormKernel*>(kernel);
+        return guarded(self.runtime, [&] { self.compute(Run(self.runtime, context)); });
+    };
+    KernelDestroy = [](void* kernel) { delete static_cast<NormKernel*>(kernel); };
+}
+
+}  // namespace kvasir

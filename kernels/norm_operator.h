@@ -1,0 +1,16 @@
+// The operator kvasir.Norm, on one path.
+#pragma once
+
+#include "ort_abi.h"
+#include "path.h"
+
+namespace kvasir {
+
+struct NormOperator : OrtCustomOp {
+    NormOperator(const Runtime&, const Path&);
+
+    const Runtime& runtime;
+    const Path& path;
+};
+
+}  // namespace kvasir
