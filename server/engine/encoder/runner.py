@@ -1,7 +1,8 @@
 """An encoder on ONNX Runtime on the CPU: texts become one packed run.
 
-Layers compute the tokens of all texts as one matrix, without padding. Attention alone sees a row
-for each text, padded on the right. So the texts of a run should be of similar length.
+Layers compute the tokens of all texts as one matrix, without padding. Attention of ONNX Runtime's
+and pooling see a row for each text, padded on the right. So the texts of a run should be of similar
+length.
 """
 
 from __future__ import annotations
