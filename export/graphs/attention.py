@@ -49,11 +49,11 @@ def write_attention_graph(directory: Path) -> None:
     Outputs, of each layer i: attention.{i}: float [batch, n_head, sequence, sequence], the softmax;
     queries.{i} [batch, sequence, (n_head + 2 n_kv_head) · head_dim], keys.{i} and values.{i}
     [batch, n_kv_head, sequence, head_dim], as scores are made of them; where attention has them,
-    bias.{i} [1 or batch, n_head, sequence, sequence] and sinks.{i} [n_head]. A decoder has logits;
-    lens: float [n_layer · rows, vocab_size], the last norm and the head over each layer's output;
-    and rows: float [n_layer, n_head, rows, sequence], the softmax there. One with an encoder has
-    source_attention.{i}: [1, n_head, sequence, n_source_positions], over all keys that it is given
-    of a source, which the encoder's graph makes.
+    bias.{i} [1 or batch, n_head, sequence, sequence] and sinks.{i} [n_head]. A decoder has lens:
+    float [n_layer · rows, vocab_size], the last norm and the head over each layer's output; logits,
+    the last layer's of them; and rows: float [n_layer, n_head, rows, sequence], the softmax there.
+    One with an encoder has source_attention.{i}: [1, n_head, sequence, n_source_positions], over
+    all keys that it is given of a source, which the encoder's graph makes.
     """
     model = ir.load(directory / GRAPH_FILE)
     graph = model.graph
@@ -84,8 +84,7 @@ def write_attention_graph(directory: Path) -> None:
         weights, n_head = _spell_out(graph, node), node.attributes["num_heads"].as_int()
         shape: list[int | str] = ["batch", n_head, "sequence", "n_source_positions"]
         _add_output(graph, weights, f"source_attention.{layer}", shape)
-    if of_sources:
-        RemoveUnusedNodesPass()(model)  # what made their lengths and their lack of new keys
+    RemoveUnusedNodesPass()(model)
     remove_unused_constants(graph)
     ir.save(model, directory / ATTENTION_GRAPH_FILE)
 
@@ -146,7 +145,11 @@ def _add_rows(graph: ir.Graph, attentions: Sequence[ir.Value], indices: ir.Value
 
 
 def _add_lens(graph: ir.Graph, indices: ir.Value) -> None:
-    """Give the graph the output `lens`: what follows the last layer, over every layer's output."""
+    """Give the graph the output `lens`: what follows the last layer, over every layer's output.
+
+    Logits become a part of it: on x86 without VNNI ONNX Runtime opens no graph with two products of
+    one matrix.
+    """
     select = next(node for node in graph if node.op_type == "Gather" and _reads(node, indices))
     flatten = select.inputs[0].producer() if select.inputs[0] else None
     assert flatten is not None
@@ -164,7 +167,16 @@ def _add_lens(graph: ir.Graph, indices: ir.Value) -> None:
             tail.append(node)
             reached.update(node.outputs)
     lens = _repeat(tail, select.outputs[0], nodes[-1].outputs[0], nodes)
-    graph.insert_after(tail[-1], nodes)
+    logits = graph.outputs.pop()
+    assert logits.shape is not None
+    n_vocab, tape = int(logits.shape[-1]), Tape()
+    apart = constant(graph, "layers_apart", np.array([len(rows), -1, n_vocab]))
+    last_layer = constant(graph, "last_layer", np.array(len(rows) - 1))
+    own = tape.op("Gather", [tape.op("Reshape", [lens, apart]), last_layer], {"axis": 0})
+    own = tape.op("Reshape", [own, constant(graph, "layers_joined", np.array([-1, n_vocab]))])
+    graph.insert_after(tail[-1], [*nodes, *tape.nodes])
+    logits.name = "logits.alone"
+    _add_output(graph, own, "logits", ["rows", n_vocab])
     _add_output(graph, lens, LENS_OUTPUT, ["layers · rows", "vocab_size"])
 
 
