@@ -7,6 +7,8 @@ finished.
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
+from decimal import Decimal
+from functools import lru_cache
 from typing import NamedTuple
 
 from kvasir.server.engine.sampling.params import BeamParams, Floats, likeliest
@@ -78,8 +80,7 @@ class BeamSearch:
         return False
 
     def _score(self, logprob: float, n_tokens: int) -> float:
-        score: float = logprob / (self._n_given - 1 + n_tokens) ** self.params.length_penalty
-        return score
+        return logprob / _power(self._n_given - 1 + n_tokens, self.params.length_penalty)
 
     def _is_settled(self, best: float, n_tokens: int) -> bool:
         """Return whether no unfinished text is wanted; best: the highest log-probability of one."""
@@ -115,3 +116,9 @@ class BeamSearch:
         """Return the copies, which the caller then makes."""
         copies, self.copies = self.copies, []
         return copies
+
+
+@lru_cache(maxsize=4096)
+def _power(length: int, penalty: float) -> float:
+    """Return length^penalty. That of floats differs between C libraries, that of decimals not."""
+    return float(Decimal(length) ** Decimal(penalty))

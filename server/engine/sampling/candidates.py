@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from kvasir.server.engine.sampling.exponentials import LOG2_E, exp2
 from kvasir.server.engine.sampling.logits import Candidates
 from kvasir.server.engine.sampling.params import Floats, TokenLogprobs
 from kvasir.server.engine.sampling.sampler import is_adjusted
@@ -84,9 +85,9 @@ def _draw(
     tempered: [n], the tempered_totals of Candidates. An undecided row draws no random number.
     """
     params = [sequence.params for sequence in sequences]
-    inverse = np.array([1.0 / row_params.temperature for row_params in params], dtype=np.float32)
-    scaled = logits - logits.max(axis=1, keepdims=True)
-    weights = np.exp(scaled * inverse[:, None])  # as the sampler of whole rows
+    rates = np.array([LOG2_E / row_params.temperature for row_params in params], dtype=np.float32)
+    weights = (logits - logits.max(axis=1, keepdims=True)) * rates[:, None]
+    exp2(weights)  # as the sampler of whole rows
     lightest = weights.min(axis=1) * np.float32(1 + _ROUNDING)  # no other token is heavier
     heaviest = -np.sort(-weights, axis=1)
     floors = np.array([row_params.min_p for row_params in params], dtype=np.float32)

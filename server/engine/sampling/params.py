@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,8 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvasir.server.engine.sampling.exponentials import LOG2_E, exp2, log
 
 MAX_LOGPROBS = 20
 _GROUPS = 1024  # of logits, whose sums and peaks are computed at once
@@ -134,10 +135,11 @@ def likeliest(row: Floats, n: int) -> tuple[float, tuple[tuple[int, float], ...]
     whole, maxima = row.size // _GROUPS * _GROUPS, peaks(row)
     peak = maxima.max()
     weights = row - peak
-    np.exp(weights, out=weights)
+    weights *= np.float32(LOG2_E)
+    exp2(weights)
     sums = weights[:whole].reshape(-1, _GROUPS).sum(axis=0)
     total = sums.sum(dtype=np.float64) + weights[whole:].sum(dtype=np.float64)
-    log_total = float(peak) + math.log(total)
+    log_total = float(peak) + log(float(total))
     if not n:
         return log_total, ()
     threshold = np.partition(maxima, -n)[-n] if n <= maxima.size else -np.inf

@@ -12,11 +12,13 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from kvasir.server.engine.sampling.exponentials import LOG2_E, exp2
 from kvasir.server.engine.sampling.params import Floats, Occurrences, SamplingParams, peaks
 from kvasir.server.engine.sequence import Sequence
 
 _BLOCK = 256  # weights that are summed at once
 _FEW = 256  # weights of which one running sum is fast
+_SLACK = 0.01  # of an exponent, far more than its rounding
 _SAMPLE = 2048  # weights that tell roughly where a nucleus ends
 # Of these, on each side of the estimate; the first is enough 19 times in 20.
 _SAMPLE_MARGINS = (24, 96)
@@ -105,8 +107,11 @@ def _draw(scaled: Floats, params: SamplingParams, uniform: float) -> int:
 
     scaled: [vocab], the logits minus the largest of them; overwritten.
     """
-    scaled *= 1.0 / params.temperature
-    weights = np.exp(scaled, out=scaled)  # unnormalised: the likeliest token weighs 1
+    scaled *= np.float32(LOG2_E / params.temperature)
+    kept = _not_light(scaled, params)
+    weights = scaled if kept is None else scaled[kept]
+    surprises = weights / -LOG2_E if params.typical_p < 1.0 else None
+    exp2(weights)  # unnormalised: the likeliest token weighs 1
     floor = 0.0  # lighter tokens are dropped
     if 0 < params.top_k < weights.size:
         floor = _kth_largest(weights, params.top_k)
@@ -114,9 +119,20 @@ def _draw(scaled: Floats, params: SamplingParams, uniform: float) -> int:
         candidates = weights[np.flatnonzero(weights >= floor)] if floor else weights
         floor = _top_p_floor(candidates, params.top_p)
     floor = max(floor, params.min_p)
-    if params.typical_p < 1.0:
-        _keep_typical(weights, floor, params.typical_p)
-    return _first_beyond(uniform, weights, floor)
+    if surprises is not None:
+        _keep_typical(weights, surprises, floor, params.typical_p)
+    place = _first_beyond(uniform, weights, floor)
+    return place if kept is None else int(kept[place])
+
+
+def _not_light(exponents: Floats, params: SamplingParams) -> NDArray[np.int64] | None:
+    """Return the tokens of `exponents` [vocab] that top-k and min-p may leave, or None for all."""
+    least = -math.inf
+    if 0 < params.top_k < exponents.size:
+        least = _kth_largest(exponents, params.top_k) - _SLACK
+    if params.min_p and params.top_p == 1.0:  # else all tokens count for the nucleus
+        least = max(least, math.log2(params.min_p) - _SLACK)
+    return np.flatnonzero(exponents >= least) if math.isfinite(least) else None
 
 
 def _top_p_floor(weights: Floats, p: float) -> float:
@@ -136,11 +152,11 @@ def _top_p_floor(weights: Floats, p: float) -> float:
     for margin in (*_SAMPLE_MARGINS, sample.size + 1):
         low = float(sample[rank - margin]) if rank >= margin else 0.0
         high = float(sample[rank + margin]) if rank + margin < sample.size else math.inf
-        kept = weights >= low
-        # Several times as fast as indexing by the mask itself.
-        part = np.sort(weights[np.flatnonzero(kept & (weights <= high))])
+        # Several times as fast as indexing by masks.
+        part = np.sort(weights[np.flatnonzero((weights >= low) & (weights <= high))])
+        heavy = weights[np.flatnonzero(weights > high)]
         running = part.cumsum(dtype=np.float64)
-        left = outside - (total - float(_block_sums(weights, kept).sum()))
+        left = outside - (total - float(heavy.sum(dtype=np.float64) + running[-1]))
         if 0.0 <= left < running[-1]:
             break
     return float(part[_first_over(left, running)])
@@ -152,32 +168,27 @@ def _first_beyond(share: float, weights: Floats, floor: float) -> int:
     Sums of blocks find the block, and a running sum in it the place, much faster than one running
     sum of all `weights` [n].
     """
-    kept = weights >= floor
-    if floor and (few := np.flatnonzero(kept)).size <= _FEW:  # as `candidates.choose` does
-        running = weights[few].cumsum(dtype=np.float64)
-        return int(few[_first_over(share * float(running[-1]), running)])
-    running = _block_sums(weights, kept if floor else None).cumsum()
-    target = share * float(running[-1])
-    block = _first_over(target, running)
-    inside = slice(block * _BLOCK, (block + 1) * _BLOCK)
-    left = target - float(running[block - 1]) if block else target
-    running = (weights[inside] * kept[inside]).cumsum(dtype=np.float64)
-    return block * _BLOCK + _first_over(left, running)
-
-
-def _block_sums(weights: Floats, kept: NDArray[np.bool_] | None = None) -> NDArray[np.float64]:
-    """Sum each _BLOCK of `weights` [n], and the shorter rest; only those in the mask `kept` [n]."""
-    whole = weights.size // _BLOCK * _BLOCK
-    blocks, rest = weights[:whole].reshape(-1, _BLOCK), weights[whole:]
-    sums = np.zeros(len(blocks) + 1)
-    if kept is None:
-        sums[:-1] = np.einsum("ij->i", blocks)
+    places = np.flatnonzero(weights >= floor) if floor else None
+    if places is not None:
+        weights = weights[places]
+    if weights.size <= _FEW:  # as `candidates.choose` does
+        running = weights.cumsum(dtype=np.float64)
+        place = _first_over(share * float(running[-1]), running)
     else:
-        sums[:-1] = np.einsum("ij,ij->i", blocks, kept[:whole].reshape(-1, _BLOCK))
-        rest = rest[kept[whole:]]
-    if rest.size:
-        sums[-1] = rest.sum()
-    return sums
+        running = _block_sums(weights).cumsum()
+        target = share * float(running[-1])
+        block = _first_over(target, running)
+        left = target - float(running[block - 1]) if block else target
+        running = weights[block * _BLOCK : (block + 1) * _BLOCK].cumsum(dtype=np.float64)
+        place = block * _BLOCK + _first_over(left, running)
+    return place if places is None else int(places[place])
+
+
+def _block_sums(weights: Floats) -> NDArray[np.float64]:
+    """Sum each _BLOCK of `weights` [n], and the shorter rest."""
+    whole = weights.size // _BLOCK * _BLOCK
+    sums = weights[:whole].reshape(-1, _BLOCK).sum(axis=1)
+    return np.append(sums, weights[whole:].sum()).astype(np.float64)
 
 
 def _first_over(target: float, running: NDArray[np.float64]) -> int:
@@ -185,14 +196,19 @@ def _first_over(target: float, running: NDArray[np.float64]) -> int:
     return int(running.searchsorted(min(target, math.nextafter(running[-1], 0.0)), side="right"))
 
 
-def _keep_typical(weights: Floats, floor: float, p: float) -> None:
-    """Keep the tokens whose surprise is nearest the distribution's entropy, up to a mass of p."""
+def _keep_typical(weights: Floats, surprises: Floats, floor: float, p: float) -> None:
+    """Keep the tokens whose surprise is nearest the distribution's entropy, up to a mass of p.
+
+    surprises: [n], the negative logarithms of `weights` [n]. Those of probabilities are larger by
+    the same for all tokens, and so is the entropy.
+    """
     alive = np.flatnonzero((weights >= floor) & (weights > 0.0))
     probabilities = weights[alive].astype(np.float64)
     probabilities /= probabilities.sum()
-    surprise = -np.log(probabilities)
+    surprise = surprises[alive].astype(np.float64)
     distance = np.abs(surprise - (probabilities * surprise).sum())
     order = np.argsort(distance)
-    mass = np.cumsum(probabilities[order])
+    # Sums of these integers are exact, whatever the order of ties.
+    mass = np.cumsum(np.rint(probabilities[order] * 2.0**52))
     last = int((mass < p * mass[-1]).sum())
     weights[alive[distance > distance[order[last]]]] = 0.0
