@@ -54,23 +54,27 @@ _NVIDIA_SECONDS = 20  # the driver may have to start
 
 
 def doctor(
-    model: Path | None = Argument(None, help="A model directory, to say what its rounding costs."),
+    model: Path | None = Argument(
+        None, help="A model directory: what its rounding costs, and its answers."
+    ),
     as_json: Json = False,
 ) -> None:
     """Show versions, the machine, what to expect of each precision, and what is missing.
 
-    Exits with 1 if no ONNX Runtime is installed, without which nothing is served.
+    Exits with 1 if no ONNX Runtime is installed, without which nothing is served, and if a model
+    answers otherwise than where it was exported.
     """
-    facts = examine()
+    facts, is_same = examine(), True
     if model is not None:
         with one_line_errors():
-            facts["notes"] = [_cost(model), *facts["notes"]]
+            answers, is_same = _compare_answers(model)
+            facts["notes"] = [_cost(model), *answers, *facts["notes"]]
     tables = [make_table(title, ("", ""), facts[title].items()) for title in _SECTIONS]
     for table in tables:
         table.columns[1].justify = "left"  # words
     notes = [f"note: {note}" for note in facts["notes"]]
     show(as_json, facts, *tables, *notes, then=("bench", "engine"))
-    if not facts["can_serve"]:
+    if not facts["can_serve"] or not is_same:
         raise Exit(1)
 
 
@@ -84,6 +88,29 @@ def _cost(model: Path) -> str:
     if figures.mean_cosine is not None:
         cost = f"the mean cosine of its vectors and PyTorch's is {figures.mean_cosine:.5f}"
     return f"{model.name} in {manifest.precision}: {cost}"
+
+
+def _compare_answers(model: Path) -> tuple[list[str], bool]:
+    """Say if a model answers as its manifest says; return False if not, and nothing without one."""
+    from kvasir.model.directory import load_model_dir
+
+    if (expected := load_model_dir(model).manifest.digest) is None:
+        return [], True
+    try:
+        from kvasir.server.engine.digest import find_digest
+
+        found, reason = find_digest(model)
+    except ModuleNotFoundError as error:
+        found, reason = None, f"{error.name} is not installed"
+    if found is None:
+        return [f"{model.name}: its answers cannot be compared with its digest: {reason}"], True
+    if found.partition("-")[0] != expected.partition("-")[0]:
+        return [f"{model.name}: another Kvasir made its digest; renew it with: kvasir export"], True
+    if found == expected:
+        return [f"{model.name}: its answers are those of its digest, to the last bit"], True
+    return [
+        f"{model.name}: its answers differ from its digest {expected}; here it is {found}"
+    ], False
 
 
 def examine() -> dict[str, Any]:

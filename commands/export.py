@@ -74,10 +74,12 @@ def export(
 ) -> None:
     """Export a model to a model directory, and verify it against PyTorch.
 
-    Sampling options become the defaults of served requests.
+    Sampling options become the defaults of served requests. Where Kvasir's own operators compute a
+    model, the manifest has a digest of its answers, which `kvasir doctor` compares.
     """
     with loading(quiet=as_json):
         from kvasir.export.directory import export_checkpoint
+        from kvasir.server.engine.digest import write_digest
 
     started = time.monotonic()
     with one_line_errors(), ProgressBar(quiet=as_json, takes_minutes=True) as progress:
@@ -95,6 +97,10 @@ def export(
             smooths=calibration,
             progress=progress,
         )
+        if device == "cpu" and manifest.architecture == "kvasir-decoder":
+            progress("computing a digest of answers", 0, 0)
+            if reason := write_digest(out):
+                notes += (f"the manifest has no digest of answers: {reason}",)
     size = ByteSize(sum(path.stat().st_size for path in out.iterdir()))
     cost, took = cost_since(started)
     values = {"directory": str(out), **manifest.model_dump(include=_SHOWN), "bytes": size}

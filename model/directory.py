@@ -76,7 +76,8 @@ class Manifest(Record):
 
     calibration: the text by which outliers were smoothed, its tokens and their SHA-256, and at how
     many places of how many. fits_16_bits: in the encoder's graph two neighbouring products of uint8
-    and int8 sum to less than 2^15, so every CPU computes them exactly.
+    and int8 sum to less than 2^15, so every CPU computes them exactly. digest: of its answers, if
+    they are the same bits on every CPU; see `server.engine.digest`.
     """
 
     format_version: int
@@ -92,6 +93,7 @@ class Manifest(Record):
     files: dict[str, str]
     source: dict[str, str | int | float] = Field(default_factory=dict)
     calibration: dict[str, str | int] | None = None
+    digest: str | None = None
     verification: Verification
 
     def save(self, path: Path) -> None:
