@@ -130,6 +130,32 @@ def bench_serve(
         fail(f"{len(figures.errors)} requests failed, the first: {figures.errors[0]}")
 
 
+def bench_reproducibility(
+    servers: list[str] = Argument(help="URLs of OpenAI-compatible servers, or model directories."),
+    requests: int = Option(24, min=2, help="Different ones; each is asked four times."),
+    max_tokens: int = Option(32, min=1, help="New tokens of each."),
+    model: str | None = Option(None, help="Model id to ask for."),
+    extra_body: str = Option("{}", help="JSON object: more request fields."),
+    seed: int = Option(0, min=0, help="Of prompts and times."),
+    timeout: float = Option(300.0, min=0.001, help="Seconds for a request."),
+    api_key: str | None = Option(None, help="Sent to every server."),
+    as_json: Json = False,
+) -> None:
+    """Count answers that differ from those of the same requests alone; exits with 1 if any do."""
+    from kvasir.loadtest import bench_reproducibility as bench
+
+    more = {} if model is None else {"model": model}
+    with one_line_errors(), ProgressBar(quiet=as_json) as progress:
+        more |= _parse_object("--extra-body", extra_body)
+        bodies = [body | more for body in bench.make_requests(requests, max_tokens, seed)]
+        figures = bench.bench_reproducibility(
+            servers, bodies, seed, timeout=timeout, api_key=api_key, progress=progress
+        )
+    show(as_json, figures.as_json(), *figures.tables())
+    if figures.n_different:
+        fail(f"{figures.n_different} texts or log-probabilities differ from the same alone")
+
+
 def _parse_object(option: str, text: str) -> dict[str, Any]:
     with suppress(ValueError):
         value = json.loads(text)

@@ -11,7 +11,7 @@ from kvasir.commands.console.progress import on_interrupt
 with on_interrupt(signal.SIG_DFL):
     import typer
 
-    from kvasir.commands.bench import bench_engine, bench_model, bench_serve
+    from kvasir.commands.bench import bench_engine, bench_model, bench_reproducibility, bench_serve
     from kvasir.commands.chat import chat
     from kvasir.commands.console.output import Command, CommandGroup
     from kvasir.commands.doctor import doctor
@@ -38,14 +38,15 @@ _BENCHES: tuple[tuple[Callable[..., None], str], ...] = (
     (bench_model, "kvasir bench model --preset smollm2-135m --precision int8"),
     (bench_engine, "kvasir bench engine --preset smollm2-135m --precision int8"),
     (bench_serve, "kvasir bench serve artifacts/mine --workload 16x128/64"),
+    (bench_reproducibility, "kvasir bench reproducibility http://localhost:8000"),
 )
 _ABOUT = "Train a Transformer, or take a published one; export it to ONNX, serve it."
-_EXAMPLES = "\n".join([example for _, _, example in _COMMANDS] + [_BENCHES[-1][1]])
+_EXAMPLES = "\n".join([example for _, _, example in _COMMANDS] + [_BENCHES[2][1]])
 _PUBLISHED = "A published model: kvasir export SmolLM2-135M/ --out artifacts/smollm2"
 _AT_ONCE = "To see it at once: kvasir serve"
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, pretty_exceptions_enable=False)
-bench = typer.Typer(no_args_is_help=True, help="Measure speed: the engine, or servers.")
+bench = typer.Typer(no_args_is_help=True, help="Measure the engine, or servers.")
 
 
 def _show_version(wanted: bool) -> None:

@@ -210,9 +210,11 @@ class Client:
         self.target, self._limit = target, limit
         self._idle: list[_Connection] = []
 
-    async def ask(self, body: bytes, route: str = COMPLETIONS) -> Answer:
+    async def ask(
+        self, body: bytes, route: str = COMPLETIONS, answer: Answer | None = None
+    ) -> Answer:
         """Request one answer. A failure, or more than `limit` seconds, sets its `error`."""
-        answer, connection = Answer(), None
+        answer, connection = answer or Answer(), None
         request = self.target.request(body, route, "keep-alive")
         try:
             async with asyncio.timeout(self._limit):
