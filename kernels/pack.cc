@@ -50,7 +50,8 @@ Lines pack_block_scales(const Layer& layer, const float* scales) {
 
 Lines pad(const float* values, size_t count) {
     Lines padded = lines_of(round_up(count, tile_columns) * sizeof(float));
-    memcpy(padded.data(), values, count * sizeof(float));
+    if (count)  // else there may be no pointer
+        memcpy(padded.data(), values, count * sizeof(float));
     return padded;
 }
 

@@ -17,25 +17,42 @@ ROOT = Path(__file__).parents[2]
 HASH = "81cfdac4fa17a778"  # of all results, on every CPU
 
 
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+# Slow to compile with them, and few machines run it.
+NOT_SANITIZED = "path_avx512"
+
+
+def find(program: str) -> Path:
+    """Return where a program is, which may have several names, or skip the test."""
+    found = shutil.which(program)
+    if not found:
+        pytest.skip(f"needs {program}")
+    return Path(found).resolve()
+
+
 @pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return what makes the program for a compiler's machine, once."""
     folder = tmp_path_factory.mktemp("paths")
 
-    def program(compiler: str) -> Path:
-        found = shutil.which(compiler)
-        if not found:
-            pytest.skip(f"needs {compiler}")
-        return made_by(Path(found).resolve())  # which may have several names
+    def run(*command: str | Path) -> None:
+        subprocess.run(command, check=True)
 
     @cache
-    def made_by(compiler: Path) -> Path:
-        flags = (ROOT / "kernels/compile_flags.txt").read_text().split()
+    def program(compiler: Path, link: str, *sanitizers: str) -> Path:
+        objects = folder / f"{compiler.name}{len(sanitizers)}"
+        objects.mkdir()
         sources = [Path(__file__).with_name("check_paths.cc"), ROOT / "kernels/pack.cc"]
-        sources += sorted((ROOT / "kernels").glob("path*.cc"))
-        command = [str(compiler), *flags, f"-I{ROOT / 'kernels'}", "-static", *map(str, sources)]
-        subprocess.run([*command, "-o", str(folder / compiler.name)], check=True)
-        return folder / compiler.name
+        for source in (*sources, *sorted((ROOT / "kernels").glob("path*.cc"))):
+            flags = (ROOT / "kernels/compile_flags.txt").read_text().split()
+            if sanitizers and source.stem != NOT_SANITIZED:
+                flags += sanitizers
+            if sanitizers:
+                flags += ["-O0"]
+            made = objects / f"{source.stem}.o"
+            run(compiler, *flags, f"-I{ROOT / 'kernels'}", "-c", source, "-o", made)
+        run(compiler, link, *sanitizers, *objects.iterdir(), "-o", objects / "check")
+        return objects / "check"
 
     return program
 
@@ -51,15 +68,21 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     ],
 )
 def test_every_path_has_the_same_bits(
-    build: Callable[[str], Path], compiler: str, emulator: tuple[str, ...], paths: str | None
+    build: Callable[..., Path], compiler: str, emulator: tuple[str, ...], paths: str | None
 ) -> None:
     """As those of every other CPU; and none reads or writes beside a buffer."""
     for program in emulator[:1]:
-        if not shutil.which(program):
-            pytest.skip(f"needs {program}")
-    command = [*emulator, str(build(compiler))]
+        find(program)
+    command = [*emulator, build(find(compiler), "-static")]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     found, *names = result.stdout.split()
     assert found == HASH
     assert paths is None or names == paths.split()
+
+
+def test_no_path_does_what_sanitizers_find(build: Callable[..., Path]) -> None:
+    """Nor packing: no memory beside its own, no undefined behaviour."""
+    program = build(find("g++"), "-pie", *SANITIZERS)
+    result = subprocess.run([program, "10"], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
