@@ -73,7 +73,8 @@ def damage_node(generator: np.random.Generator, node: NodeProto) -> None:
     kind = generator.integers(4)
     if kind == 0 and node.attribute:
         attribute = node.attribute[generator.integers(len(node.attribute))]
-        value = [INTEGERS, FLOATS, TEXTS][generator.integers(3)]
+        values: list[list[Any]] = [INTEGERS, FLOATS, TEXTS]
+        value = values[generator.integers(3)]
         made = helper.make_attribute(attribute.name, value[generator.integers(len(value))])
         node.attribute.remove(attribute)
         if generator.random() < 0.8:
@@ -81,8 +82,8 @@ def damage_node(generator: np.random.Generator, node: NodeProto) -> None:
     elif kind == 1:
         name = ["transposed", "block", "gated", "interleaved"][generator.integers(4)]
         if all(attribute.name != name for attribute in node.attribute):
-            value = int(generator.choice([-1, 0, 1, 2, 64, 2**31]))
-            node.attribute.append(helper.make_attribute(name, value))
+            number = int(generator.choice([-1, 0, 1, 2, 64, 2**31]))
+            node.attribute.append(helper.make_attribute(name, number))
     elif kind == 2:
         place = int(generator.integers(len(node.input)))
         other = node.input[generator.integers(len(node.input))]

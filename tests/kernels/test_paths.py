@@ -73,7 +73,7 @@ def test_every_path_has_the_same_bits(
     """As those of every other CPU; and none reads or writes beside a buffer."""
     for program in emulator[:1]:
         find(program)
-    command = [*emulator, build(find(compiler), "-static")]
+    command = [*emulator, str(build(find(compiler), "-static"))]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     found, *names = result.stdout.split()
