@@ -187,8 +187,11 @@ def _first_beyond(share: float, weights: Floats, floor: float) -> int:
 def _block_sums(weights: Floats) -> NDArray[np.float64]:
     """Sum each _BLOCK of `weights` [n], and the shorter rest."""
     whole = weights.size // _BLOCK * _BLOCK
-    sums = weights[:whole].reshape(-1, _BLOCK).sum(axis=1)
-    return np.append(sums, weights[whole:].sum()).astype(np.float64)
+    sums = np.zeros(whole // _BLOCK + 1)
+    sums[:-1] = np.add.reduce(weights[:whole].reshape(-1, _BLOCK), axis=1)
+    if whole < weights.size:
+        sums[-1] = np.add.reduce(weights[whole:])
+    return sums
 
 
 def _first_over(target: float, running: NDArray[np.float64]) -> int:
