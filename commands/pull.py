@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
-from typer import Argument, Exit
+import typer
+from typer import Argument
 
 from kvasir.commands.console.options import CacheDir, Json
 from kvasir.commands.console.output import one_line_errors, show
 from kvasir.commands.console.progress import ProgressBar
-from kvasir.model.directory import FORMAT_VERSION, MANIFEST_FILE
+from kvasir.model.directory import FORMAT_VERSION, MANIFEST_FILE, PRECISIONS
+from kvasir.model.download.local import find_local
 from kvasir.model.download.pull import find
 from kvasir.model.download.reference import Reference
 from kvasir.model.platform.progress import Progress
-from kvasir.server.settings import user_cache
+from kvasir.model.platform.suggestions import install_command
+from kvasir.server.settings import split_name, user_cache
 
 _REFERENCE = (
     "hf://org/name, with @revision or /file.gguf; oci://registry/name:tag; s3://bucket/prefix."
@@ -47,32 +51,52 @@ def on_this_machine(source: Path, cache_dir: Path | None, progress: Progress) ->
     return find(reference, cache_dir or user_cache()).pull(progress) if reference else source
 
 
-def served_directory(given: Path, name: str | None, cache_dir: Path | None) -> Path:
-    """Return NAME=DIR for a reference, perhaps with a name: pulled, exported once if need be."""
-    chosen, is_named, text = str(given).partition("=")
+def served_directory(
+    given: Path, name: str | None, cache_dir: Path | None, precision: str | None = None
+) -> Path:
+    """Return a model directory as it is, and NAME=DIR for what is exported, once, into the cache.
+
+    That is a model of a store, which is pulled, and a checkpoint, a Hugging Face folder or a GGUF
+    file on this machine. precision: None is the default.
+    """
+    chosen, path = split_name(given)
     with one_line_errors():
-        reference = Reference.parse(text if is_named else given)
-    if reference is None:
+        reference = Reference.parse(path)
+        local = None if reference else find_local(path)
+    if reference is None and local is None:
         return given
+    default = PRECISIONS["cpu"][0]
+    kinds = () if precision in (None, default) else (str(precision),)
     with one_line_errors(), ProgressBar(takes_minutes=True) as progress:
         cache = cache_dir or user_cache()
-        model = find(reference, cache)
-        directory = cache / "models" / model.key(f"format {FORMAT_VERSION}")
+        model = local or find(reference, cache)
+        directory = cache / "models" / model.key(f"format {FORMAT_VERSION}", *kinds)
         source = directory if directory.is_dir() else model.pull(progress)
     if not (source / MANIFEST_FILE).is_file():
-        _export(source, directory)
+        with one_line_errors():
+            _export(source, directory, precision or default)
         source = directory
-    return Path(f"{chosen if is_named else name or reference.name}={source}")
+    return Path(f"{chosen or name or model.reference.name}={source}")
 
 
-def _export(source: Path, directory: Path) -> None:
+def _export(source: Path, directory: Path, precision: str) -> None:
     """Export in a process of its own, so that PyTorch leaves the server's memory."""
+    if find_spec("torch") is None:
+        raise ValueError(
+            f"{source} is a checkpoint, which must be exported once; this needs PyTorch: "
+            f"{install_command('train')}; or export it elsewhere, and serve that folder"
+        )
+    typer.echo(f"kvasir: exporting {source} in {precision}, once, to {directory}", err=True)
     command = [sys.executable, "-m", "kvasir", "export", str(source), "--out", str(directory)]
-    with subprocess.Popen(command, stdout=sys.stderr) as process:  # noqa: S603
+    command += ["--precision", precision]
+    # A pipe, since on a terminal the command says what to type next.
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:  # noqa: S603
         try:
+            for line in process.stdout or ():
+                typer.echo(line, nl=False, err=True)
             code = process.wait()
         except BaseException:
             process.terminate()
             raise
-    if code:
-        raise Exit(code)
+    if code and not (directory / MANIFEST_FILE).is_file():  # unless another process was faster
+        raise typer.Exit(code)

@@ -21,9 +21,9 @@ _METAVARS = {int: "<int>", float: "<float>", ByteSize: "<size>"}
 
 
 def serve(**options: list[Path] | Path | str | bool | None) -> None:
-    """Serve a model directory over HTTP, or several; or a model of a store, exported once.
+    """Serve a model directory over HTTP, or several; without one an example, which writes Python.
 
-    Without one it serves an example, which continues Python.
+    A checkpoint, a Hugging Face folder, a .gguf file and a model of a store are exported once.
 
     Every option is an environment variable, too: --max-num-seqs is KVASIR_MAX_NUM_SEQS.
     """
@@ -32,7 +32,9 @@ def serve(**options: list[Path] | Path | str | bool | None) -> None:
     try:
         settings = load_settings(**options | {"model": options["model"] or None})
         directories = [
-            served_directory(model, settings.served_model_name, settings.cache_dir)
+            served_directory(
+                model, settings.served_model_name, settings.cache_dir, settings.precision
+            )
             for model in settings.model
         ]
         if directories != [*settings.model]:

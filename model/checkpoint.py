@@ -27,6 +27,7 @@ from kvasir.model.directory import (
     CONFIG_FILE,
     TOKENIZER_FILE,
     load_config_and_tokenizer,
+    newest_checkpoint,
     read_extra_files,
 )
 from kvasir.model.importing.errors import UnsupportedError
@@ -79,16 +80,12 @@ class Checkpoint:
 
 def find_checkpoint(directory: Path) -> Path:
     """Return the directory, or a training run's newest step. Raises CheckpointError for neither."""
-    if (directory / CONFIG_FILE).is_file():
-        return directory
-    # A suffix marks a step that is being written.
-    steps = sorted(path for path in directory.glob("step-*") if not path.suffix)
-    if not steps:
+    if (newest := newest_checkpoint(directory)) is None:
         raise CheckpointError(
             f"{directory} holds no checkpoint, nor a Hugging Face model; "
             f"make one with: kvasir train CORPUS --out {directory}"
         )
-    return steps[-1]
+    return newest
 
 
 def save_checkpoint(

@@ -133,6 +133,15 @@ def cache_names(name: str, n_layer: int) -> list[str]:
     return [f"{name}.{layer}.{kind}" for layer in range(n_layer) for kind in ("key", "value")]
 
 
+def newest_checkpoint(directory: Path) -> Path | None:
+    """Return the folder of a checkpoint: the directory itself, or a training run's newest step."""
+    if (directory / CONFIG_FILE).is_file():
+        return directory
+    # A suffix marks a step that is being written.
+    steps = sorted(path for path in directory.glob("step-*") if not path.suffix)
+    return steps[-1] if steps else None
+
+
 def sha256(path: Path) -> str:
     """Return a file's SHA-256, in hex."""
     with path.open("rb") as file:

@@ -45,6 +45,11 @@ def _advice_on_missing(source: Path) -> str | None:
     paths = {path.name.removesuffix(kind): path for path in beside}
     if near := nearest(source.name.removesuffix(kind), paths):
         return f"{source} does not exist; did you mean {paths[near]}?"
+    if kind == ".gguf":
+        return (
+            f"{source} does not exist; name a GGUF file that is there, or one of Hugging Face's "
+            f"hub: hf://ORG/NAME/{source.name}"
+        )
     if _HUB_ID.fullmatch(str(source)):
         return f"{source} does not exist; a model of Hugging Face's hub is hf://{source}"
     return None

@@ -53,9 +53,11 @@ class Settings(BaseSettings):
     )
 
     model: Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_listed)]
-    """Model directory, or several, or hf://org/name. NAME=DIR gives one another name."""
+    """Model directory, checkpoint, .gguf file or hf://org/name, or several. NAME=DIR names one."""
     cache_dir: Path | None = None
-    """Folder of pulled models and their exports. Default: ~/.cache/kvasir."""
+    """Folder of pulled models and of exports. Default: ~/.cache/kvasir."""
+    precision: Literal["int8", "int4", "fp32"] | None = None
+    """Precision in which checkpoints are exported, which happens once. Default: int8."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every interface, :: every one by IPv4 and IPv6."""
     port: int = Field(8000, ge=0, le=65535)
@@ -191,17 +193,20 @@ class Settings(BaseSettings):
         """The model directories by their ids in the API."""
         models = {}
         for given in self.model:
-            name, is_named, path = str(given).partition("=")
-            directory = Path(path) if is_named and not given.exists() else given
-            if directory is given or not name:
-                name = self.served_model_name or directory.resolve().name
-            models[name] = directory
+            name, directory = split_name(given)
+            models[name or self.served_model_name or directory.resolve().name] = directory
         return models
 
     @property
     def model_name(self) -> str:
         """The id of the first model, which is the default where a protocol names none."""
         return next(iter(self.models))
+
+
+def split_name(given: Path) -> tuple[str, Path]:
+    """Return the name and the directory of NAME=DIR; no name for the path of something."""
+    name, is_named, path = str(given).partition("=")
+    return (name, Path(path)) if is_named and not given.exists() else ("", given)
 
 
 def user_cache() -> Path:

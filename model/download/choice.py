@@ -21,7 +21,7 @@ _TEXTS = re.compile(
 # What a tokenizer.json is made of.
 _TOKENIZERS = ({"source.spm", "vocab.json"}, {"spiece.model"}, {"sentencepiece.bpe.model"})
 MAX_FILES = 100_000  # of a model, with those that are not chosen
-_PART = re.compile(r"(.+)-\d{5}-of-\d{5}\.gguf")
+GGUF_PART = re.compile(r"(.+)-\d{5}-of-\d{5}\.gguf")
 _NOT_SAFETENSORS = re.compile(r".+\.(bin|pt|pth|msgpack|h5|ckpt)")
 
 
@@ -89,7 +89,7 @@ def _gguf(reference: Reference, ggufs: list[str]) -> list[str]:
     """Return the GGUF file that is named, or the only one, with the other parts of a split one."""
     groups: dict[str, list[str]] = {}
     for name in ggufs:
-        match = _PART.fullmatch(name)
+        match = GGUF_PART.fullmatch(name)
         groups.setdefault(match[1] if match else name, []).append(name)
     for files in groups.values():
         if reference.file in files or (reference.file is None and len(groups) == 1):

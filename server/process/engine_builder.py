@@ -43,7 +43,12 @@ def check_model(settings: Settings, name: str | None = None) -> ModelDirectory:
         model_dir = load_model_dir(path)
     except ModelDirectoryError as error:
         raise StartupError(str(error)) from None
-    device = model_dir.manifest.device
+    device, precision = model_dir.manifest.device, model_dir.manifest.precision
+    if settings.precision not in (None, precision):
+        raise StartupError(
+            f"{path} is in {precision}, not {settings.precision}: leave the setting precision out, "
+            "or name what it was exported from"
+        )
     if device == "cpu":
         if onnxruntime_version() is None:
             raise StartupError(f"this needs onnxruntime; install it with: {install_command('cpu')}")

@@ -35,6 +35,7 @@ ADAPTER = {
         ({"model.safetensors": WHOLE}, "model.safetensors", "name its folder"),
         (ADAPTER, "", "is a LoRA adapter of org/base, not a model; merge it"),
         ({}, "mm", "mm does not exist; did you mean m\\?"),
+        ({}, "a/b.gguf", "does not exist; name a GGUF file that is there, or one of.*/b.gguf"),
         ({}, "org/name", "does not exist; a model of Hugging Face's hub is hf://org/name"),
     ],
 )

@@ -1,0 +1,146 @@
+"""`kvasir serve CHECKPOINT`: what is taken for one, and that each content is exported once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvasir.__main__ import app
+from kvasir.commands import pull
+from kvasir.model.download import local
+from kvasir.model.download.local import find_local
+from kvasir.server.errors import StartupError
+from kvasir.server.process.engine_builder import check_model
+from kvasir.server.settings import Settings, load_settings
+
+# Takes the place of Python: exports, by noting how it was called.
+_EXPORTER = """#!/bin/sh
+echo "$@" >> "$(dirname "$0")/calls"
+while [ "$1" != --out ]; do shift; done
+mkdir -p "$2" && echo '{}' > "$2/manifest.json" && echo made
+"""
+
+
+def write(folder: Path, *names: str, content: bytes = b"{}") -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def revision(path: Path) -> str:
+    found = find_local(path)
+    assert found is not None
+    return found.revision
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    folder = tmp_path / "sources"
+    write(folder / "llama", "config.json", "tokenizer.json", "model.safetensors")
+    write(folder / "run/step-00000001", "config.json", "model.safetensors")
+    write(folder / "run/step-00000002.part-x", "config.json", "model.safetensors")
+    write(folder, "a.gguf", "b-00001-of-00002.gguf", "b-00002-of-00002.gguf")
+    write(folder / "exported", "config.json", "model.onnx", "manifest.json")
+    write(folder / "empty", "README.md")
+    return folder
+
+
+@pytest.fixture
+def exporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Replace the export's process, and serving; returns where its calls are noted."""
+    script = write(tmp_path, "python", content=_EXPORTER.encode()) / "python"
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(sys, "executable", str(script))
+    return tmp_path / "calls"
+
+
+@pytest.mark.parametrize("name", ["exported", "empty", "absent", "absent.gguf", "run/metrics.csv"])
+def test_other_paths_are_served_or_refused_as_they_are(name: str, sources: Path) -> None:
+    assert find_local(sources / name) is None
+    assert pull.served_directory(sources / name, None, sources / "cache") == sources / name
+    assert not (sources / "cache").exists()
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("llama", "llama/model.safetensors"),
+        ("llama", "llama/1_Pooling/config.json"),
+        ("run", "run/step-00000001/config.json"),
+        ("a.gguf", "a.gguf"),
+        ("b-00001-of-00002.gguf", "b-00002-of-00002.gguf"),
+    ],
+)
+def test_a_revision_is_that_of_the_content(
+    name: str, changed: str, is_large: bool, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_large:
+        monkeypatch.setattr(local, "_WHOLE", 16)
+        monkeypatch.setattr(local, "_PIECE", 4)
+    file = write(sources, changed, content=bytes(100)) / changed
+    before, times = revision(sources / name), file.stat()
+    copy = shutil.copytree(sources, sources.parent / "copy")  # keeps times
+    assert revision(copy / name) == before
+    write(sources / name if (sources / name).is_dir() else sources, "README.md", "x.png")
+    assert revision(sources / name) == before
+    file.write_bytes(bytes(50) + b"x" + bytes(49))
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))  # as some unpackers set it
+    assert revision(sources / name) != before
+    shutil.copy2(copy / changed, file)
+    assert revision(sources / name) == before
+    os.utime(file, ns=(0, 0))
+    assert revision(sources / name) != before
+
+
+def test_each_content_and_precision_is_exported_once(
+    sources: Path, exporter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[Settings] = []
+    monkeypatch.setattr("kvasir.server.process.serve.serve", served.append)
+
+    def serve(*arguments: object) -> tuple[str, Path, list[str]]:
+        line = ["serve", *map(str, arguments), "--cache-dir", str(sources / "cache")]
+        result = CliRunner().invoke(app, line)
+        assert (result.exit_code, result.stdout) == (0, "")
+        ((name, directory),) = served.pop().models.items()
+        assert (directory / "manifest.json").is_file()
+        return name, directory, exporter.read_text().splitlines()
+
+    name, first, calls = serve(sources / "llama")
+    assert name == "llama"
+    assert calls[0].endswith(f"export {sources}/llama --out {first} --precision int8")
+    assert serve(f"chat={sources}/llama", "--precision", "int8") == ("chat", first, calls)
+    _, fp32, calls = serve(sources / "llama", "--precision", "fp32")
+    assert (len(calls), calls[-1].split()[-1]) == (2, "fp32")
+    assert fp32 != first
+    write(sources / "llama", "model.safetensors", content=b"trained on")
+    _, changed, calls = serve(sources / "llama")
+    assert (len(calls), changed in (first, fp32)) == (3, False)
+    assert [serve(sources / one)[0] for one in ("run", "a.gguf")] == ["run", "a"]
+
+
+def test_a_failed_export_ends_the_command(
+    sources: Path, exporter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path(sys.executable).write_text("#!/bin/sh\necho wrong >&2; exit 3\n")
+    assert CliRunner().invoke(app, ["serve", str(sources / "run")]).exit_code == 3
+    assert not exporter.exists()
+    monkeypatch.setattr(pull, "find_spec", lambda _: None)
+    result = CliRunner().invoke(app, ["serve", str(sources / "run")])
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert "[train]'" in result.stderr
+
+
+def test_a_directory_in_another_precision_is_refused() -> None:
+    example = Path(__file__).parents[2] / "examples/stdlib"
+    assert check_model(load_settings(model=example, precision="int8")).path == example
+    with pytest.raises(StartupError, match="is in int8, not fp32"):
+        check_model(load_settings(model=example, precision="fp32"))
