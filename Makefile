@@ -140,14 +140,17 @@ $(BIN)/pip:
 
 # A stamp's time tells whether an environment is older than what it is made of.
 $(VENV)/.serve: $(BIN)/pip pyproject.toml constraints.txt $(KERNELS)
+	@echo "fetching ONNX Runtime and what serving needs"
 	$(INSTALL) -e '.[cpu]'
 	@touch $@
 
 $(VENV)/.train: $(BIN)/pip pyproject.toml constraints.txt $(KERNELS)
+	@echo "fetching PyTorch, up to gigabytes with CUDA: PIP_EXTRA_INDEX_URL may name its CPU wheels"
 	$(INSTALL) -e '.[cpu,train]'
 	@touch $@
 
 $(VENV)/.dev: $(BIN)/pip pyproject.toml constraints.txt $(KERNELS)
+	@echo "fetching PyTorch, up to gigabytes with CUDA, and the tests' packages: PIP_EXTRA_INDEX_URL may name its CPU wheels"
 	$(INSTALL) -e '.[cpu,train,dev]'
 	@touch $@
 

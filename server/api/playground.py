@@ -1,8 +1,8 @@
-"""GET / and /static/…: the playground, a page to try the served model.
+"""GET /, /docs and /static/…: a page to try the served model, and one that lists the routes.
 
-Its files are plain ES modules and stylesheets. So that a first load takes few requests, page.js and
-page.css join them, once in a process: a module is a function that returns its exports, and modules
-that it imports come before it.
+Their files are plain ES modules and stylesheets. So that a first load takes few requests, page.js
+and page.css join them, once in a process: a module is a function that returns its exports, and
+modules that it imports come before it.
 """
 
 from __future__ import annotations
@@ -53,6 +53,13 @@ _OPEN = OPEN | {"responses": errors(403)}
 async def page() -> Response:
     """Return the playground, or its headers."""
     return FileResponse(STATIC / "index.html", headers=HEADERS)
+
+
+@router.head("/docs", response_class=HTMLResponse, **_OPEN)
+@router.get("/docs", response_class=HTMLResponse, **_OPEN)
+async def reference() -> Response:
+    """Return the page of the API reference, or its headers."""
+    return FileResponse(STATIC / "docs.html", headers=HEADERS)
 
 
 class StaticPlayground(StaticFiles):

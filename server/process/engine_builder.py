@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from kvasir.model.directory import (
@@ -50,7 +51,7 @@ def check_model(settings: Settings, name: str | None = None) -> ModelDirectory:
             "or name what it was exported from"
         )
     if device == "cpu":
-        if onnxruntime_version() is None:
+        if onnxruntime_version() is None or find_spec("onnxruntime") is None:
             raise StartupError(f"this needs onnxruntime; install it with: {install_command('cpu')}")
         return model_dir
     from kvasir.server.engine.gpu.session import BACKENDS  # noqa: PLC0415  imports ONNX Runtime

@@ -63,6 +63,8 @@ class DrainingServer(uvicorn.Server):
                 warning = (
                     "without API keys whoever reaches this address can use it; set api_key_file"
                 )
+                if self.models.settings.allowed_hosts is None:
+                    warning += "; host names get 403 until --allowed-hosts lists them"
                 logger.warning(warning, extra={"fields": {"host": host}})
             about = {
                 name: "{precision} on {device}".format(**served.describe_model())

@@ -149,6 +149,8 @@ def test_names_are_those_of_a_programs_identifiers(described: Fields) -> None:
         for one in schema.get("properties", {}).values():
             assert not isinstance(one.get("default"), dict)
             assert not any(isinstance(value, dict | list) for value in one.get("enum", ()))
+            for enum in (kind.get("enum", ()) for kind in one.get("anyOf", [one])):
+                assert len({str(value).lower() for value in enum}) == len(enum)
     wanted = {f"#/components/schemas/{name}" for name in described["components"]["schemas"]}
     assert {*re.findall(r'"(#/[^"]*)"', json.dumps(described))} <= wanted
 

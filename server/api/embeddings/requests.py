@@ -7,7 +7,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import Request
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, BeforeValidator, Field
 from starlette.responses import Response
 
 from kvasir.model.config import Pooling
@@ -35,6 +35,13 @@ Dimensions = Annotated[
     Field(description="Keep so many numbers of a vector, and make its length 1 again."),
 ]
 
+# Values that differ only in capitals cannot be names in generated clients, so they are undeclared.
+_SIDES = {"Left": "left", "Right": "right"}
+Side = Annotated[
+    Literal["left", "right"],
+    BeforeValidator(lambda side: _SIDES.get(side, side) if isinstance(side, str) else side),
+]
+
 # The JSON of an answer, from an array for each input and the number of tokens; its lists are lazy.
 Show = Callable[[list[Floats], int], Any]
 
@@ -57,10 +64,11 @@ class EncoderFields(QueueFields):
     truncate_prompt_tokens: Literal[-1] | Annotated[int, Field(ge=1)] | None = Field(
         None, description="Cut inputs to so many tokens; -1 is the model's limit, as `truncate`."
     )
-    truncation_direction: Literal["left", "right", "Left", "Right"] = Field(
+    truncation_direction: Side = Field(
         "right",
         validation_alias=AliasChoices("truncation_direction", "truncation_side"),
-        description="The end at which inputs are cut. Also named `truncation_side`.",
+        description="The end at which inputs are cut; TEI's `Left` and `Right` are taken, too. "
+        "Also named `truncation_side`.",
     )
 
 
@@ -137,7 +145,7 @@ async def _encodings(
         param=param,
         prompt=_prompt(served, fields, inputs),
         truncate_to=truncate_to,
-        side="left" if fields.truncation_direction.lower() == "left" else "right",
+        side=fields.truncation_direction,
     )
     size = sum(sum(map(len, text)) if isinstance(text, tuple) else len(text) for text in inputs)
     return await served.text_worker.call(size, partial(encode, served.builder, options))

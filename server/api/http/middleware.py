@@ -200,7 +200,7 @@ def _reads_probe(scope: Scope) -> bool:
 
 def _reads_page(scope: Scope) -> bool:
     path = path_of(scope)
-    is_page = path == "/" or path.startswith("/static/")
+    is_page = path in ("/", "/docs") or path.startswith("/static/")
     return is_page and scope.get("method") in ("GET", "HEAD")
 
 
