@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 from pydantic import ByteSize
-from typer import Argument, Exit
+from typer import Argument, Exit, Option
 
 from kvasir.commands.console.options import Json
 from kvasir.commands.console.output import make_table, one_line_errors, show
@@ -47,7 +47,8 @@ _PURPOSES = {
     "loadtest": "make loadtest, in an environment of its own",
     "dev": "make test, make lint",
 }
-_SECTIONS = ("versions", "machine", "precisions", "missing")
+_OF_CONTRIBUTORS = ("dev", "loadtest")
+_SECTIONS = ("missing", "precisions", "machine", "versions")
 _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+).*; extra == [\"'](?P<extra>[\w-]+)")
 _NVIDIA = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
 _NVIDIA_SECONDS = 20  # the driver may have to start
@@ -57,23 +58,28 @@ def doctor(
     model: Path | None = Argument(
         None, help="A model directory: what its rounding costs, and its answers."
     ),
+    every: bool = Option(False, "--all", help="Name what contributors lack, too."),
     as_json: Json = False,
 ) -> None:
-    """Show versions, the machine, what to expect of each precision, and what is missing.
+    """Show what is missing, what to expect of each precision, the machine, and versions.
 
     Exits with 1 if no ONNX Runtime is installed, without which nothing is served, and if a model
     answers otherwise than where it was exported.
     """
     facts, is_same = examine(), True
+    if not every:
+        idle = {*_OF_CONTRIBUTORS, *(["cuda"] if facts["machine"]["gpu"] == "none" else [])}
+        facts["missing"] = {name: how for name, how in facts["missing"].items() if name not in idle}
     if model is not None:
         with one_line_errors():
             answers, is_same = _compare_answers(model)
             facts["notes"] = [_cost(model), *answers, *facts["notes"]]
-    tables = [make_table(title, ("", ""), facts[title].items()) for title in _SECTIONS]
+    shown = [title for title in _SECTIONS if facts[title]]
+    tables = [make_table(title, ("", ""), facts[title].items()) for title in shown]
     for table in tables:
         table.columns[1].justify = "left"  # words
     notes = [f"note: {note}" for note in facts["notes"]]
-    show(as_json, facts, *tables, *notes, then=("bench", "engine"))
+    show(as_json, facts, *tables, *notes, then=("serve",))
     if not facts["can_serve"] or not is_same:
         raise Exit(1)
 
@@ -83,11 +89,7 @@ def _cost(model: Path) -> str:
     from kvasir.model.directory import load_model_dir
 
     manifest = load_model_dir(model).manifest
-    figures = manifest.verification
-    cost = figures.verdict or f"{figures.greedy_agreement:.1%} of likeliest tokens are PyTorch's"
-    if figures.mean_cosine is not None:
-        cost = f"the mean cosine of its vectors and PyTorch's is {figures.mean_cosine:.5f}"
-    return f"{model.name} in {manifest.precision}: {cost}"
+    return f"{model.name} in {manifest.precision}: {manifest.verification.verdict}"
 
 
 def _compare_answers(model: Path) -> tuple[list[str], bool]:

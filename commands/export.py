@@ -69,6 +69,8 @@ def export(
         None, help="Text, or chats in JSONL, to calibrate rounding on. Default: part of --text's."
     ),
     calibration: bool = Option(True, help="Smooth outliers before rounding, at no cost later."),
+    force: bool = Option(False, "--force", help="Replace the model directory at --out, if made."),
+    verbose: bool = Option(False, "--verbose", "-v", help="Print every figure, not the verdict."),
     cache_dir: CacheDir = None,
     as_json: Json = False,
 ) -> None:
@@ -77,7 +79,7 @@ def export(
     Sampling options become the defaults of served requests. Where Kvasir's own operators compute a
     model, the manifest has a digest of its answers, which `kvasir doctor` compares.
     """
-    with loading(quiet=as_json):
+    with loading(quiet=as_json, takes_minutes=True):
         from kvasir.export.directory import export_checkpoint
         from kvasir.server.engine.digest import write_digest
 
@@ -95,6 +97,7 @@ def export(
             max_model_len=max_model_len,
             calibrate=calibrate,
             smooths=calibration,
+            replaces=force,
             progress=progress,
         )
         if device == "cpu" and manifest.architecture == "kvasir-decoder":
@@ -107,12 +110,11 @@ def export(
     values |= {"notes": notes}
     made = f"{manifest.precision} for {manifest.device}, {size.human_readable(separator=' ')}"
     summary = f"{made}; took {took}"
-    table = _tables(out.name, exported=manifest.verification)
-    wrote = f"wrote {out}: {summary}"
+    figures = _tables(out.name, exported=manifest.verification) if verbose else []
     verdict = manifest.verification.verdict
     values |= {"verdict": verdict}
-    lines = (*(f"note: {note}" for note in notes), *([verdict] if verdict else []), wrote)
-    show(as_json, values | cost, *table, *lines, then=("serve", out))
+    lines = (*(f"note: {note}" for note in notes), verdict, f"wrote {out}: {summary}")
+    show(as_json, values | cost, *figures, *lines, then=("serve", out))
 
 
 def evaluate(
@@ -146,8 +148,7 @@ def evaluate(
             draw_losses(
                 f"{directory.name} in {manifest.precision}", figures.by_position or [], plot
             )
-    if figures.verdict:
-        parts.append(Text(f"{directory.name}: {figures.verdict}"))
+    parts.append(Text(f"{directory.name}: {figures.verdict}"))
     values: dict[str, Any] = {
         "directory": str(directory),
         "manifest": manifest.verification.model_dump(),

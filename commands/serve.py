@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import typer
 from pydantic import ByteSize
@@ -18,6 +18,20 @@ from kvasir.server.settings import PREFIX, Settings, load_settings
 
 _EXAMPLE = Path(__file__).parents[1] / "stdlib"
 _METAVARS = {int: "<int>", float: "<float>", ByteSize: "<size>"}
+_MOST_SHOWN = 4  # choices in place of a type; more stand in the help
+# The panels of the help, in their order.
+_PANELS = {
+    "Model": "cache_dir precision served_model_name max_model_len tool_call_format "
+    "reasoning_format",
+    "Address and access": "host port root_path api_key api_key_file allowed_hosts cors_origins",
+    "Speed and memory": "max_num_seqs threads kernels kv_cache_memory prefix_cache_memory "
+    "share_prefix_cache chunk_size itl_target_ms speculate cuda_graphs",
+    "Limits": "max_queue max_body_bytes default_timeout_ms send_timeout drain_timeout "
+    "exit_on_failure",
+    "Routes": "explain batch_dir batch_dir_bytes stored_responses_memory",
+    "Logs and traces": "log_level log_format otlp_endpoint",
+}
+_PANEL_OF = {name: panel for panel, names in _PANELS.items() for name in names.split()}
 
 
 def serve(**options: list[Path] | Path | str | bool | None) -> None:
@@ -49,18 +63,42 @@ def serve(**options: list[Path] | Path | str | bool | None) -> None:
         fail(error)
 
 
+def _shown(default: object) -> str:
+    if isinstance(default, ByteSize):
+        return default.human_readable().replace(".0", "")
+    if default is True:
+        return "on"
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     """Return the parameter of a setting: a path, a flag, or a string for `load_settings`."""
-    envvar, about = PREFIX + name.upper(), field.description
+    envvar, about = PREFIX + name.upper(), str(field.description)
     default: Any
-    kind: Any = next(iter(get_args(field.annotation)), field.annotation)
+    kind: Any = field.annotation
+    if get_origin(kind) is not Literal:
+        kind = next(iter(get_args(kind)), kind)
     if name == "model":  # the environment's is split by commas, not as Typer would
         default = typer.Argument(None, help=f"{about} [env var: {envvar}, comma-separated]")
         kind = list[Path]
     else:
-        about = f"{about} Default: {field.default}." if field.default else about
+        choices = get_args(kind) if get_origin(kind) is Literal else ()
         metavar = _METAVARS.get(kind)
-        default = typer.Option(None, help=about, envvar=envvar, show_envvar=False, metavar=metavar)
+        if choices and len(choices) <= _MOST_SHOWN:
+            metavar = f"<{'|'.join(choices)}>"
+        elif choices:
+            about += f" One of {', '.join(choices)}."
+        if field.default and "Default:" not in about:
+            about += f" Default: {_shown(field.default)}."
+        panel = _PANEL_OF[name]
+        default = typer.Option(
+            None,
+            help=about,
+            envvar=envvar,
+            show_envvar=False,
+            metavar=metavar,
+            rich_help_panel=panel,
+        )
     annotation = (kind if kind in (bool, Path, list[Path]) else str) | None
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
@@ -68,7 +106,9 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
 
 
 # Typer reads a function's signature and its annotations.
-_SIGNATURE = inspect.Signature([_parameter(*item) for item in Settings.model_fields.items()])
+_SIGNATURE = inspect.Signature(
+    [_parameter(name, Settings.model_fields[name]) for name in ("model", *_PANEL_OF)]
+)
 serve.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
 serve.__annotations__ = {
     parameter.name: parameter.annotation for parameter in _SIGNATURE.parameters.values()

@@ -72,6 +72,7 @@ def export_checkpoint(
     max_model_len: int | None = None,
     calibrate: Path | None = None,
     smooths: bool = True,
+    replaces: bool = False,
     progress: Progress = no_progress,
 ) -> tuple[Manifest, tuple[str, ...]]:
     """Export what `load_checkpoint` opens to a model directory, all or nothing.
@@ -84,8 +85,9 @@ def export_checkpoint(
     generation: recommended sampling, which overrides the checkpoint's field by field.
     max_model_len: the longest row; None is the checkpoint's. calibrate: text to smooth outliers by;
     None is another part of the same text. smooths: rounded weights are smoothed, see `smooth`.
-    Raises CheckpointError, VerificationError, FileExistsError when `out` is in use, and ValueError
-    for text, a precision, a device or a decoder that cannot be used with the others.
+    replaces: a model directory at `out` makes room once the new one is whole. Raises
+    CheckpointError, VerificationError, FileExistsError when `out` is in use, and ValueError for
+    text, a precision, a device or a decoder that cannot be used with the others.
     """
     precision = PRECISIONS[device][0] if precision is None else precision
     _check_options(device, precision, kv_cache, int8_prompts=int8_prompts)
@@ -107,7 +109,7 @@ def export_checkpoint(
         verifier = Verifier(
             config, checkpoint.weights, sample, device, calibration, calibrates=target.smooths
         )
-    with new_directory(out) as part:
+    with new_directory(out, MANIFEST_FILE if replaces else None) as part:
         _save_files(checkpoint, extra_files, part)
         report = _write_graphs(checkpoint, verifier, part, target, calibration, progress)
         graph = part / GRAPH_FILE

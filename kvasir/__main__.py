@@ -40,13 +40,21 @@ _BENCHES: tuple[tuple[Callable[..., None], str], ...] = (
     (bench_serve, "kvasir bench serve artifacts/mine --workload 16x128/64"),
     (bench_reproducibility, "kvasir bench reproducibility http://localhost:8000"),
 )
-_ABOUT = "Train a Transformer, or take a published one; export it to ONNX, serve it."
+_ABOUT = (
+    "Train a Transformer or take a published one, and serve it: decoders write and chat, encoders "
+    "embed, rank and classify, encoder-decoders translate."
+)
 _EXAMPLES = "\n".join([example for _, _, example in _COMMANDS] + [_BENCHES[2][1]])
-_PUBLISHED = "A published model: kvasir export SmolLM2-135M/ --out artifacts/smollm2"
+_PUBLISHED = "A published model: kvasir serve SmolLM2-135M/, or hf://org/name, or model.gguf"
 _AT_ONCE = "To see it at once: kvasir serve"
 
-app = typer.Typer(cls=CommandGroup, no_args_is_help=True, pretty_exceptions_enable=False)
-bench = typer.Typer(no_args_is_help=True, help="Measure the engine, or servers.")
+app = typer.Typer(
+    cls=CommandGroup,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},  # of all commands
+)
+bench = typer.Typer(no_args_is_help=True, help="Measure speed: the engine, or servers.")
 
 
 def _show_version(wanted: bool) -> None:
@@ -58,7 +66,7 @@ def _show_version(wanted: bool) -> None:
 
 
 _VERSION = typer.Option(
-    False, "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+    False, "--version", "-V", callback=_show_version, is_eager=True, help="Show the version."
 )
 
 

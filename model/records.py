@@ -78,10 +78,15 @@ class Verification(Record):
     by_position: list[SpanFigures] | None = None
 
     @property
-    def verdict(self) -> str | None:
-        """A sentence on the loss of next tokens; None where that was not measured."""
-        if self.mean_kl is None:
-            return None
+    def verdict(self) -> str:
+        """A sentence on what is lost."""
+        if self.mean_cosine is not None:
+            return (
+                f"the mean cosine of its vectors and PyTorch's is {self.mean_cosine:.5f}, "
+                f"the least {self.least_cosine:.5f}"
+            )
+        if self.mean_kl is None:  # of an older export
+            return f"{self.greedy_agreement:.1%} of likeliest tokens are PyTorch's"
         loss = next((words for most, words in _LOSSES if self.mean_kl < most), "much")
         return (
             f"{loss} is lost: {self.greedy_agreement:.1%} of likeliest tokens are PyTorch's, "

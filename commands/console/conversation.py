@@ -13,6 +13,7 @@ from kvasir.model.platform.files import in_words
 from kvasir.model.platform.suggestions import nearest
 
 _NEW_TOKENS = 128  # of a continued text, whose length servers else limit to a few
+_ALIASES = {"/bye": "/quit", "/exit": "/quit"}
 _NO_TEMPLATE = "note: this model has no chat template"
 
 
@@ -100,6 +101,7 @@ class Conversation:
     def command(self, line: str) -> str | None:
         """Obey a line that begins with a slash; return what is to be answered now, if anything."""
         name, _, argument = line.partition(" ")
+        name = _ALIASES.get(name, name)
         if name not in COMMANDS:
             near = nearest(name, COMMANDS)
             hint = f"did you mean {near}" if near else "/help lists them"
@@ -164,5 +166,5 @@ COMMANDS: dict[str, tuple[str, Callable[[Conversation, str], str | None]]] = {
     "/system": ("TEXT: the message before the conversation", Conversation._instruct),
     "/set": ("NAME=VALUE: a field of each request, such as temperature=0", Conversation._set),
     "/save": ("FILE: append the conversation, as a line of JSON", Conversation._save),
-    "/quit": ("end the chat", Conversation._quit),
+    "/quit": ("end the chat, as /bye and /exit do", Conversation._quit),
 }

@@ -34,7 +34,12 @@ CacheDir = Annotated[
 ]
 ModelDirectory = Annotated[Path, Argument(help="A model directory.")]
 InputText = Annotated[str, Argument(callback=_check_text, help="The text that the model reads.")]
-Preset = Annotated[str, Option(help="Shape of the network.", autocompletion=lambda: list(PRESETS))]
+Preset = Annotated[
+    str,
+    Option(
+        help=f"Shape of the network: {', '.join(PRESETS)}.", autocompletion=lambda: list(PRESETS)
+    ),
+]
 Device = Annotated[directory.Device, Option(help="Device that the model runs on.")]
 Precision = Annotated[str | None, Option(help=_PRECISIONS, autocompletion=complete_precision)]
 Temperature = Annotated[float | None, Option(min=0.0, max=100.0, help="Of sampling; 0 is greedy.")]

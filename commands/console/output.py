@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,10 +28,9 @@ from kvasir.server.settings import describe_fault
 _NOT_IN_IMAGES = frozenset({"export", "loadtest"})  # the server's images leave them out
 _LONGEST_LINE = 1000
 _BOX_WIDTH = 120  # columns: those of names, types and descriptions side by side
-# The extra that brings a package which partial installations lack.
-_EXTRAS = {"onnxruntime": "cpu", "tensorboard": "tensorboard"} | dict.fromkeys(
-    ("torch", "gguf", "onnx", "onnx_ir", "safetensors", "matplotlib"), "train"
-)
+# The extra that brings a package which partial installations lack; "" is the package alone.
+_EXTRAS = {"onnxruntime": "cpu", "tensorboard": "tensorboard", "matplotlib": ""}
+_EXTRAS |= dict.fromkeys(("torch", "gguf", "onnx", "onnx_ir", "safetensors"), "train")
 _EXTRAS |= {"huggingface_hub": "hub", "oras": "oci", "boto3": "s3"}
 
 
@@ -74,6 +74,17 @@ class Command(TyperCommand):
             self.rich_markup_mode = None
         super().format_help(ctx, formatter)
 
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments and options without boxes, in the same panels."""
+        panels = defaultdict(list)
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                kind = f"{parameter.param_type_name}s".capitalize()
+                panels[getattr(parameter, "rich_help_panel", None) or kind].append(record)
+        for panel, records in panels.items():
+            with formatter.section(panel):
+                formatter.write_dl(records)
+
 
 def _one_line(error: typer.TyperException) -> str:
     """Return Typer's message in one line: lower case, no full stop, a pointer to the help."""
@@ -91,7 +102,9 @@ def _missing(error: ModuleNotFoundError) -> str:
     name = error.name or ""
     package = name.partition(".")[0]
     if package in _EXTRAS:
-        return f"this needs {name}; install it with: {install_command(_EXTRAS[package])}"
+        extra = _EXTRAS[package]
+        command = install_command(extra) if extra else f"pip install {package}"
+        return f"this needs {name}; install it with: {command}"
     room = name.removeprefix("kvasir.").partition(".")[0]
     if room in _NOT_IN_IMAGES:
         return f"this needs {room}/, which is not installed here; run it in a checkout of Kvasir"

@@ -130,12 +130,13 @@ class ProgressBar:
 
 
 @contextmanager
-def loading(*, quiet: bool = False) -> Iterator[None]:
+def loading(*, quiet: bool = False, takes_minutes: bool = False) -> Iterator[None]:
     """Show a bar while PyTorch is imported, and let Ctrl-C end the process at once.
 
-    A KeyboardInterrupt within an import may be lost, or become another error.
+    A KeyboardInterrupt within an import may be lost, or become another error. takes_minutes: as in
+    ProgressBar, of the work that follows.
     """
-    with ProgressBar(quiet=quiet) as bar:
+    with ProgressBar(quiet=quiet, takes_minutes=takes_minutes) as bar:
         bar("loading PyTorch", 0, 0)
 
         def end_process(*_: object) -> None:

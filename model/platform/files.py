@@ -75,16 +75,20 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def new_directory(out: Path) -> Iterator[Path]:
+def new_directory(out: Path, replaced: str | None = None) -> Iterator[Path]:
     """Yield a folder beside `out` that becomes `out`, once it is on the disk, if all goes well.
 
-    On an error the folder and parents made for it are removed. Raises FileExistsError when `out` is
-    in use, and OSError naming `out` when it cannot be written.
+    replaced: a folder with this file may be there, and is removed then. On an error the new folder
+    and parents made for it are removed. Raises FileExistsError when `out` is in use, and OSError
+    naming `out` when it cannot be written.
     """
     if out.name in ("", ".."):
         raise FileExistsError(f"{out} cannot be replaced; name a new folder")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(f"{out} is not empty; choose another --out or remove it")
+        if replaced is None:
+            raise FileExistsError(f"{out} is not empty; choose another --out or remove it")
+        if not (out / replaced).is_file():
+            raise FileExistsError(f"{out} has no {replaced}, so it is not replaced; remove it")
     parent = out.absolute().parent
     missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     prefix = f"{out.name}.part-"
@@ -99,8 +103,10 @@ def new_directory(out: Path) -> Iterator[Path]:
             part.mkdir()
             yield part
             sync(*part.rglob("*"), part)
-            if out.exists():
-                out.rmdir()
+            if out.exists() and replaced is not None:
+                out.rename(Path(place, "replaced"))
+            elif out.exists():
+                out.rmdir()  # fails if another process has filled it
             part.rename(out)
             sync(parent)
     except BaseException as error:

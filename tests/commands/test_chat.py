@@ -183,7 +183,8 @@ def test_commands_change_the_conversation(conversation: Conversation, tmp_path: 
     told.clear()
     conversation.command("/help")
     assert all(any(line.startswith(name) for line in told) for name in COMMANDS)
-    conversation.command("/quit")
+    assert not conversation.is_over
+    conversation.command("/bye")
     assert conversation.is_over
 
 

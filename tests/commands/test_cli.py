@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 from kvasir.__main__ import app
 from kvasir.commands.console import progress
 from kvasir.commands.console.output import console, show
+from kvasir.commands.serve import _PANELS
 from kvasir.model import directory
 from kvasir.model.training import report
 from kvasir.model.training.metrics import StepMetrics
@@ -77,8 +78,25 @@ def test_each_setting_is_an_option_with_its_description() -> None:
         assert "".join(str(field.description).split()) in shown
 
 
-def test_the_version_is_the_packages() -> None:
-    assert kvasir("--version").stdout == f"kvasir {version('kvasir-lm')}\n"
+@pytest.mark.parametrize("option", ["--version", "-V"])
+def test_the_version_is_the_packages(option: str) -> None:
+    assert kvasir(option).stdout == f"kvasir {version('kvasir-lm')}\n"
+
+
+@pytest.mark.parametrize("command", ["", "serve", "bench", "bench serve"])
+def test_help_has_a_short_name(command: str) -> None:
+    assert kvasir(*command.split(), "-h").stdout == kvasir(*command.split(), "--help").stdout
+
+
+@pytest.mark.parametrize("columns", ["80", "130"])
+def test_options_of_serve_are_in_groups_with_choices_and_one_default_each(columns: str) -> None:
+    shown = kvasir("serve", "-h", **PLAIN | {"COLUMNS": columns}).stdout
+    places = [shown.index(panel) for panel in (*_PANELS, "--help") if panel != "--help"]
+    assert places == sorted(places)
+    assert "<int8|int4|fp32>" in shown
+    assert "4MiB" in shown
+    options = re.split(r"\s--(?=[a-z])", " ".join(re.sub("[│╭╰─╮╯]", "", shown).split()))
+    assert [one for one in options if one.count("Default:") > 1] == []
 
 
 def test_help_imports_nothing_that_takes_seconds() -> None:
@@ -150,6 +168,14 @@ def test_a_package_that_an_image_leaves_out_is_named(monkeypatch: pytest.MonkeyP
     result = kvasir("eval", EXAMPLE)
     message = "this needs export/, which is not installed here; run it in a checkout of Kvasir"
     assert (result.exit_code, result.stdout, result.stderr) == (1, "", f"kvasir: {message}\n")
+
+
+def test_a_picture_needs_no_torch() -> None:
+    """Only the package that draws, which its name alone brings."""
+    code = "import sys; sys.modules['matplotlib'] = None; sys.argv[1:] = ['explain', "
+    code += f"{EXAMPLE!r}, 'a', '--out', 'a.png']; import kvasir.commands.console.output as o; "
+    code += "print(o._missing(ModuleNotFoundError('', name='matplotlib.figure')))"
+    assert run_python("-c", code).stdout.endswith("install it with: pip install matplotlib\n")
 
 
 def test_control_c_ends_without_output(monkeypatch: pytest.MonkeyPatch) -> None:

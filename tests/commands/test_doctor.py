@@ -37,12 +37,12 @@ def test_features_are_those_of_the_processor(cpuinfo: str, features: list[str]) 
 
 
 def test_it_tells_of_this_machine_in_tables_and_in_json() -> None:
-    shown = CliRunner().invoke(app, ["doctor"])
-    found = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    shown = CliRunner().invoke(app, ["doctor", "--all"])
+    found = json.loads(CliRunner().invoke(app, ["doctor", "--all", "--json"]).stdout)
     assert shown.exit_code == 0
     assert found["machine"]["cpus"].startswith(f"{usable_cpus()} of {os.cpu_count()} ")
     for section in ("versions", "machine", "precisions", "missing"):
-        assert section in shown.stdout
+        assert section in shown.stdout or not found[section]
         assert all(name in shown.stdout for name in found[section])
 
 
@@ -66,6 +66,15 @@ def test_a_gpu_is_used_by_webgpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor._notes(["AVX2"], ["onnxruntime"], has_gpu=True)
     monkeypatch.setattr(doctor, "_version", lambda _: "1.0")
     assert not doctor._notes(["AVX2"], ["onnxruntime"], has_gpu=True)
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_what_contributors_need_is_left_out(every: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda name: "1" if name == "onnxruntime" else None)
+    monkeypatch.setattr(doctor, "_gpus", list)
+    found = json.loads(CliRunner().invoke(app, ["doctor", "--json", *["--all"] * every]).stdout)
+    assert ({"dev", "loadtest", "cuda"} <= found["missing"].keys()) == every
+    assert ("dev" in found["missing"], "train" in found["missing"]) == (every, True)
 
 
 def test_missing_packages_are_named_with_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -270,6 +270,7 @@ def test_commands_in_one_line_each(
     assert json.loads(kvasir("eval", advised, "--against", run, "--json"))["measured"]
     assert "name their checkpoint: --against" in kvasir("eval", advised, "--text", "x", fails=True)
     assert "is not empty" in kvasir("export", run, "--out", exported, fails=True)
+    assert "has no manifest.json" in kvasir("export", run, "--out", run, "--force", fails=True)
     assert "no precision 'int3'" in kvasir(
         "export", run, "--out", out, "--precision", "int3", fails=True
     )

@@ -99,7 +99,6 @@ def test_what_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUX")
     for source, reason in {
         folder: "it has no tokenizer.json",
-        tmp_path / "absent.gguf": "it does not exist",
         tmp_path / "bad.gguf": "is not a GGUF file",
     }.items():
         assert is_published(source)

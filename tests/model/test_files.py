@@ -44,6 +44,22 @@ def test_a_failure_leaves_what_was_there(there: bool, tmp_path: Path) -> None:
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_only_what_is_named_is_replaced_and_only_by_what_is_whole(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / "deep").mkdir(parents=True)
+    (out / "deep/old").touch()
+    with pytest.raises(FileExistsError, match="has no mark"), new_directory(out, "mark"):
+        pass
+    (out / "mark").touch()
+    with pytest.raises(ZeroDivisionError), new_directory(out, "mark") as part:
+        (part / "new").write_text(str(1 / 0))
+    assert sorted(path.name for path in out.rglob("*")) == ["deep", "mark", "old"]
+    with new_directory(out, "mark") as part:
+        (part / "new").touch()
+        assert (out / "deep/old").exists()
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "new"]
+
+
 def test_where_it_is_written_meanwhile_is_not_told(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as caught, new_directory(tmp_path / "out") as part:
         (part / "absent" / "file").touch()
