@@ -69,7 +69,8 @@ def served_directory(
     kinds = () if precision in (None, default) else (str(precision),)
     with one_line_errors(), ProgressBar(takes_minutes=True) as progress:
         cache = cache_dir or user_cache()
-        model = local or find(reference, cache)
+        model = find(reference, cache) if reference else local
+        assert model is not None
         directory = cache / "models" / model.key(f"format {FORMAT_VERSION}", *kinds)
         source = directory if directory.is_dir() else model.pull(progress)
     if not (source / MANIFEST_FILE).is_file():

@@ -1,13 +1,21 @@
 """Fields of other servers: accepted where they ask for nothing, or refused with what does the same.
 
-IGNORED are accepted whatever their value, NO_OPS with these values.
+IGNORED are hints on where and for whom a request runs, what is kept of it and what caches hold: no
+value of them changes what an answer means, so each is accepted, named in the response's header
+x-kvasir-ignored, and counted. NO_OPS are accepted with these values, which ask for nothing.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-IGNORED = frozenset({"user", "store", "metadata", "prompt_cache_key", "safety_identifier"})
+IGNORED = frozenset(
+    (
+        *("user", "safety_identifier", "metadata", "client_metadata", "session_id", "request_id"),
+        *("store", "service_tier", "provider", "keep_alive", "id_slot", "slot_id"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_prompt"),
+    )
+)
 NO_OPS: dict[str, list[Any]] = {
     name: values
     for names, values in (
@@ -15,13 +23,12 @@ NO_OPS: dict[str, list[Any]] = {
         ("suffix", [""]),
         ("response_format", [{"type": "text"}]),
         ("top_logprobs", [0]),
-        ("service_tier", ["auto", "default"]),
         ("modalities", [["text"]]),
         ("verbosity", ["medium"]),
         ("length_penalty", [1.0]),
         ("tool_choice function_call reasoning_effort", ["none"]),
         ("tools functions bad_words", [[]]),
-        ("parallel_tool_calls include_reasoning detokenize cache_prompt", [True]),
+        ("parallel_tool_calls include_reasoning detokenize", [True]),
         ("skip_special_tokens spaces_between_special_tokens use_activation", [True]),
         ("echo stream include_obfuscation watermark", [False]),
         ("use_beam_search early_stopping include_stop_str_in_output", [False]),

@@ -50,6 +50,10 @@ _REF = "#/components/schemas/{model}"
 _UNDECLARED = (Error, GenerateError, AnthropicError, batches.BatchBody)
 _STRING = {"required": True, "schema": {"type": "string"}}
 _REQUEST_ID = _STRING | {"description": "The request's own, or a new one."}
+_IGNORED = {
+    "schema": {"type": "string"},
+    "description": "Fields of the body that have no effect, comma-separated.",
+}
 _RETRY_AFTER = _STRING | {"description": "Seconds until it is worth trying again."}
 
 
@@ -154,6 +158,8 @@ def document(app: FastAPI) -> dict[str, Any]:
                 responses.pop(absent, None)
             for status, response in responses.items():
                 response["headers"] = {"x-request-id": _REQUEST_ID}
+                if "requestBody" in operation:
+                    response["headers"]["x-kvasir-ignored"] = _IGNORED
                 if int(status) >= 400 and "content" not in response:
                     schema = {"anyOf": errors} if len(errors) > 1 else errors[0]
                     response["content"] = {"application/json": {"schema": schema}}

@@ -20,6 +20,7 @@ from pydantic import (
     GetJsonSchemaHandler,
     NonNegativeInt,
     NonPositiveFloat,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -120,13 +121,19 @@ class RequestBody(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_ignored_fields(cls, values: Any) -> Any:
+    def _drop_ignored_fields(cls, values: Any, info: ValidationInfo) -> Any:
+        """Drop what asks for nothing; the context, if there is one, collects names of hints."""
         if not isinstance(values, dict):
             return values
         names = field_names(cls)
         kept = {n: value for n, value in values.items() if n in names and value is not None}
         for name, value in values.items():
-            if not (name in names or value is None or name in IGNORED or is_no_op(name, value)):
+            if name in names or value is None:
+                continue
+            if name in IGNORED:
+                if info.context is not None:
+                    info.context.add(name)
+            elif not is_no_op(name, value):
                 kept[name] = value
                 break  # one error tells enough
         return kept

@@ -238,7 +238,8 @@ class RequestState:
 
     model: its name, "" until it is known. body_size: in bytes, once it is read. error: the `reason`
     of the error that it ended in. trace_id: 32 hexadecimal digits. n_embedded: tokens of its texts,
-    once their vectors or scores are known. is_background: a batch's line.
+    once their vectors or scores are known. is_background: a batch's line. ignored: fields of its
+    body that have no effect.
     """
 
     id: str
@@ -251,6 +252,7 @@ class RequestState:
     error: str | None = None
     trace_id: str | None = None
     is_background: bool = False
+    ignored: tuple[str, ...] = ()
 
     def priority(self, asked: int) -> int:
         """Return the priority of its sequences, if it asks for `asked`."""

@@ -97,6 +97,8 @@ class ServerMetrics:
         self._key_names: set[str] = set()
         self._key_requests = counter("key_requests", "HTTP requests, by API key.", ["key"])
         gauge("build_info", "The software.", ["version"]).labels(version("kvasir-lm")).set(1)
+        text = "Requests with a field that has no effect, by field."
+        self._ignored = counter("ignored_fields", text, ["field"])
         self.begin_rejections("")
 
     def family(self, kind: Any, name: str, text: str, labels: Iterable[str], **options: Any) -> Any:
@@ -137,6 +139,11 @@ class ServerMetrics:
     def failed(self, model: str, *, is_failed: bool) -> None:
         """Show whether a model could not be loaded."""
         self._failed.labels(model).set(is_failed)
+
+    def ignored(self, fields: Iterable[str]) -> None:
+        """Record the fields of a request that have no effect, of a fixed list."""
+        for name in fields:
+            self._ignored.labels(name).inc()
 
     def begin_rejections(self, model: str) -> None:
         """Show a zero for each reason: a series that begins with 1 shows no rise to `rate`."""

@@ -23,7 +23,7 @@ NAMES = {
         model_failed key_file_failed memory_limit_bytes memory_available_bytes""",
     "counter": """prompt_tokens generation_tokens request_success requests_rejected requests_good
         tokens_wasted prefix_cache_queries prefix_cache_hits spec_decode_draft_tokens
-        spec_decode_accepted_tokens key_requests key_tokens""",
+        spec_decode_accepted_tokens key_requests key_tokens ignored_fields""",
     "histogram": """time_to_first_token_seconds inter_token_latency_seconds
         e2e_request_latency_seconds request_queue_time_seconds request_prefill_time_seconds
         request_decode_time_seconds request_time_per_output_token_seconds engine_step_seconds

@@ -57,10 +57,12 @@ class BodyRoute(APIRoute):
 
         async def answer(request: Request, raw: bytes) -> Response:
             models = models_of(request.scope)
-            body = await models.text_worker.call(len(raw), partial(parse, adapter, raw))
+            ignored, state = set[str](), state_of(request.scope)
+            body = await models.text_worker.call(len(raw), partial(parse, adapter, raw, ignored))
             name = getattr(body, "model", None)
             served = models.find(name, *self.tasks, must_choose=self.path.startswith(_VERSIONS))
-            state_of(request.scope).model = served.name
+            state.model, state.ignored = served.name, tuple(sorted(ignored))
+            models.metrics.ignored(state.ignored)
             response: Response = await self.endpoint(request, body)
             return response
 
@@ -110,15 +112,18 @@ def _excess(text: bytes, *limits: tuple[str, tuple[bytes, ...], int]) -> str | N
     return next((f"{n} {name}, more than {most}" for n, name, most in counts if n > most), None)
 
 
-def parse(adapter: TypeAdapter[T], raw: bytes) -> T:
-    """Return a body from its JSON. Raises InvalidRequestError naming the first wrong field."""
+def parse(adapter: TypeAdapter[T], raw: bytes, ignored: set[str] | None = None) -> T:
+    """Return a body from its JSON; `ignored` gets the names of hints without effect.
+
+    Raises InvalidRequestError naming the first wrong field.
+    """
     try:
         check_amount(raw)
         value = from_json(raw)
     except ValueError as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
     try:
-        return adapter.validate_python(value)
+        return adapter.validate_python(value, context=ignored)
     except ValidationError as error:
         first = _clearest(error.errors(include_url=False))
     message = first["msg"].removeprefix("Value error, ")

@@ -65,6 +65,8 @@ def request_context(app: ASGIApp) -> ASGIApp:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = state.id
+                if state.ignored:
+                    headers["x-kvasir-ignored"] = ", ".join(state.ignored)
                 if is_anthropic(scope):
                     headers["request-id"] = state.id
             await send(message)
