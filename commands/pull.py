@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -73,6 +75,9 @@ def served_directory(
         assert model is not None
         directory = cache / "models" / model.key(f"format {FORMAT_VERSION}", *kinds)
         source = directory if directory.is_dir() else model.pull(progress)
+        if source == directory:
+            with suppress(OSError):  # of a cache that others fill
+                os.utime(source)  # kvasir list tells when it was used
     if not (source / MANIFEST_FILE).is_file():
         with one_line_errors():
             _export(source, directory, precision or default)

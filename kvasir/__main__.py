@@ -12,6 +12,7 @@ with on_interrupt(signal.SIG_DFL):
     import typer
 
     from kvasir.commands.bench import bench_engine, bench_model, bench_reproducibility, bench_serve
+    from kvasir.commands.cached import list_models, remove_models
     from kvasir.commands.chat import chat
     from kvasir.commands.console.output import Command, CommandGroup
     from kvasir.commands.doctor import doctor
@@ -32,6 +33,8 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
     ("Use it", chat, "kvasir chat artifacts/mine"),
     ("Use it", generate, 'kvasir generate artifacts/mine "Once upon a time"'),
     ("Use it", explain, 'kvasir explain artifacts/mine "Once upon a time" --out map.png'),
+    ("Keep it", list_models, "kvasir list"),
+    ("Keep it", remove_models, "kvasir rm mine-54bd20c651ab"),
     ("Measure it", doctor, "kvasir doctor"),
 )
 _BENCHES: tuple[tuple[Callable[..., None], str], ...] = (

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -125,6 +127,39 @@ def test_each_content_and_precision_is_exported_once(
     _, changed, calls = serve(sources / "llama")
     assert (len(calls), changed in (first, fp32)) == (3, False)
     assert [serve(sources / one)[0] for one in ("run", "a.gguf")] == ["run", "a"]
+
+
+def test_what_is_kept_is_listed_and_removed(
+    sources: Path, exporter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvasir.server.process.serve.serve", lambda _: None)
+    cache = sources / "cache"
+    write(cache / "oci/host/org/name_v1/0a1b", "config.json", "model.safetensors")
+    write(cache / "s3/bucket/name/2c.part", "config.json")  # interrupted
+
+    def kvasir(*arguments: object, exit_code: int = 0) -> Any:
+        line = [*map(str, arguments), "--cache-dir", str(cache)]
+        result = CliRunner().invoke(app, line)
+        assert result.exit_code == exit_code, result.output
+        return result.stdout if exit_code == 0 else result.stderr
+
+    kvasir("serve", sources / "run")
+    kvasir("serve", sources / "a.gguf", "--precision", "fp32")
+    old = next((cache / "models").glob("run-*"))
+    (old / "manifest.json").write_text('{"precision": "int8"}')
+    os.utime(old, (0, 0))
+    models = json.loads(kvasir("list", "--json"))["models"]
+    assert [one["name"].partition("-")[0] for one in models[-1:]] == ["run"]
+    assert (models[-1]["precision"], models[-1]["bytes"]) == ("int8", 21)
+    assert "oci/host/org/name_v1/0a1b" in kvasir("list")
+    kvasir("serve", sources / "run")
+    assert json.loads(kvasir("list", "--json"))["models"][-1]["name"] != old.name  # used again
+    assert len(exporter.read_text().splitlines()) == 2
+    assert f"did you mean {old.name!r}?" in kvasir("rm", old.name[:-1], exit_code=1)
+    kvasir("rm", old.name, "oci/host/org/name_v1/0a1b")
+    assert [
+        one["name"].partition("-")[0] for one in json.loads(kvasir("list", "--json"))["models"]
+    ] == ["a"]
 
 
 def test_a_failed_export_ends_the_command(
