@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from kvasir.commands.console.output import fail
 from kvasir.commands.pull import served_directory
 from kvasir.server.errors import StartupError
-from kvasir.server.settings import PREFIX, Settings, load_settings
+from kvasir.server.settings import PREFIX, Settings, load_settings, shown_default
 
 _EXAMPLE = Path(__file__).parents[1] / "stdlib"
 _METAVARS = {int: "<int>", float: "<float>", ByteSize: "<size>"}
@@ -63,14 +63,6 @@ def serve(**options: list[Path] | Path | str | bool | None) -> None:
         fail(error)
 
 
-def _shown(default: object) -> str:
-    if isinstance(default, ByteSize):
-        return default.human_readable().replace(".0", "")
-    if default is True:
-        return "on"
-    return f"{default:g}" if isinstance(default, float) else str(default)
-
-
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     """Return the parameter of a setting: a path, a flag, or a string for `load_settings`."""
     envvar, about = PREFIX + name.upper(), str(field.description)
@@ -89,7 +81,7 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
         elif choices:
             about += f" One of {', '.join(choices)}."
         if field.default and "Default:" not in about:
-            about += f" Default: {_shown(field.default)}."
+            about += f" Default: {shown_default(field.default)}."
         panel = _PANEL_OF[name]
         default = typer.Option(
             None,

@@ -217,6 +217,15 @@ def user_cache() -> Path:
         raise StartupError("this user has no home directory; set KVASIR_CACHE_DIR") from None
 
 
+def shown_default(default: object) -> str:
+    """Return a default as a user writes it, such as 4MiB."""
+    if isinstance(default, ByteSize):
+        return default.human_readable().replace(".0", "")
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
 def describe_fault(error: ValidationError) -> str:
     """Return pydantic's first complaint in our words, such as `must be at most 8`."""
     first = error.errors()[0]

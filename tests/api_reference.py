@@ -17,7 +17,7 @@ from kvasir.server.api.routes import ROUTES
 from kvasir.server.api.schemas import RequestBody
 from kvasir.server.errors import KvasirError
 from kvasir.server.requests.served_model import ServedModel
-from kvasir.server.settings import Settings, load_settings
+from kvasir.server.settings import Settings, load_settings, shown_default
 
 EXAMPLE = Path(__file__).parent.parent / "examples/stdlib"
 PAGE = Path(__file__).parent.parent / "docs/api.md"
@@ -96,7 +96,7 @@ def _errors(kind: type[KvasirError]) -> Iterator[str]:
 
 def _setting(name: str) -> str:
     field = Settings.model_fields[name]
-    default = "" if field.default is None else f"`{field.default}`"
+    default = "" if field.default is None else f"`{shown_default(field.default)}`"
     description = str(field.description).replace("<", "\\<")  # no tag of HTML
     return f"| `{name}` | {default} | {description} |"
 

@@ -98,8 +98,9 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     path = request.url.path
     refusal: KvasirError = InvalidRequestError(str(error.detail))
     if error.status_code == 404:
-        nearest = get_close_matches(path[:128], [route.path for route in ROUTES], 1, cutoff=0.0)[0]
-        refusal = NotFoundError(f"there is no {path} here; the nearest path is {nearest}")
+        near = get_close_matches(path[:128], [route.path for route in ROUTES], 1, cutoff=0.75)
+        hint = f"did you mean {near[0]}?" if near else "/docs lists the paths"
+        refusal = NotFoundError(f"there is no {path} here; {hint}")
         if path_of(request.scope).startswith(("/v1/files", "/v1/batches")):
             refusal = NotFoundError("batches are switched off on this server (setting batch_dir)")
         if path_of(request.scope) == "/explain":

@@ -391,6 +391,8 @@ async def test_a_refusal_names_the_equivalent() -> None:
         response = await served.client.post("/v1/chat/completion", json={})
         assert response.status_code == 404
         assert "/v1/chat/completions" in response.json()["error"]["message"]
+        response = await served.client.post("/somewhere/else", json={})
+        assert "did you mean" not in response.json()["error"]["message"]
 
 
 async def test_a_refusal_lists_the_values_that_are_allowed() -> None:
