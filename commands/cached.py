@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 from datetime import datetime
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 from pydantic import ByteSize
 from typer import Argument
@@ -25,14 +27,9 @@ def list_models(cache_dir: CacheDir = None, as_json: Json = False) -> None:
     with one_line_errors():
         cache = cache_dir or user_cache()
         models = [_describe(name, path) for name, path in _models(cache).items()]
-    models.sort(key=lambda model: str(model["used"]), reverse=True)
+    models.sort(key=itemgetter("used"), reverse=True)
     rows = [
-        (
-            *(str(model["name"]), str(model["precision"] or "")),
-            ByteSize(model["bytes"]).human_readable(separator=" "),
-            str(model["used"]),
-        )
-        for model in models
+        (one["name"], one["precision"] or "", _size(one["bytes"]), one["used"]) for one in models
     ]
     table = make_table(str(cache), ("name", "precision", "size", "last used"), rows)
     values = {"cache": str(cache), "models": models}
@@ -69,7 +66,11 @@ def _models(cache: Path) -> dict[str, Path]:
     return models
 
 
-def _describe(name: str, folder: Path) -> dict[str, str | int | None]:
+def _size(n_bytes: int) -> str:
+    return ByteSize(n_bytes).human_readable(separator=" ")
+
+
+def _describe(name: str, folder: Path) -> dict[str, Any]:
     manifest = folder / MANIFEST_FILE
     about = parse_object(read_limited(manifest)) if manifest.is_file() else {}
     used = datetime.fromtimestamp(folder.stat().st_mtime).astimezone()
