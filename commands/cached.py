@@ -8,11 +8,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from pydantic import ByteSize
 from typer import Argument
 
 from kvasir.commands.console.options import CacheDir, Json
-from kvasir.commands.console.output import make_table, one_line_errors, show
+from kvasir.commands.console.output import make_table, one_line_errors, show, size_in_words
 from kvasir.model.directory import CONFIG_FILE, MANIFEST_FILE
 from kvasir.model.platform.files import parse_object, read_limited
 from kvasir.model.platform.suggestions import did_you_mean
@@ -29,7 +28,8 @@ def list_models(cache_dir: CacheDir = None, as_json: Json = False) -> None:
         models = [_describe(name, path) for name, path in _models(cache).items()]
     models.sort(key=itemgetter("used"), reverse=True)
     rows = [
-        (one["name"], one["precision"] or "", _size(one["bytes"]), one["used"]) for one in models
+        (one["name"], one["precision"] or "", size_in_words(one["bytes"]), one["used"])
+        for one in models
     ]
     table = make_table(str(cache), ("name", "precision", "size", "last used"), rows)
     values = {"cache": str(cache), "models": models}
@@ -64,10 +64,6 @@ def _models(cache: Path) -> dict[str, Path]:
             if is_model and not any(part.endswith(".part") for part in folder.parts):
                 models[folder.relative_to(cache).as_posix()] = folder
     return models
-
-
-def _size(n_bytes: int) -> str:
-    return ByteSize(n_bytes).human_readable(separator=" ")
 
 
 def _describe(name: str, folder: Path) -> dict[str, Any]:

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from pydantic import ByteSize
 from typer import Argument, Exit, Option
 
 from kvasir.commands.console.options import Json
-from kvasir.commands.console.output import make_table, one_line_errors, show
+from kvasir.commands.console.output import make_table, one_line_errors, show, size_in_words
 from kvasir.model.platform.suggestions import install_command
 
 # The kernel's names of CPU features, and the usual ones.
@@ -133,7 +132,7 @@ def examine() -> dict[str, Any]:
             "features": ", ".join(features) or "unknown",
             "kernels": _kernels(),
             "cpus": f"{usable_cpus()} of {os.cpu_count()} usable",
-            "memory": f"{_size(left)} of {_size(total)} free",
+            "memory": f"{size_in_words(left)} of {size_in_words(total)} free",
             "gpu": "; ".join(gpus) or "none",
         },
         "precisions": expectations(features, has_gpu=bool(gpus)),
@@ -220,7 +219,3 @@ def _version(package: str) -> str | None:
     with suppress(PackageNotFoundError):
         return version(package)
     return None
-
-
-def _size(n_bytes: int) -> str:
-    return ByteSize(n_bytes).human_readable(separator=" ")

@@ -169,6 +169,11 @@ def make_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]])
     return table
 
 
+def size_in_words(n_bytes: int) -> str:
+    """Return a number of bytes as people read it."""
+    return ByteSize(n_bytes).human_readable(separator=" ")
+
+
 def cost_since(started: float) -> tuple[dict[str, float], str]:
     """Return the seconds since a time and the most memory of this process: as JSON, in words."""
     import resource

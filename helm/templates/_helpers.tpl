@@ -101,7 +101,7 @@ tolerations: {{- toYaml . | nindent 2 }}
 {{- define "kvasir.publicPaths" -}}
 prefixes: [/v1, /v2, /static]
 exact: [/, /model, /generate, /generate_stream, /info, /embed, /embed_all, /similarity, /rerank, /predict, /score,
-  /pooling, /classify, /tokenize, /detokenize, /openapi.json, /version]
+  /pooling, /classify, /tokenize, /detokenize, /openapi.json, /docs, /version]
 {{- end }}
 
 {{/* The sum for scaling: running and waiting requests of this Deployment's pods alone, in any job. */}}

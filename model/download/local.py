@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
-from kvasir.model.directory import newest_checkpoint
+from kvasir.model.directory import GRAPH_FILE, MANIFEST_FILE, newest_checkpoint
 from kvasir.model.download.choice import GGUF_PART
 from kvasir.model.download.pull import Found
 from kvasir.model.download.reference import Reference
@@ -31,7 +31,8 @@ def find_local(path: Path) -> Found | None:
         files = path.parent.glob(f"{glob.escape(part[1])}-*.gguf") if part else iter((path,))
     else:
         folder = newest_checkpoint(path)
-        if folder is None or not any(folder.glob("*.safetensors")):
+        is_exported = (path / MANIFEST_FILE).is_file() and (path / GRAPH_FILE).is_file()
+        if folder is None or is_exported or not any(folder.glob("*.safetensors")):
             return None
         files = chain(folder.glob("*"), folder.glob("*/*"))  # modules of sentence-transformers
     hashed = hashlib.sha256()

@@ -49,7 +49,8 @@ def sources(tmp_path: Path) -> Path:
     write(folder / "run/step-00000001", "config.json", "model.safetensors")
     write(folder / "run/step-00000002.part-x", "config.json", "model.safetensors")
     write(folder, "a.gguf", "b-00001-of-00002.gguf", "b-00002-of-00002.gguf")
-    write(folder / "exported", "config.json", "model.onnx", "manifest.json")
+    exported = ("config.json", "model.onnx", "manifest.json", "someone's.safetensors")
+    write(folder / "exported", *exported)
     write(folder / "empty", "README.md")
     return folder
 
