@@ -51,6 +51,8 @@ def explain(
     with one_line_errors(), ProgressBar(quiet=as_json) as progress:
         progress("loading the model", 0, 0)
         model_dir = load_model_dir(directory)
+        if target is None and model_dir.config.encoder is not None:
+            raise ValueError(f"{directory} is an encoder-decoder; give its text: --target")
         if head is not None:
             check_index("head", head, model_dir.config.n_head)
         named = without.split(",") if without else ()

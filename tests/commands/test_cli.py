@@ -170,6 +170,12 @@ def test_a_package_that_an_image_leaves_out_is_named(monkeypatch: pytest.MonkeyP
     assert (result.exit_code, result.stdout, result.stderr) == (1, "", f"kvasir: {message}\n")
 
 
+def test_an_explanation_of_an_encoder_decoder_asks_for_its_target() -> None:
+    result = kvasir("explain", str(ROOT / "examples/numbers"), "one")
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert "--target" in result.stderr
+
+
 def test_a_picture_needs_no_torch() -> None:
     """Only the package that draws, which its name alone brings."""
     code = "import sys; sys.modules['matplotlib'] = None; sys.argv[1:] = ['explain', "
