@@ -217,8 +217,8 @@ class Model:
     def _generating(self) -> Engine:
         if not isinstance(engine := self._engine, Engine):
             raise ValueError(
-                f"{self.model_dir.path} makes vectors of texts and cannot continue them; kvasir serve "
-                "answers /v1/embeddings with it, and so does embed of kvasir.load"
+                f"{self.model_dir.path} makes vectors of texts and cannot continue them; call embed "
+                "of kvasir.load, or kvasir serve for /v1/embeddings"
             )
         return engine
 
