@@ -217,7 +217,7 @@ class Model:
     def _generating(self) -> Engine:
         if not isinstance(engine := self._engine, Engine):
             raise ValueError(
-                f"{self.model_dir.path} makes vectors of texts and cannot continue them; call embed "
+                f"{self.model_dir.path} makes vectors of texts and cannot continue them; use embed "
                 "of kvasir.load, or kvasir serve for /v1/embeddings"
             )
         return engine
