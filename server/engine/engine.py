@@ -161,7 +161,7 @@ class Engine:
         started, decoded = self._clock(), self.runner.decode_seconds
         preempted = self.scheduler.preempted()
         outputs = [self._finish(sequence, FinishReason.ABORT) for sequence in preempted]
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule(started)
         logits = self._run(batch)
         outputs += self._sample(batch, logits)
         seconds = self._clock() - started

@@ -1,9 +1,9 @@
 """The choice of what runs next: every running sequence, and a bounded number of prompt tokens.
 
 Iteration-level scheduling (Orca, OSDI '22) with chunked prefill (Sarathi-Serve, OSDI '24): prompts
-never stall a stream. Sequences are served in the order of arrival, shifted by priorities, which
-age. A sequence that holds a row has all its memory, too, so nothing that runs is preempted, except
-sequences in the background: beside those of clients few may run, and the others end.
+never stall a stream, nor, by their order (`prompt_order.py`), each other. A sequence that holds a
+row has all its memory, too, so nothing that runs is preempted, except sequences in the background:
+beside those of clients few may run, and the others end.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from time import perf_counter
 
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.kv.store import KVStore
+from kvasir.server.engine.prompt_order import PromptOrder
 from kvasir.server.engine.sequence import Sequence, SequenceStatus, draft
-from kvasir.server.engine.step_capacity import StepCapacity
+from kvasir.server.engine.step_capacity import StepCapacity, StepRoom
 
 _MIN_PREFILL = 2  # tokens of a prompt that run even where the prefix cache has all
 # Beside streams of clients: streams for each that runs in the background beside the first, and
@@ -36,7 +37,8 @@ class Scheduler:
         self.capacity = capacity
         self.chunk_size = self.prefill_capacity = capacity.chunk_size
         self.scoring_chunk_size = scoring_chunk_size
-        self.waiting: list[Sequence] = []  # in the order of their queue keys
+        self.waiting: list[Sequence] = []  # the oldest first, by their queue keys
+        self.order = PromptOrder(self._seconds_left)
         self._window: list[Sequence | None] = []  # the holder of each row
         self._is_crowded = False  # no room for a client's sequence in the last step
         self._n_steps = 0  # with streams of clients, since a prompt in the background
@@ -73,9 +75,9 @@ class Scheduler:
         most = 1 + n_clients // _STREAMS_PER_BACKGROUND
         return most if n_clients else self.kv.max_num_seqs
 
-    def schedule(self) -> StepBatch:
-        """Choose the chunks of the next step, and admit sequences for them."""
-        prefills = self._schedule_prefills()
+    def schedule(self, now: float) -> StepBatch:
+        """Choose the chunks of the step that begins now, and admit sequences for them."""
+        prefills = self._schedule_prefills(now)
         if not self.waiting or self.waiting[0].is_background:
             self._fill_hole()
         running = [s for s in self.held if s.status is SequenceStatus.RUNNING]
@@ -118,94 +120,123 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
         sequence.finished_at = perf_counter()
 
-    def _schedule_prefills(self) -> list[Chunk]:
-        """Cut chunks from prompts in order until the step is full; a scored prompt ends it."""
-        chunks: list[Chunk] = []
-        room = self.chunk_size
+    def _schedule_prefills(self, now: float) -> list[Chunk]:
+        """Cut chunks from prompts in their order until the step is full.
+
+        The first chunk has its least size in any case; others have to fit. A scored prompt ends
+        the step, as does one that goes on in the next.
+        """
+        unfinished = [s for s in self.held if s.status is SequenceStatus.PREFILLING]
         running = SequenceStatus.RUNNING
         has_streams = any(s.status is running and not s.is_background for s in self.held)
         self._n_steps = self._n_steps + 1 if has_streams else _STEPS_PER_BACKGROUND
-        if has_streams and self.capacity.is_stale:
+        self._is_crowded = not self.kv.free_rows
+        prompts = unfinished if self._is_crowded else [*unfinished, *self.waiting]
+        if not prompts or (has_streams and self.capacity.is_stale):
             return []
-        sequence = self._next_prompt()
-        if sequence is not None and has_streams:
-            room = self.capacity.beside_streams(sequence.n_computed)
-        self.prefill_capacity = room
-        while sequence is not None:
-            limit = min(room, self.scoring_chunk_size) if sequence.is_scored else room
-            limit = max(limit, self.kv.min_chunk)
-            end = min(sequence.n_computed + limit, len(sequence.prompt_ids))
-            # A short rest starts earlier and writes the same bits again.
-            start = max(0, min(sequence.n_computed, end - self.kv.min_chunk))
-            count, is_last = end - start, end == len(sequence.prompt_ids)
-            n_logits = int(end == sequence.n_given and sequence.params.max_tokens > 0)
-            chunk = Chunk(sequence, start, count, count if sequence.is_scored else n_logits)
+        chunks: list[Chunk] = []
+        room, may_admit = self.capacity.room(has_streams=has_streams), True
+        for place in self.order.first_to_last(prompts):
+            computed = [chunk.sequence for chunk in chunks]
+            sequence = self._maker(place, unfinished + computed) or place
+            if sequence in computed:
+                continue
+            if not self._fits(sequence, room, chunks):
+                break
+            if sequence.status is SequenceStatus.WAITING:
+                may_admit = may_admit and self._admit(sequence, chunks)
+            if not sequence.rows or (sequence.is_background and not self._is_due):
+                continue
+            n_left = len(sequence.prompt_ids) - sequence.n_computed
+            limit = room.limit(sequence.n_computed, n_left, is_first=not chunks)
+            chunk = self._cut(sequence, limit)
+            if not chunks:
+                self.prefill_capacity = limit
+                self.order.begins_with(place, prompts)
             chunks.append(chunk)
             if has_streams and sequence.is_background:
                 self._n_steps = 0
-            if sequence.is_scored or not is_last:
+            if sequence.is_scored or not chunk.completes_prompt:
                 break
+            self.order.completes(sequence, now)
             n_cached = sequence.n_cached if chunk.begins_prompt else 0
-            room -= self.kv.step_share(count, n_cached, self.chunk_size)
-            sequence = self._admit(room, chunks)
+            share = self.kv.step_share(chunk.count, n_cached, self.chunk_size)
+            room.take(chunk.count, chunk.start, share)
         return chunks
 
-    def _next_prompt(self) -> Sequence | None:
-        """Return the unfinished prompt of the last step, or the next of the queue, if it may run.
+    def _cut(self, sequence: Sequence, limit: int) -> Chunk:
+        """Return a chunk of at most `limit` tokens, or of as few as may run at once."""
+        limit = min(limit, self.scoring_chunk_size) if sequence.is_scored else limit
+        end = min(sequence.n_computed + max(limit, self.kv.min_chunk), len(sequence.prompt_ids))
+        # A short rest starts earlier and writes the same bits again.
+        start = max(0, min(sequence.n_computed, end - self.kv.min_chunk))
+        n_logits = int(end == sequence.n_given and sequence.params.max_tokens > 0)
+        count = end - start
+        return Chunk(sequence, start, count, count if sequence.is_scored else n_logits)
 
-        Between two steps at most one of clients and one in the background are unfinished.
+    def _fits(self, sequence: Sequence, room: StepRoom, chunks: list[Chunk]) -> bool:
+        """Return whether a step has room for the shortest chunk of a prompt; the first has."""
+        n_left = len(sequence.prompt_ids) - sequence.n_computed
+        shortest = min(max(_MIN_PREFILL, self.kv.min_chunk), n_left)
+        return not chunks or room.limit(sequence.n_computed, n_left, is_first=False) >= shortest
+
+    def _seconds_left(self, sequence: Sequence) -> float:
+        """Estimate the seconds that a prompt still takes."""
+        cost, n_done = self.capacity.cost, sequence.n_computed
+        if sequence.status is SequenceStatus.WAITING and cost.first:
+            n_done = self.kv.cache.count(self._reusable(sequence)) * self.kv.cache.block_size
+        return cost.prompt(len(sequence.prompt_ids) - n_done, n_done)
+
+    def _reusable(self, sequence: Sequence) -> list[bytes]:
+        """Return the names of the blocks that a prompt need not compute if they are cached."""
+        n_tokens = 0 if sequence.is_scored else max(0, len(sequence.prompt_ids) - _MIN_PREFILL)
+        return sequence.block_names[: n_tokens // self.kv.cache.block_size]
+
+    def _maker(self, sequence: Sequence, unfinished: list[Sequence]) -> Sequence | None:
+        """Return the unfinished prompt that computes the next block of one that waits.
+
+        That one is computed in its place: once it has come so far, the block can be reused.
         """
-        unfinished = [s for s in self.held if s.status is SequenceStatus.PREFILLING]
-        first = min(unfinished, key=lambda held: held.is_background, default=None)
-        if first is None:
-            return self._admit(self.chunk_size, [])
-        if first.is_background and self.waiting and not self.waiting[0].is_background:
-            first = self._admit(self.chunk_size, []) or first
-        return first if not first.is_background or self._is_due else None
+        if sequence.status is not SequenceStatus.WAITING or not unfinished:
+            return None
+        names, size = self._reusable(sequence), self.kv.cache.block_size
+        missing = names[self.kv.cache.count(names) :][:1]
+        for maker in unfinished if missing else ():
+            is_client = sequence.is_background or not maker.is_background
+            if is_client and missing[0] in maker.block_names[maker.n_computed // size :]:
+                return maker
+        return None
 
     @property
     def _is_due(self) -> bool:
         """True if a prompt in the background may run in this step."""
         return self._n_steps >= _STEPS_PER_BACKGROUND
 
-    def _admit(self, room: int, chunks: list[Chunk]) -> Sequence | None:
-        """Admit the next sequence of the queue; None if it has to wait.
+    def _admit(self, sequence: Sequence, chunks: list[Chunk]) -> bool:
+        """Give a waiting sequence its rows; return False if it has to wait for them.
 
-        It waits for its rows, for a step with room for its shortest chunk, and for a block that one
-        of `chunks` computes: a step later that can be reused. In the background it also waits for
-        others, see `_may_begin`.
+        In the background it also waits for others, see `_may_begin`.
         """
-        if not self.waiting:
-            return None
-        sequence, size = self.waiting[0], self.kv.cache.block_size
-        n_prompt = len(sequence.prompt_ids)
-        if chunks and room < min(max(_MIN_PREFILL, self.kv.min_chunk), n_prompt):
-            return None
         if sequence.is_background and not self._may_begin(chunks):
-            return None
-        n_reusable = 0 if sequence.is_scored else max(0, n_prompt - _MIN_PREFILL) // size
-        names = sequence.block_names[:n_reusable]
-        missing = names[self.kv.cache.count(names) :][:1]
-        computed = (c.sequence.block_names[c.start // size : c.end // size] for c in chunks)
-        if missing and any(missing[0] in names for names in computed):
-            return None
+            return False
+        names = self._reusable(sequence)
         for _ in range(sequence.params.n_rows):
-            admitted = self.kv.admit(n_prompt, sequence.n_after_prompt, names)
+            admitted = self.kv.admit(len(sequence.prompt_ids), sequence.n_after_prompt, names)
             if admitted is None:
                 self._is_crowded = not sequence.is_background
                 for row in sequence.rows:
                     self.kv.free(row)
                 sequence.rows = []
-                return None
+                return False
             row, sequence.n_cached = admitted
             sequence.rows.append(row)
-        del self.waiting[0]
+        self.waiting.remove(sequence)
         for row in sequence.rows:
             self._hold(row, sequence)
         sequence.status = SequenceStatus.PREFILLING
         sequence.scheduled_at = perf_counter()
         sequence.n_computed = sequence.n_cached
-        return sequence
+        return True
 
     def _may_begin(self, chunks: list[Chunk]) -> bool:
         """Return whether a sequence may begin in the background, beside the step's chunks."""

@@ -57,8 +57,8 @@ class Sequence:
     prediction: tokens that its output may have.
     rows: one, or one for each beam. n_computed: tokens whose keys and values are in a row, those of
     a source too; n_cached: those of them that came from the prefix cache. cache_salt, block_names:
-    see BlockCache.names. speculation: None is one token a step. scores: log-probabilities of the
-    prompt; None unless they were requested.
+    see BlockCache.names. owner: the name of its API key. speculation: None is one token a step.
+    scores: log-probabilities of the prompt; None unless they were requested.
     """
 
     id: int
@@ -69,6 +69,7 @@ class Sequence:
     request_id: str = ""
     target_prefix: list[int] = field(default_factory=list)
     cache_salt: bytes = b""
+    owner: str = ""
     priority: int = 0
     n_certain: int = 0
     deadline: float = math.inf

@@ -1,4 +1,4 @@
-"""The prompt tokens that fit into a step beside running streams, from the times of the last steps.
+"""The prompt tokens that fit into a step, from the times of the last steps.
 
 Sarathi-Serve (OSDI '24) profiles a machine to find how many tokens keep to a latency target; here
 the steps are the profile. Nothing here reads a clock.
@@ -6,54 +6,118 @@ the steps are the profile. Nothing here reads a clock.
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
-_TARGET_DECODES = 3  # decode runs in a step, unless a target is set
+import numpy as np
+from numpy.typing import NDArray
+
+_TARGET_RUNS = 4  # runs without prompts in a step beside streams, unless a target is set
 _FILLED = 0.9  # share of the target to fill, because times vary by a tenth
+_ALONE = 2  # whole chunks at no depth, which a step without streams may take at any depth
 _N_DECODES = 9  # the last decode runs; their median follows the batch and ignores a hiccup
 _STALE = 32  # steps after which the time of decodes is measured again
-_GAIN = 0.25  # share of an error by which one step corrects the estimate
+_NOISE = 0.1  # share by which a step's time is wrong by chance
+_HICCUP = 0.5  # most of the expected time by which a longer one corrects it
+_DRIFT = 0.03  # share of a chunk's time by which each part of the cost may change in a step
 _RUN = 0.25  # weight of the constant part: 1/17 of a full chunk's first time is taken for it
-_LEAST_TOKENS = 32
-_LEAST_OF_CHUNK = (1 / 2, 1 / 8)  # fewest tokens without and with a target; at least _LEAST_TOKENS
-_MULTIPLE = 16  # capacities are multiples, so runs have few shapes
+_LEAST_TOKENS = 8  # of a prompt's chunk, and at least 1/32 of a whole one: prompts have to end
+_MULTIPLE = 8  # chunks are multiples, so runs have few shapes
+_DEPTH = 1024  # tokens before a chunk, in the unit of PromptCost.later
+
+
+class PromptCost(NamedTuple):
+    """Seconds of a chunk of chunk_size tokens: first, and later for each 1,024 tokens before it."""
+
+    chunk_size: int
+    run: float = 0.0  # in units of _RUN, the part of a run that no token adds to
+    first: float = 0.0
+    later: float = 0.0
+
+    def chunk(self, count: int, past: float) -> float:
+        """Return the seconds of a chunk of `count` tokens after `past`, without its run's."""
+        return count / self.chunk_size * (self.first + self.later * past / _DEPTH)
+
+    def prompt(self, count: int, past: int) -> float:
+        """Return the seconds of the last `count` tokens of a prompt, cut into whole chunks."""
+        depth = past + max(0, count - self.chunk_size) / 2
+        return self.chunk(count, depth) + _RUN * self.run * count / self.chunk_size
+
+
+@dataclass(slots=True)
+class StepRoom:
+    """What a step has left for prompts: tokens, and seconds by their cost.
+
+    least: tokens of its first chunk, whatever they cost.
+    """
+
+    cost: PromptCost
+    tokens: int
+    seconds: float
+    least: int
+
+    def limit(self, past: int, n_left: int, *, is_first: bool) -> int:
+        """Return the most tokens of a chunk after `past`; the first has at least `least`.
+
+        n_left: of its prompt. A part of a prompt is a multiple of _MULTIPLE.
+        """
+        if self.seconds == math.inf:
+            return self.tokens
+        fitting = int(max(0.0, self.seconds) / self.cost.chunk(1, past))
+        if fitting < n_left:
+            fitting -= fitting % _MULTIPLE
+        return min(self.tokens, max(fitting, self.least if is_first else 0))
+
+    def take(self, count: int, past: int, share: int) -> None:
+        """Subtract a chunk; share: its tokens, and those that its other work counts as."""
+        self.tokens -= share
+        self.seconds -= self.cost.chunk(count, past) + self.cost.chunk(share - count, 0)
 
 
 class StepCapacity:
-    """An estimate of the seconds of prompts, and the number of their tokens that a target allows.
+    """The seconds that a step may spend on prompts, and the number of tokens that fit into them.
 
-    target: seconds between two tokens of a stream; None is three decode runs, 0 is no limit.
+    target: seconds between two tokens of a stream; None is four runs without prompts, 0 any time.
+    cost: as measured so far; nothing costs anything before the first prompt.
     """
 
     def __init__(self, chunk_size: int, target: float | None) -> None:
         self.chunk_size = chunk_size
         self.target = target
+        self.cost = PromptCost(chunk_size)
         self._decodes: deque[float] = deque(maxlen=_N_DECODES)
         self._n_mixed = 0  # steps with streams since decodes ran alone
-        # Seconds of the parts of `_parts`.
-        self._seconds = [0.0, 0.0, 0.0]
+        self._covariance: NDArray[np.float64] = np.zeros((3, 3))  # of the cost's parts
+        self._is_one_run = False  # prompts join the run of decodes
 
     @property
     def is_stale(self) -> bool:
         """True if the next step should run decodes alone: on a GPU only such a step times them."""
         return self.target != 0 and self._n_mixed >= (_STALE if self._decodes else 1)
 
-    def beside_streams(self, past: int) -> int:
-        """Return the most prompt tokens of a step; past: tokens of the first prompt before them.
+    def room(self, *, has_streams: bool) -> StepRoom:
+        """Return the room for prompts in the next step.
 
-        Prompts have to end, and each run reads all weights. So the least is half of chunk_size, or
-        an eighth where a target puts latency before throughput.
+        Beside streams the step keeps to the target. Without, whoever comes next waits no longer
+        than whole chunks without a past take, however deep the present one is.
         """
-        run, first, later = self._seconds
-        chunk = first + later * past / 1024
-        if self.target == 0 or not self._decodes or not chunk:
-            return self.chunk_size
+        seconds = self._seconds(has_streams=has_streams)
+        least = max(_LEAST_TOKENS, self.chunk_size // 32)
+        return StepRoom(self.cost, self.chunk_size, seconds, least)
+
+    def _seconds(self, *, has_streams: bool) -> float:
+        if self.target == 0 or not self.cost.first:
+            return math.inf
+        seconds = _ALONE * self.cost.first
+        if not has_streams or not self._decodes:
+            return seconds
         decode = median(self._decodes)
-        target = _TARGET_DECODES * decode if self.target is None else self.target
-        n_tokens = int((_FILLED * target - decode - _RUN * run) / chunk * self.chunk_size)
-        least = int(self.chunk_size * _LEAST_OF_CHUNK[self.target is not None])
-        return min(self.chunk_size, max(_LEAST_TOKENS, least, n_tokens - n_tokens % _MULTIPLE))
+        run = 0.0 if self._is_one_run else _RUN * self.cost.run
+        target = _TARGET_RUNS * (decode + run) if self.target is None else self.target
+        return min(seconds, _FILLED * target - decode - run)
 
     def record(
         self, seconds: float, n_decode: int, decode_seconds: float, prompts: list[tuple[int, int]]
@@ -62,31 +126,39 @@ class StepCapacity:
 
         decode_seconds: 0 if decodes did not run alone. prompts: tokens of each chunk and before it.
         """
+        joined = bool(n_decode and not decode_seconds)
         if decode_seconds:
             if self.is_stale:
                 self._decodes.clear()
             self._decodes.append(decode_seconds)
             self._n_mixed = 0
-        elif n_decode:
+        elif joined:
+            self._is_one_run = True
             self._n_mixed += 1
             decode_seconds = median(self._decodes) if self._decodes else 0.0
         if not prompts:
             return
-        parts = self._parts(prompts)
-        expected = sum(x * s for x, s in zip(parts, self._seconds, strict=True))
-        measured = max(0.0, seconds - decode_seconds)
-        # A normalised least-mean-squares filter; a hiccup counts as twice the expected time.
-        error = min(measured, 2 * expected or measured) - expected
-        correction = (_GAIN if expected else 1.0) * error / sum(x * x for x in parts)
-        self._seconds = [
-            max(0.0, s + correction * x) for x, s in zip(parts, self._seconds, strict=True)
-        ]
+        # What prompts take time for: a run, their tokens, and the tokens before those.
+        chunks = [count / self.chunk_size for count, _ in prompts]
+        before = sum(n * past for n, (_, past) in zip(chunks, prompts, strict=True)) / _DEPTH
+        parts = 0.0 if joined and decode_seconds else _RUN, sum(chunks), before
+        self._correct(parts, max(0.0, seconds - decode_seconds))
 
-    def _parts(self, prompts: list[tuple[int, int]]) -> tuple[float, float, float]:
-        """Return what prompts take time for: a run, their tokens, and the tokens before those.
+    def _correct(self, parts: tuple[float, float, float], measured: float) -> None:
+        """Correct the cost by a step's seconds: a Kalman filter whose state drifts.
 
-        Tokens are counted in chunks, those before them in 1024 for each token of a chunk.
+        It knows which parts earlier steps have told apart, so a chunk at a depth that is new
+        corrects what depth costs, and tiny prompts correct the run. Errors are relative.
         """
-        n_tokens = sum(count for count, _ in prompts) / self.chunk_size
-        n_before = sum(count * before for count, before in prompts) / self.chunk_size / 1024
-        return _RUN, n_tokens, n_before
+        x, state = np.array(parts), np.array(self.cost[1:])
+        expected = float(x @ state)
+        if not expected:
+            state = x * measured / (x @ x)
+            self._covariance = np.eye(3) * state[1] ** 2
+        else:
+            self._covariance += np.eye(3) * (_DRIFT * state[1]) ** 2
+            gain = self._covariance @ x
+            gain /= x @ gain + (_NOISE * expected) ** 2
+            state += gain * min(measured - expected, _HICCUP * expected)
+            self._covariance -= np.outer(gain, x @ self._covariance)
+        self.cost = PromptCost(self.chunk_size, *state.clip(0.0).tolist())

@@ -91,6 +91,7 @@ def make_choices(
                 request.request_id,
                 request.target_prefix,
                 request.cache_salt,
+                request.caller.name,
                 request.priority,
                 request.n_certain,
                 request.deadline,

@@ -209,17 +209,19 @@ EngineMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=
 test_random_lives = EngineMachine.TestCase
 
 
-def test_a_large_request_at_the_head_is_not_overtaken() -> None:
-    """Would catch admission that overtakes and starves it."""
+def test_a_large_request_is_overtaken_in_few_steps() -> None:
+    """Would catch admission that starves it, because smaller ones always fit."""
     engine, _ = make_engine(max_num_seqs=4, budget_tokens=80)
-    engine.add(greedy(0, [1] * 10, 20))
+    engine.add(greedy(0, [1] * 8, 20))
     engine.step()
     engine.add(greedy(1, [2] * 20, 30))
-    engine.add(greedy(2, [3], 1))
     order: list[int] = []
+    for i in range(2, 40):
+        engine.add(greedy(i, [3] * 8, 1))  # a step's tokens
+        order += [o.sequence_id for o in engine.step()[0] if o.finish_reason]
     while engine.has_work:
         order += [o.sequence_id for o in engine.step()[0] if o.finish_reason]
-    assert order == [0, 2, 1]
+    assert order[:4] == [2, 3, 4, 0]
     assert engine.kv.reserved_tokens == 0
 
 

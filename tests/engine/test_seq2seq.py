@@ -21,7 +21,8 @@ MODEL = small_model(small_config())
 
 
 def make_engine(chunk_size: int = 32, **limits: int) -> Engine:
-    return Engine(FakeSeq2SeqRunner(MODEL, **limits), chunk_size=chunk_size, itl_target=0.0)
+    runner = FakeSeq2SeqRunner(MODEL, **limits)
+    return Engine(runner, chunk_size=chunk_size, itl_target=0.0, clock=lambda: 0.0)
 
 
 def make_sequence(i: int, **params: Any) -> Sequence:
