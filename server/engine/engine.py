@@ -65,6 +65,8 @@ class StepStats:
     n_drafted: int
     n_accepted: int  # draft tokens that were right
     seconds: float
+    n_before: float = 0.0  # tokens before one of a prompt's, the mean
+    slowdown: float = 0.0  # share by which each of them slows it
 
     @property
     def kind(self) -> StepKind:
@@ -202,15 +204,19 @@ class Engine:
             c.sequence for c in batch.prefills if c.begins_prompt and not c.sequence.is_scored
         ]
         looked_up = prompts if self.kv.cache.capacity else []
+        n_prefill = sum(chunk.count for chunk in batch.prefills)
+        n_before = sum(chunk.count * (chunk.start + chunk.end) / 2 for chunk in batch.prefills)
         return StepStats(
             n_decode=len(batch.decodes) + len(batch.drafts),
-            n_prefill_tokens=sum(chunk.count for chunk in batch.prefills),
+            n_prefill_tokens=n_prefill,
             prefill_capacity=self.scheduler.prefill_capacity,
             n_queried=sum(len(sequence.prompt_ids) for sequence in looked_up),
             n_cached=sum(sequence.n_cached for sequence in looked_up),
             n_drafted=sum(len(chunk.draft) for chunk in batch.drafts),
             n_accepted=sum(c.sequence.n_computed - c.start - 1 for c in batch.drafts),
             seconds=seconds,
+            n_before=n_before / max(1, n_prefill),
+            slowdown=self.scheduler.capacity.cost.slowdown,
         )
 
     def _update(

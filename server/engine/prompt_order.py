@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from kvasir.server.engine.sequence import Sequence, SequenceStatus
 
-_SECONDS_PER_WORK = 32.0  # of waiting, which offset a second of work left
+SECONDS_PER_WORK = 32.0  # of waiting, which offset a second of work left
 _MOST_PASSED = 3  # steps in a row that may begin with another prompt than the oldest
 
 
@@ -35,7 +35,7 @@ class PromptOrder:
             if prompt.is_background:
                 background.append(prompt)
             else:
-                clients[prompt] = prompt.queue_key[0] + _SECONDS_PER_WORK * self._work(prompt)
+                clients[prompt] = prompt.queue_key[0] + SECONDS_PER_WORK * self._work(prompt)
         if clients and self._n_passed >= _MOST_PASSED:
             oldest = min(clients, key=lambda prompt: prompt.queue_key)
             del clients[oldest]

@@ -21,8 +21,9 @@ _ALONE = 2  # whole chunks at no depth, which a step without streams may take at
 _N_DECODES = 9  # the last decode runs; their median follows the batch and ignores a hiccup
 _STALE = 32  # steps after which the time of decodes is measured again
 _NOISE = 0.1  # share by which a step's time is wrong by chance
-_HICCUP = 0.5  # most of the expected time by which a longer one corrects it
-_DRIFT = 0.03  # share of a chunk's time by which each part of the cost may change in a step
+_HICCUP = 1.25  # most by which a step's time and the expected one differ, in its correction
+_SPEED = 0.05  # share by which all parts of the cost change together from step to step
+_DRIFT = 0.005  # share of a chunk's time by which each changes apart from the others
 _RUN = 0.25  # weight of the constant part: 1/17 of a full chunk's first time is taken for it
 _LEAST_TOKENS = 8  # of a prompt's chunk, and at least 1/32 of a whole one: prompts have to end
 _MULTIPLE = 8  # chunks are multiples, so runs have few shapes
@@ -36,6 +37,11 @@ class PromptCost(NamedTuple):
     run: float = 0.0  # in units of _RUN, the part of a run that no token adds to
     first: float = 0.0
     later: float = 0.0
+
+    @property
+    def slowdown(self) -> float:
+        """The share by which each token before a prompt's token slows it."""
+        return self.later / self.first / _DEPTH if self.first else 0.0
 
     def chunk(self, count: int, past: float) -> float:
         """Return the seconds of a chunk of `count` tokens after `past`, without its run's."""
@@ -148,17 +154,21 @@ class StepCapacity:
         """Correct the cost by a step's seconds: a Kalman filter whose state drifts.
 
         It knows which parts earlier steps have told apart, so a chunk at a depth that is new
-        corrects what depth costs, and tiny prompts correct the run. Errors are relative.
+        corrects what depth costs, and tiny prompts correct the run. Mostly all parts change alike,
+        as the machine's speed does.
         """
         x, state = np.array(parts), np.array(self.cost[1:])
+        least = np.array([0.0, state[1] / 2, 0.0])
         expected = float(x @ state)
         if not expected:
             state = x * measured / (x @ x)
             self._covariance = np.eye(3) * state[1] ** 2
         else:
+            self._covariance += np.outer(state, state) * _SPEED**2
             self._covariance += np.eye(3) * (_DRIFT * state[1]) ** 2
             gain = self._covariance @ x
             gain /= x @ gain + (_NOISE * expected) ** 2
-            state += gain * min(measured - expected, _HICCUP * expected)
+            ratio = min(max(measured / expected, 1 / _HICCUP), _HICCUP)
+            state += gain * (ratio - 1) * expected
             self._covariance -= np.outer(gain, x @ self._covariance)
-        self.cost = PromptCost(self.chunk_size, *state.clip(0.0).tolist())
+        self.cost = PromptCost(self.chunk_size, *state.clip(least).tolist())

@@ -18,7 +18,7 @@ from kvasir.server.engine.kv.prefix_cache import PrefixCache
 from kvasir.server.engine.runner import OnnxRunner
 from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.sequence import Sequence
-from kvasir.server.engine.step_capacity import StepCapacity
+from kvasir.server.engine.step_capacity import PromptCost, StepCapacity, StepRoom
 from tests.kit.engine_driver import Result, assert_same, make_sequence, run_at_random, run_to_end
 from tests.kit.random_models import RandomModel
 from tests.kit.serving import VOCAB_SIZE, small_tokenizer
@@ -62,7 +62,7 @@ def make_request(model: RandomModel, i: int) -> Sequence:
         prompt_logprobs=2 if i % 5 == 0 else None,
     )
     sequence = make_sequence(i, prompt_ids, params)
-    sequence.cache_salt = [b"", b"salt"][i % 2]
+    sequence.cache_salt, sequence.owner = [b"", b"salt"][i % 2], ["", "a", "b"][i % 3]
     sequence.constraint = compiler.compile(CONSTRAINED[i]) if i in CONSTRAINED else None
     return sequence
 
@@ -99,14 +99,19 @@ def make_engine(runner: OnnxRunner, *, chunk_size: int, cache_blocks: int = 0) -
 
 
 class RandomCapacity(StepCapacity):
-    """Any number of prompt tokens beside streams, as measured times could give."""
+    """Any room for prompts, and any cost and thus order of them, as measured times could give."""
 
     def __init__(self, generator: np.random.Generator) -> None:
         super().__init__(200, None)
         self._generator = generator
 
-    def beside_streams(self, past: int) -> int:
-        return int(self._generator.integers(2, [8, 100][past % 2]))
+    def room(self, *, has_streams: bool) -> StepRoom:  # noqa: ARG002
+        first, later, seconds = self._generator.random(3) + 1e-3
+        self.cost = PromptCost(200, 0.0, first, later * 10)
+        return StepRoom(self.cost, 200, seconds / 2, int(self._generator.integers(2, 20)))
+
+    def record(self, *_: object) -> None:
+        """Measure nothing."""
 
 
 @pytest.mark.parametrize("kind", range(4))

@@ -21,6 +21,7 @@ from kvasir.server.engine.engine import Engine, TokenOutput
 from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.sequence import PRIORITY_LEVEL_SECONDS, FinishReason, Sequence
 from kvasir.server.errors import EngineError
+from kvasir.server.requests.admission.forecast import Work
 from kvasir.server.requests.async_engine import AsyncEngine, OutputStream
 from tests.kit.fake_encoder import FakeTextRunner
 from tests.kit.fake_runner import FakeRunner
@@ -300,11 +301,13 @@ async def test_a_snapshot_holds_the_work_of_all_sequences() -> None:
         assert snapshot.n_slots == 1
         assert [(work.n_prompt, work.n_new) for work in snapshot.running] == [(0, 4)]
         assert snapshot.running[0].seconds_held > 0
-        ahead = snapshot.ahead_of(now).waiting
+        long = Work(100, 1, queue_time=now)
+        ahead = snapshot.ahead_of(long).waiting
         assert [(one.n_prompt, one.n_new, one.seconds_held) for one in ahead] == [(5, 8, 0.0)] * 2
         assert ahead[0].seconds_left < 1000.0 < ahead[1].seconds_left == math.inf
         assert snapshot.n_waiting_tokens == 5 + 6  # the samples of a prompt share it
-        assert len(snapshot.ahead_of(now + PRIORITY_LEVEL_SECONDS).waiting) == 3
+        later = long._replace(queue_time=now + PRIORITY_LEVEL_SECONDS)
+        assert len(snapshot.ahead_of(later).waiting) == 3
         runner.release()
         await collect(stream, 3)
         assert engine.forecast.slot > 0

@@ -207,7 +207,7 @@ def test_estimates_follow_from_the_work_ahead() -> None:
     forecast.step(StepStats(2, 10, CHUNK, 0, 0, 0, 0, 1.0))  # not full: gives no prompt rate
     forecast.ended(40.0)
     assert forecast.seconds_to_run(Work(64, 3)) == 1.0 + 3.0
-    assert forecast.least_seconds_to_run(64, 3) == 3.0
+    assert forecast.least_seconds_to_run(Work(64, 3), 3) == 3.0
 
     def seconds_to_slot(n_slots: int, running: list[Work], *waiting: Work) -> float:
         return Snapshot(forecast, n_slots, tuple(running), waiting).seconds_to_slot()
@@ -221,14 +221,30 @@ def test_estimates_follow_from_the_work_ahead() -> None:
     assert seconds_to_slot(2, taken, Work(0, 99, seconds_left=9.0)) == 6.0  # it will be shed
     assert seconds_to_slot(9, [Work(128, 1)], Work(192, 1)) == 3.75
     forecast.step(StepStats(2, 0, CHUNK, 0, 0, 0, 0, 0.5))  # a step without prompts
-    assert forecast.least_seconds_to_run(64, 3) == LEAST_SHARE * (1.0 + 3 * 0.5)
+    assert forecast.least_seconds_to_run(Work(64, 3), 3) == LEAST_SHARE * (1.0 + 3 * 0.5)
 
 
-def test_only_requests_earlier_in_the_queue_are_ahead() -> None:
-    snapshot = Snapshot(
-        waiting=(Work(1, 1, queue_time=3.0), Work(2, 1, queue_time=5.0), Work(3, 1, queue_time=4.0))
-    )
-    assert [work.n_prompt for work in snapshot.ahead_of(4.0).waiting] == [1, 3]
+def test_only_what_comes_first_in_the_order_is_ahead() -> None:
+    """By age and by the prompts' work: a short request is not behind a long one."""
+    rates = Forecast()
+    rates.step(StepStats(0, 64, CHUNK, 0, 0, 0, 0, 0.64))  # 10 ms a token, 0.32 s of age
+    waiting = tuple(Work(n, 1, queue_time=at) for n, at in ((1, 3.0), (2, 5.0), (3, 3.5), (90, 0)))
+    running = Work(800, 9, n_before=200), Work(0, 9)
+    ahead = Snapshot(rates, 4, running, waiting).ahead_of(Work(2, 1, queue_time=4.0))
+    assert [work.n_prompt for work in ahead.waiting] == [1, 3]
+    assert [work.n_prompt for work in ahead.running] == [0, 0]
+    behind = Snapshot(rates, 4, running, waiting).ahead_of(Work(900, 1, queue_time=4.0))
+    assert [work.n_prompt for work in behind.running] == [800, 0]
+    assert len(behind.waiting) == 4
+
+
+def test_the_depth_of_a_prompt_counts() -> None:
+    """Would catch a forecast that takes a long prompt for many short ones."""
+    rates = Forecast()
+    # 1 ms a token with none before it; each one before it adds a thousandth.
+    rates.step(StepStats(0, 64, CHUNK, 0, 0, 0, 0, 0.192, n_before=2000.0, slowdown=0.001))
+    assert rates.seconds_to_run(Work(1000, 0)) == pytest.approx(1.5)
+    assert rates.seconds_to_run(Work(500, 0, n_before=1500)) == pytest.approx(0.5 * 2.75)
 
 
 def test_a_step_is_full_by_the_budget_that_it_had() -> None:
@@ -249,8 +265,8 @@ def test_cached_tokens_and_accepted_drafts_save_time() -> None:
 def test_what_a_sequence_still_needs() -> None:
     params = SamplingParams(max_tokens=9, min_tokens=5)
     sequence = Sequence(0, [1] * 10, params, frozenset(), 2.0, deadline=50.0, n_certain=5)
-    assert Work.of(sequence, 7.0) == Work(10, 9, 5, 0.0, 43.0, sequence.queue_key[0])
+    assert Work.of(sequence, 7.0) == Work(10, 9, 5, 0.0, 43.0, sequence.queue_key[0], 0)
     sequence.scheduled_at, sequence.n_computed, sequence.output_ids = 3.0, 4, [1, 2, 3]
-    assert Work.of(sequence, 7.0) == Work(6, 6, 2, 4.0, 43.0, sequence.queue_key[0])
+    assert Work.of(sequence, 7.0) == Work(6, 6, 2, 4.0, 43.0, sequence.queue_key[0], 4)
     sequence.n_computed, sequence.output_ids = 16, [1] * 7
-    assert Work.of(sequence, 7.0) == Work(0, 2, 0, 4.0, 43.0, sequence.queue_key[0])
+    assert Work.of(sequence, 7.0) == Work(0, 2, 0, 4.0, 43.0, sequence.queue_key[0], 10)

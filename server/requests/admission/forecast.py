@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import NamedTuple, Self
 
 from kvasir.server.engine.engine import StepStats
+from kvasir.server.engine.prompt_order import SECONDS_PER_WORK
 from kvasir.server.engine.sequence import Sequence, SequenceStatus
 
 # The share of a measured time to count on. The load may ease, and a request that could then be in
@@ -34,19 +35,22 @@ class Work(NamedTuple):
     n_certain: int = 0  # fewest new tokens, however its text ends
     seconds_held: float = 0.0  # since it got its slot
     seconds_left: float = math.inf  # until its deadline
-    queue_time: float = 0.0  # the moment that orders the queue
+    queue_time: float = 0.0  # the moment from which its age counts
+    n_before: int = 0  # tokens of its prompt that are computed
 
     @classmethod
     def of(cls, sequence: Sequence, now: float) -> Work:
         """Return what a sequence still needs."""
         n_output, scheduled = len(sequence.output_ids), sequence.scheduled_at
+        n_before = min(sequence.n_computed, len(sequence.prompt_ids))
         return cls(
-            n_prompt=max(0, len(sequence.prompt_ids) - sequence.n_computed),
+            n_prompt=len(sequence.prompt_ids) - n_before,
             n_new=sequence.params.max_tokens - n_output,
             n_certain=max(0, sequence.n_certain - n_output),
             seconds_held=0.0 if scheduled is None else now - scheduled,
             seconds_left=sequence.deadline - now,
             queue_time=sequence.queue_key[0],
+            n_before=n_before,
         )
 
 
@@ -56,7 +60,8 @@ class Forecast:
     def __init__(self) -> None:
         self.token = 0.0  # the mean of the last steps
         self.token_alone = 0.0  # with no prompts in the same step
-        self.prompt_token = 0.0  # in the best of the last steps that were full of them
+        self.prompt_token = 0.0  # with none before it, by the best of the last full steps
+        self.slowdown = 0.0  # share by which each token before it slows a prompt's
         self.slot = 0.0  # for which a sequence holds its slot, the mean
         self._steps: deque[float] = deque(maxlen=_STEPS)  # seconds per token of one sequence
         self._bare_steps: deque[float] = deque(maxlen=_STEPS)  # those that ran no prompts
@@ -73,21 +78,27 @@ class Forecast:
             self.token = fmean(self._steps)
             self.token_alone = min(self.token, fmean(self._bare_steps or self._steps))
         if stats.n_prefill_tokens + stats.n_cached / _COPIES >= 0.9 * stats.prefill_capacity:
-            self._full_steps.append(stats.seconds / (stats.n_prefill_tokens + stats.n_cached))
-            self.prompt_token = min(self._full_steps)
+            n_tokens = stats.n_prefill_tokens * (1 + stats.slowdown * stats.n_before)
+            self._full_steps.append(stats.seconds / (n_tokens + stats.n_cached))
+            self.prompt_token, self.slowdown = min(self._full_steps), stats.slowdown
 
     def ended(self, seconds_held: float) -> None:
         """Record that a sequence has held its slot for so many seconds."""
         self._ends.append(seconds_held)
         self.slot = fmean(self._ends)
 
+    def seconds_to_read(self, work: Work) -> float:
+        """Estimate the seconds of a prompt's tokens, at their depth."""
+        n_before = work.n_before + work.n_prompt / 2
+        return work.n_prompt * self.prompt_token * (1 + self.slowdown * n_before)
+
     def seconds_to_run(self, work: Work) -> float:
         """Estimate the seconds that a sequence takes once it has a slot."""
-        return work.n_prompt * self.prompt_token + work.n_new * self.token
+        return self.seconds_to_read(work) + work.n_new * self.token
 
-    def least_seconds_to_run(self, n_prompt: int, n_new: int) -> float:
-        """Return a lower bound on the seconds that so many tokens take."""
-        return LEAST_SHARE * (n_prompt * self.prompt_token + n_new * self.token_alone)
+    def least_seconds_to_run(self, work: Work, n_new: int) -> float:
+        """Return a lower bound on the seconds of a prompt and so many new tokens."""
+        return LEAST_SHARE * (self.seconds_to_read(work) + n_new * self.token_alone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +130,21 @@ class Snapshot:
         n_tokens = sum(map(len, prompts.values()))
         return cls(rates, n_slots, running_works, waiting_works, n_tokens)
 
-    def ahead_of(self, queue_time: float) -> Self:
-        """Return the snapshot without the sequences that wait and come later in the queue."""
-        return replace(self, waiting=tuple(w for w in self.waiting if w.queue_time <= queue_time))
+    def ahead_of(self, work: Work) -> Self:
+        """Return the snapshot without waiting sequences and prompts that come after a request's.
+
+        See PromptOrder; the turns of owners are left out.
+        """
+
+        def due(work: Work) -> float:
+            return work.queue_time + SECONDS_PER_WORK * self.rates.seconds_to_read(work)
+
+        latest = due(work)
+        return replace(
+            self,
+            running=tuple(w if due(w) <= latest else w._replace(n_prompt=0) for w in self.running),
+            waiting=tuple(w for w in self.waiting if due(w) <= latest),
+        )
 
     def seconds_to_slot(self) -> float:
         """Return a lower bound on the seconds until a request behind all of this begins.
@@ -133,17 +156,17 @@ class Snapshot:
         free_at = [0.0] * (self.n_slots - len(self.running))
         free_at += [self._seconds_in_slot(work) for work in self.running]
         heapify(free_at)
-        computed_at = least(sum(work.n_prompt for work in self.running), 0)
+        computed_at = sum(least(work, 0) for work in self.running)
         for work in self.waiting:
             begin = max(free_at[0], computed_at)
-            if begin + least(work.n_prompt, work.n_new) <= work.seconds_left:
+            if begin + least(work, work.n_new) <= work.seconds_left:
                 heapreplace(free_at, begin + self._seconds_in_slot(work))
-                computed_at = begin + least(work.n_prompt, 0)
+                computed_at = begin + least(work, 0)
         return max(free_at[0], computed_at)
 
     def _seconds_in_slot(self, work: Work) -> float:
         """Estimate its seconds in a slot: the recent mean, within what its tokens can take."""
         usual = LEAST_SHARE * self.rates.slot - work.seconds_held
-        certain = self.rates.least_seconds_to_run(work.n_prompt, work.n_certain)
-        longest = self.rates.least_seconds_to_run(work.n_prompt, work.n_new)
+        certain = self.rates.least_seconds_to_run(work, work.n_certain)
+        longest = self.rates.least_seconds_to_run(work, work.n_new)
         return min(max(usual, certain), longest, work.seconds_left)

@@ -76,7 +76,7 @@ class Admission:
                 "try again later",
                 retry_after=self.retry_after(n_inside - self.capacity, snapshot),
             )
-        ahead, n_waiting = snapshot.ahead_of(work.queue_time), snapshot.n_waiting_tokens
+        ahead, n_waiting = snapshot.ahead_of(work), snapshot.n_waiting_tokens
         excess = n_waiting + request.n_prompt_tokens - self.max_queue_tokens
         if n_inside > self.max_num_seqs and n_waiting and excess > 0:
             n_ended = math.ceil(min(1.0, excess / n_waiting) * len(ahead.waiting))
@@ -122,7 +122,7 @@ def longest_wait(ahead: Snapshot, work: Work) -> float:
     if not wait:  # running it costs less than an estimate could save
         return work.seconds_left
     run = ahead.rates.seconds_to_run(work)
-    least_run = ahead.rates.least_seconds_to_run(work.n_prompt, work.n_new)
+    least_run = ahead.rates.least_seconds_to_run(work, work.n_new)
     if wait + least_run > work.seconds_left:
         raise OverloadedError(
             f"an answer would take at least {wait + least_run:.1f} seconds, but the request's "
