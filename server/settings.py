@@ -75,8 +75,8 @@ class Settings(BaseSettings):
         ge=0,
         le=3_600_000,
         description="Milliseconds to which steps beside streams keep by running fewer prompt "
-        "tokens, but at least 32 and an eighth of chunk_size; 0 is no limit. Default: three "
-        "measured decode steps, but at least half of chunk_size.",
+        "tokens, but at least 8 and 1/32 of chunk_size; 0 is no limit. Default: four measured "
+        "steps without prompts.",
     )
     kv_cache_memory: ByteSize | None = Field(None, gt=0)
     """Memory for the KV cache, such as 2GiB. Default: half of what is free; on a GPU 90 %."""

@@ -26,7 +26,7 @@ _SPEED = 0.05  # share by which all parts of the cost change together from step 
 _DRIFT = 0.005  # share of a chunk's time by which each changes apart from the others
 _RUN = 0.25  # weight of the constant part: 1/17 of a full chunk's first time is taken for it
 _LEAST_TOKENS = 8  # of a prompt's chunk, and at least 1/32 of a whole one: prompts have to end
-_MULTIPLE = 8  # chunks are multiples, so runs have few shapes
+_MULTIPLE = 4  # parts of prompts are multiples, so runs have fewer shapes
 _DEPTH = 1024  # tokens before a chunk, in the unit of PromptCost.later
 
 
