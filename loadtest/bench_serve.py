@@ -106,9 +106,16 @@ class _Load:
         """Run a round and return its waves by part.
 
         A shared prefix makes two parts: the first wave computes it, the later ones find it cached.
+        So does a mix: its short and its long prompts, by the server's counts of their tokens.
         """
         n, size = self.plan.requests or workload.n_requests, workload.concurrency
         bodies = prompts.bodies(workload, n, self.extra)
+        if workload.mixed:
+            parts: dict[str, list[Answer]] = {" short": [], " long": []}
+            for answer in await self.send(bodies, workload, prompts.generator):
+                is_long = (answer.usage or {}).get("prompt_tokens", 0) >= workload.input_len
+                parts[" long" if is_long else " short"].append(answer)
+            return {part: [answers] for part, answers in parts.items() if answers}
         if not workload.shared_len:
             return {"": [await self.send(bodies, workload, prompts.generator)]}
         starts = range(0, len(bodies), size)

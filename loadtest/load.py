@@ -14,11 +14,14 @@ from pydoc_data.topics import topics
 from typing import Any, Self, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvasir.loadtest.client import COMPLETIONS, Answer
 
 Ask = Callable[[bytes], Awaitable[Answer]]
 SAME, VECTOR = "same", "vector"
+SHORT = 32, 512  # tokens of short prompts in a mix
+_MIXED = "long:"
 _WORDS_PER_TOKEN = 0.75
 _FORM = re.compile(
     rf"([1-9]\d*)x(?:(\d+)\+)?([1-9]\d*)(?:-([1-9]\d*))?/([1-9]\d*|{SAME}|{VECTOR})(?:/([1-9]\d*))?"
@@ -31,7 +34,8 @@ class Workload:
 
     output_len: tokens of a streamed completion; SAME for a completion in one piece that may become
     as long as its source, as encoder-decoders write it; VECTOR for the embedding of a text.
-    longest: inputs have log-uniform lengths up to it; 0 if all have the same.
+    longest: inputs have log-uniform lengths up to it; 0 if all have the same. mixed: one request in
+    ten has such an input, and the others one of SHORT tokens.
     """
 
     concurrency: int
@@ -40,14 +44,16 @@ class Workload:
     shared_len: int = 0
     longest: int = 0
     beams: int = 1
+    mixed: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse `16x128/64`, `8x512+64/32`, `16x8-64/same/4` or `16x8-256/vector`.
+        """Parse `16x128/64`, `8x512+64/32`, `long:8x4096-16384/32`, `16x8-64/same/4` or the like.
 
         Raises ValueError for anything else.
         """
-        match = _FORM.fullmatch(text)
+        mixed = text.startswith(_MIXED)
+        match = _FORM.fullmatch(text.removeprefix(_MIXED))
         if match is None:
             form = "CONCURRENCYxINPUT/OUTPUT, as in 16x128/64, 8x512+64/32 or 16x8-256/vector"
             raise ValueError(f"a workload is {form}, not {text!r}")
@@ -56,6 +62,9 @@ class Workload:
         most = int(len(english_words()) / _WORDS_PER_TOKEN)
         refusals = {
             "beams are for the output 'same', as in 16x8-64/same/4": beams and n_out != SAME,
+            "a mix is of streams with a range of long prompts, as in long:8x4096-16384/32": (
+                mixed and (shared or not longest or isinstance(n_out, str))
+            ),
             "a vector is of one text; leave out the shared prefix": shared and n_out == VECTOR,
             f"the range ends below its beginning; write {longest}-{n_in}": 0 < longest < n_in,
             f"a text to embed has fewer than {most} tokens; shorten it": (
@@ -65,14 +74,14 @@ class Workload:
         for reason, is_so in refusals.items():
             if is_so:
                 raise ValueError(f"workload {text!r}: {reason}")
-        return cls(concurrency, n_in, n_out, shared, longest, beams or 1)
+        return cls(concurrency, n_in, n_out, shared, longest, beams or 1, mixed)
 
     def __str__(self) -> str:
         shared = f"{self.shared_len}+" if self.shared_len else ""
         longest = f"-{self.longest}" if self.longest else ""
         beams = f"/{self.beams}" if self.beams > 1 else ""
         lengths = f"{shared}{self.input_len}{longest}/{self.output_len}"
-        return f"{self.concurrency}x{lengths}{beams}"
+        return f"{_MIXED if self.mixed else ''}{self.concurrency}x{lengths}{beams}"
 
     @property
     def route(self) -> str:
@@ -86,9 +95,17 @@ class Workload:
             return None
         return self.shared_len + self.input_len, self.output_len
 
+    def inputs(self, n: int) -> NDArray[np.float64]:
+        """Return the lengths of n inputs, in any order."""
+        n_long = -(-n // 10) if self.mixed else n
+        lengths = np.geomspace(self.input_len, self.longest or self.input_len, n_long).round()
+        return np.append(np.geomspace(*SHORT, n - n_long).round(), lengths)
+
     @property
     def n_requests(self) -> int:
         """Requests of a round, unless a plan has another number."""
+        if self.mixed:
+            return max(30, 3 * self.concurrency)
         return max(30, 12 * self.concurrency) if self.output_len == VECTOR else 3 * self.concurrency
 
 
@@ -130,8 +147,7 @@ class Prompts:
         Lengths that vary are the same in each call, in another order.
         """
         shared = self._draw(workload.shared_len)
-        longest = workload.longest or workload.input_len
-        lengths = self.generator.permutation(np.geomspace(workload.input_len, longest, n).round())
+        lengths = self.generator.permutation(workload.inputs(n))
         return [
             json.dumps(self._body(workload, shared, int(n_in)) | extra).encode() for n_in in lengths
         ]

@@ -16,7 +16,13 @@ from kvasir.loadtest.load import SUITES, Prompts, Workload, closed_loop, open_lo
 
 
 def test_workloads_are_written_as_they_are_parsed() -> None:
-    for text in (*map(str, chain(*SUITES.values())), "3x5/7", "2x64+32/8", "4x8-99/64"):
+    for text in (
+        *map(str, chain(*SUITES.values())),
+        "3x5/7",
+        "2x64+32/8",
+        "4x8-99/64",
+        "long:2x600-900/8",
+    ):
         assert str(Workload.parse(text)) == text
     workload = Workload.parse("8x512+64/32")
     assert workload == Workload(concurrency=8, input_len=64, output_len=32, shared_len=512)
@@ -26,6 +32,7 @@ def test_workloads_are_written_as_they_are_parsed() -> None:
     "text",
     [
         *("", "16x128", "0x128/64", "1x0/4", "1x4/0", "x4/4", "1x-4/4", "1x4/4 ", "1x4/words"),
+        *("long:1x8/4", "long:1x8-9/vector", "long:1x5+8-9/4"),
         *("1x8-/4", "1x8-4/4", "16x128/64/4", "2x9+4/vector", "2x4/vector/4", "1x999999/vector"),
     ],
 )
@@ -50,6 +57,13 @@ def test_prompts_have_exact_lengths_and_differ_even_across_rounds() -> None:
     assert {len(prompt) for prompt in prompts} == {35}
     assert all(500 <= token_id < 1000 for prompt in prompts for token_id in prompt)
     assert draw() == drawn
+
+
+def test_a_mix_has_one_long_prompt_in_ten() -> None:
+    lengths = Workload.parse("long:2x600-900/8").inputs(40)
+    assert len(lengths) == 40
+    assert sum(600 <= n <= 900 for n in lengths) == 4
+    assert sum(32 <= n <= 512 for n in lengths) == 36
 
 
 def test_a_request_asks_for_an_exact_length_and_takes_more_fields() -> None:
