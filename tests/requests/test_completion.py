@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.sequence import FinishReason
 from kvasir.server.errors import EngineError
+from kvasir.server.requests.admission.callers import Caller
 from kvasir.server.requests.builder import RequestOptions
 from kvasir.server.requests.completion import Delta, RequestState, make_choices
 from kvasir.server.requests.request import CompletionRequest
@@ -69,8 +71,10 @@ async def test_samples_share_the_prompt_and_the_seed_and_differ_in_their_index()
     async with serving() as served:
         wanted = await request(served.model, n=2, seed=9)
         ignoring = await request(served.model, ignore_eos=True)
+    wanted = replace(wanted, caller=Caller("team"), priority=2)
     choices = make_choices(wanted, small_tokenizer(), count(40))
     assert [choice.sequence.id for choice in choices] == [40, 41]
+    assert {(one.sequence.owner, one.sequence.priority) for one in choices} == {("team", 2)}
     assert [(c.sequence.params.seed, c.sequence.params.sample_index) for c in choices] == [
         (9, 0),
         (9, 1),
