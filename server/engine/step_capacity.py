@@ -25,7 +25,9 @@ _HICCUP = 1.25  # most by which a step's time and the expected one differ, in it
 _SPEED = 0.05  # share by which all parts of the cost change together from step to step
 _DRIFT = 0.005  # share of a chunk's time by which each changes apart from the others
 _RUN = 0.25  # weight of the constant part: 1/17 of a full chunk's first time is taken for it
-_LEAST_TOKENS = 8  # of a prompt's chunk, and at least 1/32 of a whole one: prompts have to end
+# Of a prompt's chunk, because prompts have to end, and smaller chunks cost more for each token.
+_LEAST_TOKENS = 8
+_LEAST, _LEAST_ALONE = 32, 4  # parts of chunk_size, beside streams and without
 _MULTIPLE = 4  # parts of prompts are multiples, so runs have fewer shapes
 _DEPTH = 1024  # tokens before a chunk, in the unit of PromptCost.later
 
@@ -108,10 +110,10 @@ class StepCapacity:
         """Return the room for prompts in the next step.
 
         Beside streams the step keeps to the target. Without, whoever comes next waits no longer
-        than whole chunks without a past take, however deep the present one is.
+        than two whole chunks without a past take, or a quarter of one at great depth.
         """
         seconds = self._seconds(has_streams=has_streams)
-        least = max(_LEAST_TOKENS, self.chunk_size // 32)
+        least = max(_LEAST_TOKENS, self.chunk_size // (_LEAST if has_streams else _LEAST_ALONE))
         return StepRoom(self.cost, self.chunk_size, seconds, least)
 
     def _seconds(self, *, has_streams: bool) -> float:
