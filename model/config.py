@@ -281,8 +281,8 @@ class TransformerConfig:
 
     @property
     def has_plain_head_norms(self) -> bool:
-        """Tell whether queries and keys have RMSNorms over each head, before they are turned."""
-        other = self.qk_norm_across_heads or self.qk_norm_after_rotary
+        """Tell whether RMSNorms over each head of queries and keys are last before attention."""
+        other = self.qk_norm_across_heads or self.qk_norm_after_rotary or self.qkv_clip
         return self.qk_norm and self.qk_norm_kind == "rmsnorm" and not other
 
     @property

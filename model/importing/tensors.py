@@ -117,7 +117,8 @@ def in_halves(module: str) -> Source:
     """Return the source of experts' matrices [experts, out, in] of gates before what they gate."""
 
     def join(tensors: list[Tensor], _: TransformerConfig) -> Tensor:
-        return tensors[0].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        gates, gated = tensors[0].chunk(2, dim=1)
+        return torch.stack((gates, gated), dim=2).flatten(1, 2)
 
     return Source((module,), join=join)
 

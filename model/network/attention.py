@@ -114,17 +114,15 @@ class Attention(nn.Module):
     def project(self, x: Tensor, positions: Positions) -> Tensor:
         """Return queries, keys and values of x: [..., (n_head + 2 n_kv_head) · head_dim]."""
         qkv: Tensor = self.qkv(x)
-        scale, norms = positions.query_scale, self.config.qk_norm and not self.norms_in_operator
-        if scale is None and not norms:
-            clipped: Tensor = self.clip(qkv)
-            return clipped
-        query, key, value = qkv.split(self.widths, dim=-1)
-        if scale is not None:
-            return torch.cat((query * scale[..., None], key, value), dim=-1)
-        if self.turns and (angles := positions.of_tokens):
-            query, key = (self._turn(heads, angles) for heads in (query, key))
-        normed = torch.cat((self.query_norm(query), self.key_norm(key), value), dim=-1)
-        clipped = self.clip(normed)
+        if (scale := positions.query_scale) is not None:
+            query, *others = qkv.split(self.widths, dim=-1)
+            return torch.cat((query * scale[..., None], *others), dim=-1)
+        if self.config.qk_norm and not self.norms_in_operator:
+            query, key, value = qkv.split(self.widths, dim=-1)
+            if self.turns and (angles := positions.of_tokens):
+                query, key = (self._turn(heads, angles) for heads in (query, key))
+            qkv = torch.cat((self.query_norm(query), self.key_norm(key), value), dim=-1)
+        clipped: Tensor = self.clip(qkv)
         return clipped
 
     def _turn(self, x: Tensor, angles: RotaryTable) -> Tensor:

@@ -31,9 +31,9 @@ _ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 
 
 class Xielu(nn.Module):
-    """Integral of an ELU with two learned slopes (Huang & Schlag 2024), β = 1/2.
+    """The integral of an ELU with two learned slopes (Huang & Schlag 2024).
 
-    α_p x² + β x where x > 0; else α_n (eˣ - 1 - x) + β x. α_p and α_n - β are softplus of what is
+    p x² + x / 2 where x > 0; else n (eˣ - 1 - x) + x / 2. p and n - 1/2 are softplus of what is
     learned.
     """
 
@@ -55,7 +55,8 @@ class FeedForward(nn.Module):
     def __init__(self, config: TransformerConfig, width: int | None = None) -> None:
         super().__init__()
         width = width or config.d_ff
-        self.activation, self.gated = _ACTIVATIONS.get(config.feed_forward) or (Xielu(), False)
+        known = _ACTIVATIONS.get(config.feed_forward)
+        self.activation, self.gated = (Xielu(), False) if known is None else known
         widened = 2 * width if self.gated else width
         self.up = nn.Linear(config.d_model, widened, bias=config.feed_forward_bias)
         self.down = nn.Linear(width, config.d_model, bias=config.feed_forward_bias)
@@ -89,8 +90,9 @@ class ExpertLinear(nn.Module):
 class Mixture(nn.Module):
     """The sum of the experts that a router chooses for each token, by their shares.
 
-    Shazeer et al. 2017. A shared expert is of every token (Dai et al. 2024). Of the rows of `expert_up` the even ones make the gate and the odd ones
-    what it gates, as ONNX Runtime's operator wants them.
+    Shazeer et al. 2017. A shared expert is of every token (Dai et al. 2024). Of the rows of
+    `expert_up` the even ones make the gate and the odd ones what it gates, as ONNX Runtime's
+    operator wants them.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -105,11 +107,9 @@ class Mixture(nn.Module):
         self.choice_bias = nn.Parameter(torch.zeros(n_experts)) if config.choice_bias else None
         self.expert_up = ExpertLinear(n_experts, config.d_model, 2 * width, biased)
         self.expert_down = ExpertLinear(n_experts, width, config.d_model, biased)
-        self.shared = self.shared_gate = None
-        if config.d_shared_expert is not None:
-            self.shared = FeedForward(config, config.d_shared_expert)
-        if config.shared_expert_gate:
-            self.shared_gate = nn.Linear(config.d_model, 1, bias=False)
+        width, gated = config.d_shared_expert, config.shared_expert_gate
+        self.shared = None if width is None else FeedForward(config, width)
+        self.shared_gate = nn.Linear(config.d_model, 1, bias=False) if gated else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., d_model] to the same shape, each token on its own."""
@@ -120,15 +120,10 @@ class Mixture(nn.Module):
         rows = self._emit(x, chosen) if exported else self._compute(x, chosen)
         weighted = rows * shares[..., None]  # [..., n_chosen, d_model]
         # One after the other: how a reduction adds may depend on the place of a row in memory.
-        result = reduce(torch.add, weighted.chunk(self.n_chosen, dim=-2)).flatten(-2)
-        if shared is None:
-            return result
-        return result + (shared if self.shared_gate is None else self._gate(x) * shared)
-
-    def _gate(self, x: Tensor) -> Tensor:
-        assert self.shared_gate is not None
-        gate: Tensor = self.shared_gate(x)
-        return gate.sigmoid()
+        result: Tensor = reduce(torch.add, weighted.chunk(self.n_chosen, dim=-2)).flatten(-2)
+        if shared is not None and self.shared_gate is not None:
+            shared = self.shared_gate(x).sigmoid() * shared
+        return result if shared is None else result + shared
 
     def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return shares and numbers of the chosen experts, each [..., n_chosen]."""
@@ -163,8 +158,11 @@ class Mixture(nn.Module):
         grouped = wanted.unflatten(-1, (n_groups, -1))
         best, second = grouped.topk(2)[0].unbind(-1)
         kept = (best + second).topk(n_kept or 1)[1]  # [..., n_kept]
-        mine = (kept[..., None, :] == torch.arange(n_groups)[:, None]).any(dim=-1)
-        return grouped.masked_fill(~mine[..., None], -torch.inf).flatten(-2)
+        mine = (kept[..., None, :] == torch.arange(n_groups, device=kept.device)[:, None]).any(
+            dim=-1
+        )
+        within: Tensor = grouped.masked_fill(~mine[..., None], -torch.inf)
+        return within.flatten(-2)
 
     def _compute(self, x: Tensor, chosen: Tensor) -> Tensor:
         """Return what each chosen expert [..., n_chosen] makes of its token."""

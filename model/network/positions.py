@@ -24,8 +24,8 @@ class Positions(NamedTuple):
     rotary: angles to turn queries and keys by; rotary_in_windows: those of layers with a sliding
     window, where they have their own. bias: [batch or 1, n_head, sequence, n_keys], on scores.
     query_scale: [..., sequence], factors of queries. of_tokens: the angles of each token, [...,
-    sequence, head_dim / 2], where attention's operator does not turn heads. lengths: [batch], the tokens of each row,
-    after which it is padded; None is no padding.
+    sequence, head_dim / 2], where attention's operator does not turn heads. lengths: [batch], the
+    tokens of each row, after which it is padded; None is no padding.
     """
 
     rotary: RotaryTable | None = None
@@ -102,8 +102,8 @@ def query_scale_table(config: TransformerConfig) -> Tensor | None:
 
 def rotate(x: Tensor, table: RotaryTable, position_ids: Tensor) -> Tensor:
     """Turn pairs (i, i + d/2) of x [batch, heads, sequence, head_dim] by [batch, sequence]."""
-    # [batch, 1, sequence, head_dim / 2]
-    return turn(x, RotaryTable(*(part[position_ids][:, None] for part in table)))
+    cos, sin = (part[position_ids][:, None] for part in table)
+    return turn(x, RotaryTable(cos, sin))  # of [batch, 1, sequence, head_dim / 2]
 
 
 def turn(x: Tensor, angles: RotaryTable) -> Tensor:

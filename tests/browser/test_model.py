@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 from playwright.sync_api import Page, Route, expect
 
+from kvasir.model.network.skeleton import count_parameters
 from tests.browser.conftest import EXAMPLE
+from tests.kit.random_models import make_config
+from tests.model.variants import VARIANTS
 
 COUNT = """async (config) => {
   const { parametersOf } = await import("./static/model/parameters.js");
@@ -76,6 +80,9 @@ def test_parts_add_up_to_the_parameters(page: Page, card: dict[str, Any]) -> Non
     assert page.evaluate(COUNT, like | GPT2) == 124_439_808
     assert page.evaluate(COUNT, like | QWEN) == 494_032_768
     assert page.evaluate(COUNT, like | QWEN3_MOE) == 30_532_122_624 - 48 * 2 * 128
+    for name in ("hunyuan mixture", "persimmon", "olmo2"):
+        config = make_config(**VARIANTS[name])
+        assert page.evaluate(COUNT, asdict(config)) == count_parameters(config)
 
 
 def test_a_wrong_number_of_parameters_is_reported(open_page: Callable[..., Page], url: str) -> None:

@@ -252,9 +252,13 @@ _FURTHER: dict[str, dict[str, Any]] = {
     | {"num_experts": 5, "moe_intermediate_size": 32, "mlp_layer_types": ["dense", "sparse"]}
     | WINDOWED,
 }
-_SPARSE = _EXPERTS | {"moe_intermediate_size": 32}
-_BALANCED = _SPARSE | {"n_routed_experts": 6, "n_shared_experts": 2, "first_k_dense_replace": 1}
-_BALANCED |= {"routed_scaling_factor": 1.7}
+_SPARSE: dict[str, Any] = _EXPERTS | {"moe_intermediate_size": 32}
+_BALANCED: dict[str, Any] = _SPARSE | {
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+_BALANCED["routed_scaling_factor"] = 1.7
 _FURTHER |= {
     "arcee": {"mlp_bias": True},
     "jais2": {"head_dim": 16},

@@ -8,13 +8,14 @@ import math
 import re
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvasir.model.config import ConfigError, RopeScaling, TransformerConfig
 from kvasir.model.importing.errors import UnsupportedError
-from kvasir.model.importing.families.decoders import DECODERS
+from kvasir.model.importing.families.decoders import DECODERS, WITH_VISION
 from kvasir.model.importing.families.encoder_decoders import ENCODER_DECODERS
 from kvasir.model.importing.families.encoders import ENCODERS
 from kvasir.model.importing.families.family import NEUTRAL
@@ -241,6 +242,14 @@ def test_the_older_style_of_rotary_parameters_is_the_same(name: str) -> None:
 
 
 ALL = DECODERS | ENCODERS | ENCODER_DECODERS
+
+
+def test_the_documents_list_every_decoder() -> None:
+    page = (Path(__file__).parents[2] / "docs/checkpoints.md").read_text()
+    section = page.partition("## Decoders")[2].partition("\n## ")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    listed = [name for cell in cells for name in re.findall("`(.+?)`", cell)]
+    assert sorted(listed) == sorted([*DECODERS, *WITH_VISION, "model_type", "model_type"])
 
 
 # Of these the defaults make no model, or one with experts.

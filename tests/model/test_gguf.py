@@ -23,13 +23,13 @@ from kvasir.model.checkpoint import CheckpointError, load_checkpoint
 from kvasir.model.config import RopeScaling
 from kvasir.model.importing.gguf.file import read_gguf
 from kvasir.model.tensor_files import StoredTensor
+from tests.kit.families import rope
 from tests.kit.gguf_files import ARCHITECTURES, write_gguf
 from tests.kit.huggingface_checkpoints import (
     BOS,
     CHAT_TEMPLATE,
     EOS,
     make_model,
-    rope,
     save_checkpoint,
 )
 

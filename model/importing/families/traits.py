@@ -23,7 +23,7 @@ from kvasir.model.importing.tensors import (
     stacked,
 )
 
-Trait = Mapping[str, Any]
+Trait = dict[str, Any]
 _MERGED = ("keys", "layers")
 Windows = Callable[[Options], Iterable[int]]
 ROPE: dict[str, Any] = {"rope_theta": 10000.0, "rope_scaling": None, "rope_parameters": None}

@@ -9,6 +9,9 @@ const FEED_FORWARDS = {
   gelu: "GELU",
   gelu_tanh: "GELU (tanh)",
   relu: "ReLU",
+  relu2: "squared ReLU",
+  silu: "SiLU",
+  xielu: "xIELU",
   swiglu_clamped: "clamped SwiGLU",
 };
 const NORMS = { rmsnorm: "RMSNorm", layernorm: "LayerNorm" };

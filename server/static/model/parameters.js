@@ -55,23 +55,29 @@ function attention({ d_model: width, n_head: heads, n_kv_head: shared, ...config
   const projected = (heads + 2 * shared) * config.head_dim;
   const biases = (config.qkv_bias ? projected : 0) + (config.output_bias ? width : 0);
   const sinks = config.attention_sinks ? heads : 0;
-  return width * projected + heads * config.head_dim * width + biases + sinks;
+  const limits = config.qkv_clip === null ? 0 : projected;
+  return width * projected + heads * config.head_dim * width + biases + sinks + limits;
 }
 
 function feedForward({ d_model: width, d_ff: inner, feed_forward_bias: isBiased, ...config }) {
   const widened = isGated(config) ? 2 * inner : inner;
-  return width * widened + inner * width + (isBiased ? widened + width : 0);
+  const learned = config.feed_forward === "xielu" ? 2 : 0;
+  return width * widened + inner * width + (isBiased ? widened + width : 0) + learned;
 }
 
 /** Return the parameters of all experts of a layer, and of their router. */
-function mixture({ n_experts: experts, d_expert: inner, ...config }) {
-  const router = config.d_model + (config.feed_forward_bias ? 1 : 0);
-  return experts * (feedForward({ ...config, d_ff: inner }) + router);
+function mixture({ n_experts: experts, d_expert: inner, d_shared_expert: shared, ...config }) {
+  const { feed_forward_bias: isBiased, choice_bias: choice, shared_expert_gate: isGate } = config;
+  const router = config.d_model + (isBiased ? 1 : 0) + (choice === null ? 0 : 1);
+  const common = shared === null ? 0 : feedForward({ ...config, d_ff: shared });
+  const gate = isGate ? config.d_model : 0;
+  return experts * (feedForward({ ...config, d_ff: inner }) + router) + common + gate;
 }
 
 function norms({ d_model: width, n_head: heads, n_kv_head: shared, ...config }) {
   const one = config.norm === "layernorm" && config.norm_bias ? 2 * width : width;
-  const ofHeads = config.qk_norm ? (heads + shared) * config.head_dim : 0;
+  const each = config.qk_norm_kind === "layernorm" && config.norm_bias ? 2 : 1;
+  const ofHeads = config.qk_norm ? each * (heads + shared) * config.head_dim : 0;
   const sublayers = config.encoder === null ? 2 : 3;
   const perLayer = (config.norm_placement === "both" ? 2 : 1) * sublayers * one + ofHeads;
   const outside = (config.norm_placement === "post" ? 0 : 1) + (config.embedding_norm ? 1 : 0);
