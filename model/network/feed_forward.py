@@ -56,6 +56,7 @@ class FeedForward(nn.Module):
         super().__init__()
         width = width or config.d_ff
         known = _ACTIVATIONS.get(config.feed_forward)
+        self.activation: Callable[[Tensor], Tensor]
         self.activation, self.gated = (Xielu(), False) if known is None else known
         widened = 2 * width if self.gated else width
         self.up = nn.Linear(config.d_model, widened, bias=config.feed_forward_bias)

@@ -19,9 +19,9 @@ def refuse(key: str, value: object, wanted: str) -> UnsupportedError:
 def given(values: Mapping[str, Any], name: str, default: Any = None) -> Any:
     """Return the value of a name; "a.b" is b in the object a."""
     outer, dot, inner = name.partition(".")
-    value = values.get(outer, default)
-    if not dot:
-        return value
+    if name in values or not dot:  # keys of GGUF files have dots
+        return values.get(name, default)
+    value = values.get(outer)
     return value.get(inner, default) if isinstance(value, Mapping) else default
 
 
