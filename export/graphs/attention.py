@@ -169,7 +169,8 @@ def _add_lens(graph: ir.Graph, indices: ir.Value) -> None:
     lens = _repeat(tail, select.outputs[0], nodes[-1].outputs[0], nodes)
     logits = graph.outputs.pop()
     assert logits.shape is not None
-    n_vocab, tape = int(logits.shape[-1]), Tape()
+    (*_, n_vocab), tape = logits.shape.dims, Tape()
+    assert isinstance(n_vocab, int)
     apart = constant(graph, "layers_apart", np.array([len(rows), -1, n_vocab]))
     last_layer = constant(graph, "last_layer", np.array(len(rows) - 1))
     own = tape.op("Gather", [tape.op("Reshape", [lens, apart]), last_layer], {"axis": 0})

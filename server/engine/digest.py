@@ -12,8 +12,8 @@ from pathlib import Path
 
 import onnx
 
-from kvasir.kernels.fuse import DOMAIN, fuse
-from kvasir.kernels.graph import Mismatch
+from kvasir.kernels.fuse import fuse
+from kvasir.kernels.graph import DOMAIN, Mismatch
 from kvasir.kernels.library import Library, load
 from kvasir.kernels.page import page
 from kvasir.model.config import TransformerConfig
