@@ -144,7 +144,8 @@ def _seen(position: int, places: Places, sequence: int, attributes: dict[str, An
     positions = np.arange(places.pasts[sequence] + in_run, dtype=np.int32)
     away, window = position - positions, attributes.get("window", -1)
     is_seen = (away >= 0) | bool(attributes.get("looks_ahead", 0))
-    return positions[is_seen & ((np.abs(away) < window) | (window < 0))]
+    seen: INTS = positions[is_seen & ((np.abs(away) < window) | (window < 0))]
+    return seen
 
 
 def _scores(

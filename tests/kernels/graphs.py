@@ -5,6 +5,7 @@ python -m tests.kernels.graphs writes the graph of the trial, kernels/self_test.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,7 @@ def _one_node(
     names: tuple[str, ...],
     attributes: dict[str, Any],
     constants: dict[str, Any],
-    types: dict[str, int],
+    types: Mapping[str, int],
 ) -> bytes:
     """Return a model of one node; types: of its variables. Other inputs than these are absent."""
     given = [name if name in constants or name in types else "" for name in names]

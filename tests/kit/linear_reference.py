@@ -25,8 +25,9 @@ Floats = NDArray[np.float32]
 _STOCK = {"GatherElements": ""}
 _STOCK |= dict.fromkeys(("GroupQueryAttention", "MatMulIntegerToFloat"), MICROSOFT)
 _STOCK |= dict.fromkeys(("MatMulNBits", "QMoE"), MICROSOFT)
-# The first input that is a weight, of operators that round activations only beside constants.
-_WEIGHTS = {"MatMulNBits": 1, "QMoE": 2}
+# The first input that is a weight, of operators that round activations, or add exactly, only
+# beside constants.
+_WEIGHTS = {"MatMulIntegerToFloat": 1, "MatMulNBits": 1, "QMoE": 2}
 
 
 def _sigmoid(x: Floats) -> Floats:
@@ -254,8 +255,9 @@ class FusedSession:
         self.model.CopyFrom(model)
         onnx.load_external_data_for_model(model, str(path.parent))
         stock = [type(name, (_Stock,), {"op_domain": domain}) for name, domain in _STOCK.items()]
-        own = [Linear, Linear4, Norm, TextAttention]
-        self._evaluator = ReferenceEvaluator(model, new_ops=[*own, *stock])
+        self._evaluator = ReferenceEvaluator(
+            model, new_ops=[Linear, Linear4, Norm, TextAttention, *stock]
+        )
 
     def get_inputs(self) -> list[onnx.ValueInfoProto]:
         return list(self.model.graph.input)
