@@ -9,12 +9,17 @@ import pytest
 import torch
 
 from kvasir.export.graphs.decoder import export_graph
-from kvasir.model.checkpoint import load_checkpoint
+from kvasir.model.checkpoint import CheckpointError, load_checkpoint
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.sampling.params import SamplingParams
 from tests.kit.engine_driver import make_sequence, run_to_end
 from tests.kit.families import FAMILIES, LENGTH
-from tests.kit.huggingface_checkpoints import make_model, save_checkpoint
+from tests.kit.huggingface_checkpoints import (
+    make_model,
+    save_checkpoint,
+    set_tensors,
+    set_values,
+)
 from tests.kit.random_models import RandomModel
 
 N_NEW = 64
@@ -47,3 +52,19 @@ def test_greedy_text_of_the_served_graph(tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=N_NEW, temperature=0.0)
     sequence = make_sequence(0, prompt[0].tolist(), params)
     assert run_to_end(Engine(runner, chunk_size=16), [sequence])[0].token_ids == expected
+
+
+@torch.inference_mode()
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    """GLM 4.5 has one behind the others, of which config.json tells."""
+    model: Any = make_model("glm4_moe")
+    folder = save_checkpoint(tmp_path, model)
+    set_values(folder, "config.json", num_nextn_predict_layers=1)
+    further = {"model.layers.2.eh_proj.weight": torch.ones(3, 4)}
+    set_tensors(folder, lambda tensors: tensors | further)
+    input_ids = torch.arange(40)[None]
+    theirs, ours = model(input_ids).logits, load_checkpoint(folder).decoder(input_ids)
+    assert (ours - theirs).abs().max() < 1e-4 * theirs.std()
+    set_values(folder, "config.json", num_nextn_predict_layers=0)
+    with pytest.raises(CheckpointError, match=r"unknown tensor 'model\.layers\.2\.eh_proj"):
+        load_checkpoint(folder)
