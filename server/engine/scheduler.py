@@ -176,9 +176,9 @@ class Scheduler:
 
     def _fits(self, sequence: Sequence, room: StepRoom, chunks: list[Chunk]) -> bool:
         """Return whether a step has room for the shortest chunk of a prompt; the first has."""
-        n_left = len(sequence.prompt_ids) - sequence.n_computed
-        shortest = min(max(_MIN_PREFILL, self.kv.min_chunk), n_left)
-        return not chunks or room.limit(sequence.n_computed, n_left, is_first=False) >= shortest
+        n_prompt, n_done = len(sequence.prompt_ids), sequence.n_computed
+        shortest = min(max(_MIN_PREFILL, self.kv.min_chunk), n_prompt)
+        return not chunks or room.limit(n_done, n_prompt - n_done, is_first=False) >= shortest
 
     def _seconds_left(self, sequence: Sequence) -> float:
         """Estimate the seconds that a prompt still takes."""
