@@ -65,7 +65,10 @@ def begin_stream(served: Live) -> socket.socket:
     return connection
 
 
-def test_a_cancelled_stream_frees_its_slot_within_one_step() -> None:
+def test_a_cancelled_stream_frees_its_slot_within_one_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvasir.server.api.http.streams.KEEP_ALIVE_SECONDS", 0.05)  # written to it
     with live(FakeRunner(VOCAB_SIZE, max_num_seqs=1)) as served:
         leaving = begin_stream(served)
         leaving.close()

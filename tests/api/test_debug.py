@@ -26,8 +26,9 @@ async def test_it_tells_states_and_lengths_apart() -> None:
             post = served.client.post(path, json=body, headers={"x-request-id": name})
             posts.append(asyncio.create_task(post))
             await served.submitted.acquire()
-        runner.allow(2)  # the first prompt, and pieces of the second
-        await asyncio.to_thread(runner.wait_until_held)
+            if name == "long":
+                runner.allow(2)  # the first prompt, and pieces of the second
+                await asyncio.to_thread(runner.wait_until_held)
         sequences = (await served.client.get("/debug/batch")).json()["sequences"]
         runner.release()
         assert [answer.status_code for answer in await asyncio.gather(*posts)] == [200] * 4
