@@ -117,7 +117,7 @@ def _named(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.usefixtures("_named")
 @operations.parametrize()
-@settings(max_examples=15, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_every_answer_is_as_described(
     case: schemathesis.Case[Any], servers: dict[str, Live], session: requests.Session
 ) -> None:

@@ -277,14 +277,14 @@ int main(int count, char** arguments) {
     for (const Candidate& candidate : candidates())
         if (candidate.is_usable)
             names += std::string(" ") + candidate.path.name;
-    for (uint64_t seed = 0; seed < 300; seed += step) {
+    for (uint64_t seed = 0; seed < 150; seed += step) {
         state = seed;
         if (!agree(LayerTrial(seed % 2), ("layer " + std::to_string(seed)).c_str()))
             return 1;
     }
-    for (uint64_t seed = 0; seed < 80; seed += step) {
+    for (uint64_t seed = 0; seed < 60; seed += step) {
         state = seed;
-        if (!agree(AttentionTrial(seed >= 60), ("attention " + std::to_string(seed)).c_str()))
+        if (!agree(AttentionTrial(seed >= 45), ("attention " + std::to_string(seed)).c_str()))
             return 1;
     }
     printf("%016llx%s\n", static_cast<unsigned long long>(hash), names.c_str());

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HASH = "81cfdac4fa17a778"  # of all results, on every CPU
+HASH = "55bebde9b02d7fd8"  # of all results, on every CPU
 
 
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
@@ -84,5 +84,5 @@ def test_every_path_has_the_same_bits(
 def test_no_path_does_what_sanitizers_find(build: Callable[..., Path]) -> None:
     """Nor packing: no memory beside its own, no undefined behaviour."""
     program = build(find("g++"), "-pie", *SANITIZERS)
-    result = subprocess.run([program, "9"], capture_output=True, text=True, check=False)
+    result = subprocess.run([program, "7"], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
