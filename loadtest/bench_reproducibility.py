@@ -59,7 +59,7 @@ class Told(Answer):
 
 @dataclass(slots=True)
 class Row:
-    """How many of the requests in one way differ from the same alone.
+    """The number of answers, asked for in one way, that differ from the same requests alone.
 
     logprobs: None if the server gives none.
     """

@@ -57,7 +57,7 @@ class PromptCost(NamedTuple):
 
 @dataclass(slots=True)
 class StepRoom:
-    """What a step has left for prompts: tokens, and seconds by their cost.
+    """The tokens and the seconds, by their cost, that a step has left for prompts.
 
     least: tokens of its first chunk, whatever they cost.
     """

@@ -63,7 +63,7 @@ class Source:
 
 
 class Speculation:
-    """What may follow a sequence's given tokens and its new ones."""
+    """The two texts that a sequence's drafts come from: its own so far, and a prediction."""
 
     def __init__(self, given_ids: Tokens[int], prediction: Tokens[int] = ()) -> None:
         self._own = Source(given_ids, None, 0.0)
@@ -88,7 +88,7 @@ class Speculation:
 
     @property
     def hit_rate(self) -> float:
-        """How likely a draft's token is right if those before it are; 0 without a draft."""
+        """The chance that a draft's token is right if those before it are; 0 without a draft."""
         return 0.0 if self._best.place is None else self._best.hit_rate
 
     def draft(self, n_tokens: int) -> list[int]:
