@@ -10,12 +10,7 @@ from kvasir.export.verification.paged_session import PagedSession
 from kvasir.export.verification.samples import make_sample
 from kvasir.export.verification.segments import SegmentedGraph
 from kvasir.export.verification.vectors import verify_vectors
-from kvasir.export.verification.verify import (
-    MAX_LOGIT_ERROR,
-    VerificationError,
-    Verifier,
-    check,
-)
+from kvasir.export.verification.verify import MAX_LOGIT_ERROR, VerificationError, Verifier, check
 from kvasir.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import Device, Manifest, load_model_dir

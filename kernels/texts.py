@@ -9,14 +9,7 @@ from __future__ import annotations
 from onnx import GraphProto, NodeProto, TensorProto
 from onnx.helper import make_node, make_tensor
 
-from kvasir.kernels.graph import (
-    DOMAIN,
-    LINEARS,
-    Values,
-    attribute,
-    require,
-    set_attributes,
-)
+from kvasir.kernels.graph import DOMAIN, LINEARS, Values, attribute, require, set_attributes
 
 MOST_CHANNELS = 512  # of a head
 STARTS = "texts.cumulative_sequence_length"

@@ -56,11 +56,7 @@ Rounder = Callable[[Tensor], tuple[Tensor, Tensor]]  # of a matrix, to integers 
 
 
 def quantize(
-    model: ir.Model,
-    weights: Weights,
-    precision: str,
-    rank: int = 3,
-    rounder: Rounder | None = None,
+    model: ir.Model, weights: Weights, precision: str, rank: int = 3, rounder: Rounder | None = None
 ) -> None:
     """Round products with constant matrices, and the embedding, for the CPU, to int8 or int4.
 

@@ -103,10 +103,7 @@ class LayeredDecoder:
 
     @torch.inference_mode()
     def encode(
-        self,
-        rows: Sequence[Ids],
-        progress: Progress = no_progress,
-        watch: Watch | None = None,
+        self, rows: Sequence[Ids], progress: Progress = no_progress, watch: Watch | None = None
     ) -> list[Tensor]:
         """Return the vectors of each row's tokens after the last norm, [tokens, d_model]."""
         return [self.normed(hidden) for hidden in self.run(rows, progress, watch=watch)]

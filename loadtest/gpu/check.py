@@ -30,12 +30,7 @@ from rich.console import Console
 from kvasir.export.graphs.paged import KV_DTYPES
 from kvasir.loadtest.bench_engine import DECODE_BATCHES, bench_engine
 from kvasir.loadtest.client import Target, complete
-from kvasir.loadtest.gpu.promises import (
-    SkippedError,
-    check_figures,
-    check_promises,
-    open_runner,
-)
+from kvasir.loadtest.gpu.promises import SkippedError, check_figures, check_promises, open_runner
 from kvasir.loadtest.gpu.steps import (
     check_memory,
     check_replays,
@@ -77,10 +72,7 @@ _SAID = {"ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO": "1"}  # prints the kernel tha
 # image lacks; with it PagedAttention may choose another kernel.
 _KERNELS: tuple[dict[str, dict[str, str]], dict[str, dict[str, str]]] = (
     {"cuDNN's attention off": {_CUDNN: "0"}, "cuDNN's attention on": {_CUDNN: "1"}},
-    {
-        "MatMulNBits": {_CUDNN: "0"},
-        "fpA_intB products": {_CUDNN: "0", "ORT_FPA_INTB_GEMM": "1"},
-    },
+    {"MatMulNBits": {_CUDNN: "0"}, "fpA_intB products": {_CUDNN: "0", "ORT_FPA_INTB_GEMM": "1"}},
 )
 
 

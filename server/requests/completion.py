@@ -13,11 +13,7 @@ from tokenizers import Tokenizer
 from kvasir.server.engine.engine import BeamOutput, TokenOutput
 from kvasir.server.engine.grammar.constraints import Constraint
 from kvasir.server.engine.sampling.params import TokenLogprobs
-from kvasir.server.engine.sequence import (
-    BACKGROUND_PRIORITY,
-    FinishReason,
-    Sequence,
-)
+from kvasir.server.engine.sequence import BACKGROUND_PRIORITY, FinishReason, Sequence
 from kvasir.server.errors import (
     DeadlineExceededError,
     EngineError,

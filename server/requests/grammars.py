@@ -15,11 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvasir.model.directory import ModelDirectory
 from kvasir.server.engine.grammar.constraints import Constraint, Grammar, GrammarError
-from kvasir.server.errors import (
-    DeadlineExceededError,
-    InvalidRequestError,
-    UnavailableError,
-)
+from kvasir.server.errors import DeadlineExceededError, InvalidRequestError, UnavailableError
 from kvasir.server.requests.request import CompletionRequest
 from kvasir.server.requests.text_worker import BoundedThreads
 
@@ -86,8 +82,7 @@ class Grammars:
         except TimeoutError:
             if seconds_left > _WAIT_SECONDS:
                 raise UnavailableError(
-                    f"{param} was not compiled within {_WAIT_SECONDS:g} s; try again",
-                    retry_after=1,
+                    f"{param} was not compiled within {_WAIT_SECONDS:g} s; try again", retry_after=1
                 ) from None
             raise DeadlineExceededError(
                 f"the deadline passed while the grammar of {param} waited; allow more time, or "

@@ -26,11 +26,7 @@ from kvasir.server.requests.admission.answers import AnswerMemory
 from kvasir.server.requests.admission.queue import Admission, Phase, check_length
 from kvasir.server.requests.async_engine import AnyEngine, AsyncEngine, OutputStream
 from kvasir.server.requests.builder import RequestBuilder
-from kvasir.server.requests.completion import (
-    Completion,
-    make_choices,
-    raise_failure,
-)
+from kvasir.server.requests.completion import Completion, make_choices, raise_failure
 from kvasir.server.requests.grammars import Grammars
 from kvasir.server.requests.request import CompletionRequest, EmbeddingRequest, Request
 from kvasir.server.requests.text_worker import TextWorker

@@ -100,9 +100,7 @@ def _read_text(path: Path) -> str | None:
 
 
 def read_lines(
-    paths: Sequence[Path],
-    parse: Callable[[Any], T],
-    split: Callable[[str], Any] = json.loads,
+    paths: Sequence[Path], parse: Callable[[Any], T], split: Callable[[str], Any] = json.loads
 ) -> list[T]:
     """Parse every line of JSONL files, or of what `split` reads, without the blank ones.
 

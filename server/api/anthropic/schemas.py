@@ -163,9 +163,7 @@ class Edit(Part):
     """A change to the conversation: only of past reasoning, which the template shows or drops."""
 
     type: Annotated[
-        str,
-        AfterValidator(_check_edit),
-        Field(json_schema_extra={"pattern": "^clear_thinking_"}),
+        str, AfterValidator(_check_edit), Field(json_schema_extra={"pattern": "^clear_thinking_"})
     ]
 
 
@@ -205,9 +203,7 @@ class MessagesBody(CountTokensBody, schemas.SamplingFields):
         ge=1, le=2**31 - 1, description="Maximum number of new tokens, if the context has room."
     )
     stop: schemas.Stops = Field(
-        [],
-        alias="stop_sequences",
-        description="Strings that end the text, and are no part of it.",
+        [], alias="stop_sequences", description="Strings that end the text, and are no part of it."
     )
     stream: bool = Field(False, description="Answer with server-sent events.")
     service_tier: Literal["auto", "standard_only"] = Field("auto", description="No effect.")

@@ -21,11 +21,7 @@ logger = logging.getLogger("kvasir")
 LARGEST_FILE = 2**20  # bytes
 
 _NUMBER = "[1-9][0-9]{0,8}"
-_FIELDS = {
-    "name": "[A-Za-z0-9._@-]{1,64}",
-    "concurrency": _NUMBER,
-    "tokens_per_minute": _NUMBER,
-}
+_FIELDS = {"name": "[A-Za-z0-9._@-]{1,64}", "concurrency": _NUMBER, "tokens_per_minute": _NUMBER}
 
 Stamp = tuple[int, int, int]  # of a file's content: modification time in nanoseconds, inode, size
 

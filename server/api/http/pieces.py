@@ -219,9 +219,7 @@ class Deferred(Response):
     """
 
     def __init__(
-        self,
-        work: Callable[[], Coroutine[Any, Any, Response]],
-        held: AbstractContextManager[None],
+        self, work: Callable[[], Coroutine[Any, Any, Response]], held: AbstractContextManager[None]
     ) -> None:
         self._work, self._held = work, held
 

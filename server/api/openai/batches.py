@@ -84,10 +84,7 @@ async def create(request: Request, store: Store, owner: Owner) -> Batch:
 
 @router.get("/v1/batches", responses=ERRORS)
 async def batches(
-    store: Store,
-    owner: Owner,
-    after: After = None,
-    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    store: Store, owner: Owner, after: After = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
 ) -> BatchList:
     """List the batches of this key."""
     mine = [item for item in store.batches.values() if item.owner == owner]

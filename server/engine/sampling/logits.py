@@ -48,10 +48,7 @@ class Logits:
     """
 
     def __init__(
-        self,
-        n_rows: int,
-        read: Callable[[int, int], Floats],
-        candidates: Candidates | None = None,
+        self, n_rows: int, read: Callable[[int, int], Floats], candidates: Candidates | None = None
     ) -> None:
         self._n_rows = n_rows
         self._read = read

@@ -38,8 +38,7 @@ class AnswerMemory:
         """Raise InvalidRequestError for too large an answer; `advice` is what to do about it."""
         if n_bytes > self.most:
             raise InvalidRequestError(
-                f"the answer may have {n_bytes} bytes, more than {self.most}; {advice}",
-                param=param,
+                f"the answer may have {n_bytes} bytes, more than {self.most}; {advice}", param=param
             )
 
     @contextmanager

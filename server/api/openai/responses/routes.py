@@ -18,11 +18,7 @@ from kvasir.server.api.http.streams import respond
 from kvasir.server.api.openai.chat import prepare
 from kvasir.server.api.openai.chat_schemas import ChatBody
 from kvasir.server.api.openai.formatting import JSON
-from kvasir.server.api.openai.responses.answers import (
-    DeletedResponse,
-    InputItems,
-    ModelResponse,
-)
+from kvasir.server.api.openai.responses.answers import DeletedResponse, InputItems, ModelResponse
 from kvasir.server.api.openai.responses.formatting import ResponseFormatter
 from kvasir.server.api.openai.responses.items import PREFIXES
 from kvasir.server.api.openai.responses.schemas import ResponsesBody
