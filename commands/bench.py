@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import secrets
 from contextlib import suppress
-from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from string import ascii_uppercase
@@ -64,15 +63,11 @@ def bench_engine(
         library = None
         if kernels != "off":
             library = bench.find_library(precision, device, is_needed=kernels is not None)
-        what = preset, precision, threads, cache
-        if kernels == "on,off" and library is not None:
-            both = bench.compare_kernels(*what, progress, library=library)
-            values, tables = both.as_json(), both.tables()
-        else:
-            one = bench.bench_engine(*what, device, progress, library=library)
-            values, tables = asdict(one), one.tables()
+        libraries = (library, None) if kernels == "on,off" and library else (library,)
+        measured = preset, precision, threads, cache, device, progress, libraries
+        figures = bench.bench_engine(*measured)
     then = ("bench", "serve", cache / folder_name(preset, precision, device))
-    show(as_json, values, *tables, then=then)
+    show(as_json, figures.as_json(), *figures.tables(), then=then)
 
 
 def bench_serve(

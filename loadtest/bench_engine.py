@@ -98,6 +98,13 @@ class EngineFigures:
     # a prompt's last token meets the head.
     prefill_of_peak: dict[int, float]
 
+    @property
+    def speeds(self) -> dict[str, float]:
+        """Tokens per second, by what was measured."""
+        decode = {f"decode, batch {row.batch}": row.tokens_per_second for row in self.decode}
+        prefill = self.prefill_tokens_per_second.items()
+        return decode | {f"prefill, {n:,} tokens": speed for n, speed in prefill}
+
     def heading(self) -> str:
         """Return a line on the model and the machine."""
         machine = "one GPU"
@@ -105,6 +112,10 @@ class EngineFigures:
             machine = f"{self.threads} threads of {self.processor}, "
             machine += f"kernels for {self.kernels}" if self.kernels else "stock operators"
         return f"{self.preset}, {self.precision}, {machine}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all figures."""
+        return asdict(self)
 
     def tables(self) -> list[str | Table]:
         """Return a line on the machine and three tables for a terminal."""
@@ -140,45 +151,34 @@ class EngineFigures:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The result of `kvasir bench engine --kernels on,off`, and ratios of tokens per second."""
+    """The result of `kvasir bench engine --kernels on,off`."""
 
     kernels: EngineFigures
     stock: EngineFigures
 
-    @property
-    def decode_ratios(self) -> dict[int, float]:
-        """Ours to stock, by batch."""
-        rows = zip(self.kernels.decode, self.stock.decode, strict=True)
-        return {a.batch: a.tokens_per_second / b.tokens_per_second for a, b in rows}
-
-    @property
-    def prefill_ratios(self) -> dict[int, float]:
-        """Ours to stock, by prompt tokens."""
-        stock = self.stock.prefill_tokens_per_second
-        return {n: one / stock[n] for n, one in self.kernels.prefill_tokens_per_second.items()}
-
     def as_json(self) -> dict[str, Any]:
-        """Return both sets of figures and the ratios."""
-        ratios = {"decode_ratios": self.decode_ratios, "prefill_ratios": self.prefill_ratios}
-        return asdict(self) | ratios
+        """Return both sets of figures and the ratios, by batch and by prompt tokens."""
+        decode = zip(self.kernels.decode, self.stock.decode, strict=True)
+        stock = self.stock.prefill_tokens_per_second
+        prefill = self.kernels.prefill_tokens_per_second.items()
+        return asdict(self) | {
+            "decode_ratios": {
+                a.batch: a.tokens_per_second / b.tokens_per_second for a, b in decode
+            },
+            "prefill_ratios": {n: speed / stock[n] for n, speed in prefill},
+        }
 
     def tables(self) -> list[str | Table]:
         """Return a line on the machine and a table for a terminal."""
-        speeds = [
-            (f"decode, batch {a.batch}", a.tokens_per_second, b.tokens_per_second)
-            for a, b in zip(self.kernels.decode, self.stock.decode, strict=True)
-        ]
-        stock = self.stock.prefill_tokens_per_second
-        for n, speed in self.kernels.prefill_tokens_per_second.items():
-            speeds.append((f"prefill, {n:,} tokens", speed, stock[n]))
+        stock = self.stock.speeds
         rows = [
             {
                 "tokens/s": name,
-                "kernels": f"{a:,.0f}",
-                "stock": f"{b:,.0f}",
-                "ratio": f"{a / b:.2f}",
+                "kernels": f"{speed:,.0f}",
+                "stock": f"{stock[name]:,.0f}",
+                "ratio": f"{speed / stock[name]:.2f}",
             }
-            for name, a, b in speeds
+            for name, speed in self.kernels.speeds.items()
         ]
         return [self.kernels.heading(), _table("operators of our own and stock ones", rows)]
 
@@ -190,6 +190,18 @@ def _table(title: str, rows: list[dict[str, str]]) -> Table:
     return table
 
 
+def find_library(precision: str, device: Device, *, is_needed: bool) -> Library | None:
+    """Return the library that a server would use. Raises ValueError if one is needed in vain."""
+    library: Library | str = f"{precision} on {device} has no products for them"
+    if device == "cpu" and precision != "fp32":
+        library = load("auto", None)
+    if isinstance(library, Library):
+        return library
+    if is_needed:
+        raise ValueError(f"kernels cannot be on: {library}")
+    return None
+
+
 def bench_engine(
     name: str,
     precision: str,
@@ -197,48 +209,12 @@ def bench_engine(
     cache: Path,
     device: Device,
     progress: Progress = no_progress,
-    *,
-    library: Library | None = None,
-) -> EngineFigures:
-    """Measure a preset with random weights, kept in `cache`; raises as `make_random_model`."""
-    return _measure(name, precision, threads, cache, device, progress, [library])[0]
+    libraries: tuple[Library | None, ...] = (None,),
+) -> EngineFigures | Comparison:
+    """Measure a preset with the operators of a library, or of two in turn; None: stock ones.
 
-
-def compare_kernels(
-    name: str,
-    precision: str,
-    threads: int | None,
-    cache: Path,
-    progress: Progress = no_progress,
-    *,
-    library: Library,
-) -> Comparison:
-    """Measure a preset on the CPU with a library's operators and with stock ones, in turn."""
-    return Comparison(*_measure(name, precision, threads, cache, "cpu", progress, [library, None]))
-
-
-def find_library(precision: str, device: Device, *, is_needed: bool) -> Library | None:
-    """Return the library that a server would use. Raises ValueError if one is needed in vain."""
-    found: Library | str = f"{precision} on {device} has no products for them"
-    if device == "cpu" and precision != "fp32":
-        found = load("auto", None)
-    if isinstance(found, Library):
-        return found
-    if is_needed:
-        raise ValueError(f"kernels cannot be on: {found}")
-    return None
-
-
-def _measure(
-    name: str,
-    precision: str,
-    threads: int | None,
-    cache: Path,
-    device: Device,
-    progress: Progress,
-    libraries: list[Library | None],
-) -> list[EngineFigures]:
-    """Measure a preset with the operators of each library in turn; None stands for stock ones."""
+    Weights are random, and kept in `cache`. Raises as `make_random_model`.
+    """
     if device not in DECODE_BATCHES:
         raise ValueError(f"no figures of {device}; there are {', '.join(DECODE_BATCHES)}")
     folder = cache / folder_name(name, precision, device)
@@ -274,7 +250,7 @@ def _measure(
     progress("time outside the model", 0, 0)
     sampled = [bench.decode(batches[-1], temperature=0.8)[1] for bench in benches]
     per_token = 2 * n_layer_weights(config)
-    return [
+    figures = [
         EngineFigures(
             preset=name,
             device=device,
@@ -292,6 +268,7 @@ def _measure(
         )
         for i, library in enumerate(libraries)
     ]
+    return Comparison(*figures) if figures[1:] else figures[0]
 
 
 def _open(
