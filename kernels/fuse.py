@@ -33,6 +33,7 @@ from kvasir.kernels.graph import (
     drop_unread_nodes,
     inputs_of,
     parts,
+    replace_all,
     replace_input,
     require,
     set_attributes,
@@ -71,9 +72,7 @@ def fuse(model: ModelProto) -> tuple[ModelProto, Report]:
                     reasons[node.output[0]] = str(mismatch)
         read = set[str]()
         drop_unread_nodes(graph, read)
-    kept = [tensor for tensor in graph.initializer if tensor.name in read]
-    del graph.initializer[:]
-    graph.initializer.extend(kept)
+    replace_all(graph.initializer, [t for t in graph.initializer if t.name in read])
     if STARTS in read:
         add_starts(graph)
     nodes = [node for part in parts(graph) for node in part.node]
@@ -236,9 +235,8 @@ def _activated(values: Values, name: str) -> tuple[str, str]:
 
 def _norm(values: Values, norm: NodeProto) -> None:
     """Put a norm into the products after it, if nothing else reads it."""
-    (made, *statistics), (x, *weights) = norm.output, norm.input
-    require(attribute(norm, "axis", -1) == -1, "the norm is over several axes")
-    require(not any(statistics), "the norm has more outputs")
+    made, (x, *weights) = norm.output[0], norm.input
+    kind, epsilon = _kind(norm)
     linears = values.readers(made)
     for linear in linears:
         is_first = linear.op_type in LINEARS and linear.input[0] == made
@@ -247,7 +245,6 @@ def _norm(values: Values, norm: NodeProto) -> None:
         require(not has_other, "an activation or another norm is between")
         for weight in weights:
             values.constant(weight, values.sizes(linear)[0])
-    kind, epsilon = _kind(norm)
     for linear in linears:
         linear.input[0] = x
         for i, weight in zip((_NORM, _NORM_BIAS), weights, strict=False):
@@ -258,20 +255,20 @@ def _norm(values: Values, norm: NodeProto) -> None:
 def _norm_alone(values: Values, norm: NodeProto) -> None:
     """Make a norm that is in no product, of a graph with some, a `Norm`."""
     require(values.has_linears, "nothing is rounded")
-    (_, *statistics), (_, weight, *bias) = norm.output, norm.input
-    require(attribute(norm, "axis", -1) == -1, "the norm is over several axes")
-    require(not any(statistics), "the norm has more outputs")
-    constants = [values.constants.get(name, TensorProto()) for name in (weight, *bias)]
+    kind, epsilon = _kind(norm)
+    constants = [values.constants.get(name, TensorProto()) for name in norm.input[1:]]
     for constant in constants:
         require(list(constant.dims) == list(constants[0].dims), "weights differ in size")
         require(len(constant.dims) == 1, "weights are no constant vectors")
-    kind, epsilon = _kind(norm)
     norm.op_type, norm.domain = "Norm", DOMAIN
     norm.attribute.clear()
     set_attributes(norm, norm=kind, epsilon=epsilon)
 
 
 def _kind(norm: NodeProto) -> tuple[str, float]:
+    """Return the kind of a norm over the last axis that makes nothing else, and its epsilon."""
+    require(attribute(norm, "axis", -1) == -1, "the norm is over several axes")
+    require(not any(norm.output[1:]), "the norm has more outputs")
     kind = "rms" if norm.op_type == "RMSNormalization" else "layer"
     return kind, attribute(norm, "epsilon", 1e-5)
 

@@ -5,7 +5,7 @@ Nodes of branches belong to their graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -126,6 +126,13 @@ def replace_input(node: NodeProto, old: str, new: str) -> None:
     node.input[:] = [new if name == old else name for name in node.input]
 
 
+def replace_all(held: Any, values: Iterable[Any]) -> None:
+    """Give a repeated field other values, which may be made of those that it has."""
+    replaced = list(values)
+    del held[:]
+    held.extend(replaced)
+
+
 def _branches(node: NodeProto) -> list[GraphProto]:
     return [a.g for a in node.attribute if a.type == AttributeProto.GRAPH]
 
@@ -148,5 +155,4 @@ def drop_unread_nodes(graph: GraphProto, read: set[str]) -> None:
             read.update(node.input)
             for branch in _branches(node):
                 drop_unread_nodes(branch, read)
-    del graph.node[:]
-    graph.node.extend(reversed(kept))
+    replace_all(graph.node, reversed(kept))

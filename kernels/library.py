@@ -56,10 +56,13 @@ def load(choice: Choice, cache: Path | None, file: Path = FILE) -> Library | str
     if (reason := _unusable(choice, file)) is not None:
         return f"stock operators are used: {reason}"
     library = Library(file, choice)
-    passed = None if cache is None else cache / f"kernels-{_digest(library)}"
-    # Machines may share a cache, and their fastest paths differ.
-    if (path := _read(passed)) and library.resolved().path == path:
-        return library.resolved()
+    what = f"{library.version} {onnxruntime.__version__} {choice}"
+    name = f"kernels-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
+    passed = None if cache is None else cache / name
+    with suppress(OSError):
+        # Machines may share a cache, and their fastest paths differ.
+        if passed is not None and passed.read_text() == library.resolved().path:
+            return library.resolved()
     command = (sys.executable, "-m", "kvasir.kernels.self_test", str(file), choice)
     try:
         trial = subprocess.run(  # noqa: S603
@@ -78,14 +81,6 @@ def load(choice: Choice, cache: Path | None, file: Path = FILE) -> Library | str
     return library
 
 
-def _read(passed: Path | None) -> str | None:
-    """Return the path that a trial was of; None without one, or where it cannot be read."""
-    try:
-        return None if passed is None else passed.read_text()
-    except OSError:
-        return None
-
-
 def _unusable(choice: Choice, file: Path) -> str | None:
     if choice == "off":
         return "the setting asks for them"
@@ -94,9 +89,3 @@ def _unusable(choice: Choice, file: Path) -> str | None:
     if not file.exists():
         return f"{file.name} was not built when Kvasir was installed"
     return None
-
-
-def _digest(library: Library) -> str:
-    """Name a library, the runtime that loads it, and the path that it is asked for."""
-    what = f"{library.version} {onnxruntime.__version__} {library.path}"
-    return hashlib.sha256(what.encode()).hexdigest()[:16]

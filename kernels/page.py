@@ -10,7 +10,7 @@ BLOCK_SIZE]. Outputs are logits, and the same blocks as present.{i}.…, to be a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
@@ -23,7 +23,7 @@ from onnx.helper import (
     make_tensor_value_info,
 )
 
-from kvasir.kernels.graph import DOMAIN, Mismatch
+from kvasir.kernels.graph import DOMAIN, Mismatch, replace_all
 
 BLOCK_SIZE = 64  # tokens
 MOST_CHANNELS = 512  # of a head
@@ -60,10 +60,10 @@ def page(model: ModelProto) -> ModelProto:
     in_one_row = [make_node("Unsqueeze", [name, _AXIS], [name + _ROW]) for name in _TOKENS]
     for node in nodes:
         node.input[:] = [name + _ROW if name in _TOKENS else name for name in node.input]
-    _replace(graph.node, [*in_one_row, *nodes])
+    replace_all(graph.node, [*in_one_row, *nodes])
     graph.initializer.append(make_tensor(_AXIS, TensorProto.INT64, [1], [0]))
-    _replace(graph.input, _inputs(list(graph.input)))
-    _replace(graph.output, _outputs(list(graph.output)))
+    replace_all(graph.input, _inputs(list(graph.input)))
+    replace_all(graph.output, _outputs(list(graph.output)))
     paged.opset_import.append(make_opsetid(DOMAIN, 1))
     return paged
 
@@ -147,9 +147,3 @@ def _blocks(rows: ValueInfoProto) -> Iterator[ValueInfoProto]:
     shape: list[str | int] = ["num_blocks", heads, BLOCK_SIZE]
     yield make_tensor_value_info(rows.name, TensorProto.INT8, [*shape, channels])
     yield make_tensor_value_info(f"{rows.name}_scales", TensorProto.FLOAT, shape)
-
-
-def _replace(held: Any, values: Iterable[ValueInfoProto] | Iterable[NodeProto]) -> None:
-    replaced = list(values)
-    del held[:]
-    held.extend(replaced)

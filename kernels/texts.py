@@ -9,7 +9,15 @@ from __future__ import annotations
 from onnx import GraphProto, NodeProto, TensorProto
 from onnx.helper import make_node, make_tensor
 
-from kvasir.kernels.graph import DOMAIN, LINEARS, Values, attribute, require, set_attributes
+from kvasir.kernels.graph import (
+    DOMAIN,
+    LINEARS,
+    Values,
+    attribute,
+    replace_all,
+    require,
+    set_attributes,
+)
 
 MOST_CHANNELS = 512  # of a head
 STARTS = "texts.cumulative_sequence_length"
@@ -83,13 +91,11 @@ def add_starts(graph: GraphProto) -> None:
     joined, ends, n_tokens, starts = (f"{STARTS}.{i}" for i in range(4))
     graph.initializer.append(make_tensor(zero, TensorProto.INT64, [1], [0]))
     graph.initializer.append(make_tensor(axis, TensorProto.INT64, [], [0]))
-    nodes = [
+    made = [
         make_node("Concat", [zero, _LENGTHS], [joined], axis=0),
         make_node("CumSum", [joined, axis], [ends]),
         make_node("Shape", [_TOKENS], [n_tokens]),
         make_node("Concat", [ends, n_tokens], [starts], axis=0),
         make_node("Cast", [starts], [STARTS], to=TensorProto.INT32),
-        *graph.node,
     ]
-    del graph.node[:]
-    graph.node.extend(nodes)
+    replace_all(graph.node, [*made, *graph.node])
