@@ -6,7 +6,7 @@ import logging
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvasir.model.directory import (
     ENCODER_GRAPH_FILE,
@@ -166,53 +166,37 @@ def _open_runner(
     clock: StartClock,
 ) -> Runner:
     """Load the graphs of a model of text and warm them up."""
-    n_models = len(settings.models)
-    if model_dir.manifest.device != "cpu":
+    device, config, n_models = model_dir.manifest.device, model_dir.config, len(settings.models)
+    sizes: dict[str, Any] = {
+        "max_num_seqs": settings.max_num_seqs,
+        "max_model_len": settings.max_model_len,
+        "kv_cache_bytes": settings.kv_cache_memory,
+    }
+    if device != "cpu":
         from kvasir.server.engine.gpu.session import open_gpu_runner  # noqa: PLC0415
 
+        sizes |= {"chunk_size": chunk_size, "keep_prompts": settings.prefix_cache_memory != 0}
+        captures = settings.cuda_graphs and n_models == 1
         runner: Runner = open_gpu_runner(
-            model_dir.manifest.device,
-            model_dir.graph_path,
-            model_dir.config,
-            max_num_seqs=settings.max_num_seqs,
-            max_model_len=settings.max_model_len,
-            kv_cache_bytes=settings.kv_cache_memory,
-            chunk_size=chunk_size,
-            keep_prompts=settings.prefix_cache_memory != 0,
-            captures=settings.cuda_graphs and n_models == 1,
+            device, model_dir.graph_path, config, captures=captures, **sizes
         )
         clock.lap("session_and_warm_up")
-    elif model_dir.config.encoder is not None:
+        return runner
+    sizes |= {"n_models": n_models, "threads": settings.threads}
+    if config.encoder is not None:
         from kvasir.server.engine.seq2seq.runner import Seq2SeqRunner  # noqa: PLC0415
 
+        encoder, fits = model_dir.path / ENCODER_GRAPH_FILE, model_dir.manifest.fits_16_bits
         runner = Seq2SeqRunner(
-            model_dir.path / ENCODER_GRAPH_FILE,
-            model_dir.graph_path,
-            model_dir.config,
-            max_num_seqs=settings.max_num_seqs,
-            max_model_len=settings.max_model_len,
-            kv_cache_bytes=settings.kv_cache_memory,
-            n_models=n_models,
-            threads=settings.threads,
-            fits_16_bits=model_dir.manifest.fits_16_bits,
-            library=library,
+            encoder, model_dir.graph_path, config, fits_16_bits=fits, library=library, **sizes
         )
         clock.lap("session_and_warm_up")
-    else:
-        from kvasir.server.engine.packed import open_decoder  # noqa: PLC0415  imports ONNX Runtime
+        return runner
+    from kvasir.server.engine.packed import open_decoder  # noqa: PLC0415  imports ONNX Runtime
 
-        runner = open_decoder(
-            model_dir.graph_path,
-            model_dir.config,
-            library,
-            max_num_seqs=settings.max_num_seqs,
-            max_model_len=settings.max_model_len,
-            kv_cache_bytes=settings.kv_cache_memory,
-            n_models=n_models,
-            prefix_cache_bytes=settings.prefix_cache_memory,
-            threads=settings.threads,
-        )
-        clock.lap("session")
-        warm_up(runner)
-        clock.lap("warm_up")
+    sizes["prefix_cache_bytes"] = settings.prefix_cache_memory
+    runner = open_decoder(model_dir.graph_path, config, library, **sizes)
+    clock.lap("session")
+    warm_up(runner)
+    clock.lap("warm_up")
     return runner
