@@ -71,8 +71,8 @@ def doctor(
         facts["missing"] = {name: how for name, how in facts["missing"].items() if name not in idle}
     if model is not None:
         with one_line_errors():
-            answers, is_same = _compare_answers(model)
-            facts["notes"] = [_cost(model), *answers, *facts["notes"]]
+            of_model, is_same = _describe(model)
+            facts["notes"] = [*of_model, *facts["notes"]]
     shown = [title for title in _SECTIONS if facts[title]]
     tables = [make_table(title, ("", ""), facts[title].items()) for title in shown]
     for table in tables:
@@ -83,20 +83,14 @@ def doctor(
         raise Exit(1)
 
 
-def _cost(model: Path) -> str:
-    """Say what rounding cost a model, as `kvasir export` measured it."""
+def _describe(model: Path) -> tuple[list[str], bool]:
+    """Say what rounding cost a model, and if it answers as its manifest says; False if not."""
     from kvasir.model.directory import load_model_dir
 
     manifest = load_model_dir(model).manifest
-    return f"{model.name} in {manifest.precision}: {manifest.verification.verdict}"
-
-
-def _compare_answers(model: Path) -> tuple[list[str], bool]:
-    """Say if a model answers as its manifest says; return False if not, and nothing without one."""
-    from kvasir.model.directory import load_model_dir
-
-    if (expected := load_model_dir(model).manifest.digest) is None:
-        return [], True
+    notes = [f"{model.name} in {manifest.precision}: {manifest.verification.verdict}"]
+    if (expected := manifest.digest) is None:
+        return notes, True
     try:
         from kvasir.server.engine.digest import find_digest
 
@@ -104,14 +98,16 @@ def _compare_answers(model: Path) -> tuple[list[str], bool]:
     except ModuleNotFoundError as error:
         found, reason = None, f"{error.name} is not installed"
     if found is None:
-        return [f"{model.name}: its answers cannot be compared with its digest: {reason}"], True
-    if found.partition("-")[0] != expected.partition("-")[0]:
-        return [f"{model.name}: another Kvasir made its digest; renew it with: kvasir export"], True
-    if found == expected:
-        return [f"{model.name}: its answers are those of its digest, to the last bit"], True
-    return [
-        f"{model.name}: its answers differ from its digest {expected}; here it is {found}"
-    ], False
+        notes.append(f"{model.name}: its answers cannot be compared with its digest: {reason}")
+    elif found.partition("-")[0] != expected.partition("-")[0]:
+        renew = "another Kvasir made its digest; renew it with: kvasir export"
+        notes.append(f"{model.name}: {renew}")
+    elif found == expected:
+        notes.append(f"{model.name}: its answers are those of its digest, to the last bit")
+    else:
+        differ = f"its answers differ from its digest {expected}; here it is {found}"
+        return [*notes, f"{model.name}: {differ}"], False
+    return notes, True
 
 
 def examine() -> dict[str, Any]:
