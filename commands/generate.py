@@ -79,7 +79,9 @@ def generate(
         rows = ((piece.text, piece.token_id, piece.probability) for piece in tokens)
         values["tokens"] = [dict(zip(keys, row, strict=True)) for row in rows]
     if as_json or is_terminal or not show_probabilities:
-        parts = ["", _legend()] if show_probabilities else [""]
+        shades = [(f" ≥ {least:.0%} " if least else " less ", style) for least, style in _SHADES]
+        legend = Text.assemble("probability ", *shades)
+        parts = ["", legend] if show_probabilities else [""]
         show(as_json, values, *parts, then=("serve", directory))
 
 
@@ -88,9 +90,3 @@ def _shaded(text: str, probability: float | None) -> Text:
     shown = 1.0 if probability is None else probability
     style = next(style for least, style in _SHADES if shown >= least)
     return Text(printable(text), Style.parse(style))
-
-
-def _legend() -> Text:
-    """Return a line that explains the shades."""
-    parts = [(f" ≥ {least:.0%} " if least else " less ", style) for least, style in _SHADES]
-    return Text.assemble("probability ", *parts)

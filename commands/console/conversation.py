@@ -14,7 +14,6 @@ from kvasir.model.platform.suggestions import nearest
 
 _NEW_TOKENS = 128  # of a continued text, whose length servers else limit to a few
 _ALIASES = {"/bye": "/quit", "/exit": "/quit"}
-_NO_TEMPLATE = "note: this model has no chat template"
 
 
 class _Answered(NamedTuple):
@@ -59,15 +58,13 @@ class Conversation:
                 yield from self._chat(asked)
             except NoTemplateError:
                 self.has_template = False
-                self.notify(self._explain_template())
+                hint = "; an empty line lets it go on" if self.is_interactive else ""
+                does = f"continues your text{hint}"
+                if self.client.has_sources:
+                    does = "answers each line by itself"
+                self.notify(f"note: this model has no chat template, so it {does}")
         if not self.has_template:
             yield from self._continue(asked)
-
-    def _explain_template(self) -> str:
-        if self.client.has_sources:
-            return f"{_NO_TEMPLATE}, so it answers each line by itself"
-        hint = "; an empty line lets it go on" if self.is_interactive else ""
-        return f"{_NO_TEMPLATE}, so it continues your text{hint}"
 
     def _chat(self, asked: _Answered) -> Generator[Delta]:
         if asked.line:

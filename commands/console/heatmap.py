@@ -11,7 +11,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 from kvasir.model.directory import ModelDirectory
-from kvasir.server.explain.explanation import Explanation
+from kvasir.server.explain.explanation import Explanation, visible_keys
 
 _MAX_LABELS = 64  # tokens that can be read on an axis
 # At weights 0, 0.25 … 1: the page's in light (static/common/colours.js).
@@ -28,16 +28,12 @@ def draw_attention(
     """
     labels = [token.translate(_VISIBLE) or "∅" for token in explanation.tokens]
     keys, maps, is_single = labels, explanation.weights[layer], len(heads) == 1
+    masked = ~visible_keys(len(labels), layer, model_dir.config)
     if explanation.source_ids:
         keys = [token.translate(_VISIBLE) or "∅" for token in explanation.source_tokens]
         maps = explanation.source_weights[layer]
-    n = max(len(labels), len(keys))
-    distances = np.subtract.outer(np.arange(len(labels)), np.arange(len(keys)))
-    masked = abs(distances) >= (model_dir.config.window_of(layer) or n)
-    if explanation.source_ids:
-        masked[:] = False
-    elif model_dir.config.causal:
-        masked |= distances < 0
+        masked = np.zeros((len(labels), len(keys)), dtype=np.bool_)
+    n = max(masked.shape)
     colours = LinearSegmentedColormap.from_list("page", _COLOURS).with_extremes(bad="white")
     columns = math.ceil(math.sqrt(len(heads)))
     rows = math.ceil(len(heads) / columns)

@@ -79,8 +79,12 @@ def create_app(
         loading = asyncio.create_task(models.start(build, clock))
         if engine is not None:
             await loading
-        async with _answering(app.state.batches):
-            yield
+        if batches is not None:
+            batches.start()
+        yield
+        if batches is not None:
+            await batches.close()
+            batches.store.close()
         loading.cancel()
         await models.close()
         if provider is not None:
@@ -91,7 +95,7 @@ def create_app(
     app.state.explanations = {
         name: Explanations(served.model_dir) for name, served in models.served.items()
     }
-    app.state.batches = _batch_worker(app, keys if settings.has_keys else None)
+    app.state.batches = batches = _batch_worker(app, keys if settings.has_keys else None)
     app.state.response_store = ResponseStore(settings.stored_responses_memory)
     add_routes(app)
     _add_middleware(app, keys)
@@ -136,17 +140,6 @@ def _flush(shut_down: Callable[[], None]) -> None:
     flushing = Thread(target=shut_down, name="last spans", daemon=True)
     flushing.start()
     flushing.join(_FLUSH_SECONDS)
-
-
-@asynccontextmanager
-async def _answering(batches: BatchWorker | None) -> AsyncIterator[None]:
-    """Answer batches, if they are served, until the block is left."""
-    if batches is not None:
-        batches.start()
-    yield
-    if batches is not None:
-        await batches.close()
-        batches.store.close()
 
 
 def _batch_worker(app: FastAPI, keys: ApiKeys | None) -> BatchWorker | None:

@@ -156,16 +156,14 @@ def log_to_stderr(level: str, form: LogFormat = "auto") -> logging.Handler:
     """Log Kvasir's lines from `level` on, and the warnings of all libraries."""
     handler: logging.Handler = logging.NullHandler()
     if sys.stderr:
-        for_people = form == "text" or (form == "auto" and sys.stderr.isatty())
-        formatter = TextFormatter(colours=_has_colours()) if for_people else None
+        formatter = None
+        if form == "text" or (form == "auto" and sys.stderr.isatty()):
+            from rich.console import Console  # noqa: PLC0415  most servers log JSON
+
+            console = Console(stderr=True)
+            has_colours = console.color_system is not None and not console.no_color
+            formatter = TextFormatter(colours=has_colours)
         handler = QueuedHandler(sys.stderr.fileno(), formatter)
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("kvasir").setLevel(level.upper())
     return handler
-
-
-def _has_colours() -> bool:
-    from rich.console import Console  # noqa: PLC0415  most servers log JSON
-
-    console = Console(stderr=True)
-    return console.color_system is not None and not console.no_color
