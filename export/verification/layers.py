@@ -87,7 +87,13 @@ class LayeredDecoder:
         table = self._weights["embedding.weight"]  # once: it may be made of rounded ones
         hidden = [self._embed(table, batch) for batch in batches]
         del table
-        given = [_pad([sources[i] for i in group]) if sources else None for group in groups]
+        given: list[Source | None] = [None] * len(groups)
+        if sources:
+            parts = ([sources[i] for i in group] for group in groups)
+            given = [
+                Source(pad_sequence(part, batch_first=True), torch.tensor(list(map(len, part))))
+                for part in parts
+            ]
         for layer in with_progress(range(self.config.n_layer), "computing in PyTorch", progress):
             block = make_block(self.config, layer)
             self._load(block, f"blocks.{layer}")
@@ -173,8 +179,3 @@ class LayeredDecoder:
 
     def _float(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, self._dtype)
-
-
-def _pad(sources: Sequence[Tensor]) -> Source:
-    lengths = torch.tensor([len(source) for source in sources])
-    return Source(pad_sequence(list(sources), batch_first=True), lengths)

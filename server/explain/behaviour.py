@@ -56,13 +56,9 @@ def measure_behaviours(
         for head, of_head in enumerate(weights):
             share = float((of_head * seen)[rows].sum(axis=-1).mean())
             shares[head][kind], lifts[head][kind] = share, share / expected
-    return [
-        Behaviour(_stands_out(of_head, lift), of_head)
-        for of_head, lift in zip(shares, lifts, strict=True)
-    ]
-
-
-def _stands_out(shares: dict[str, float], lifts: dict[str, float]) -> str | None:
-    prominent = [kind for kind in shares if lifts[kind] >= _LEAST_LIFT]
-    label = max(prominent, key=shares.__getitem__, default=None)
-    return label if label is not None and shares[label] >= _LEAST_SHARE else None
+    behaviours = []
+    for of_head, lift in zip(shares, lifts, strict=True):
+        likely = [k for k in of_head if of_head[k] >= _LEAST_SHARE and lift[k] >= _LEAST_LIFT]
+        label = max(likely, key=of_head.__getitem__, default=None)
+        behaviours.append(Behaviour(label, of_head))
+    return behaviours

@@ -132,8 +132,10 @@ class Explainer:
         if asked.lens:
             of_layers = outputs[LENS_OUTPUT]
             answers["lens"] = [_likeliest(tokenizer, logits, asked.lens) for logits in of_layers]
-        if asked.entropies:  # [n_layer, n_head, 1, n]
-            answers["entropies"] = _entropies(outputs[ROWS_OUTPUT][:, :, 0])
+        if asked.entropies:
+            rows = outputs[ROWS_OUTPUT][:, :, 0]  # [n_layer, n_head, n]
+            bits = np.log2(rows, where=rows > 0, out=np.zeros_like(rows))
+            answers["entropies"] = np.maximum(0, -(rows * bits).sum(axis=-1))
         if asked.values_of is not None:
             answers["head_values"] = self._head_values(outputs, asked.values_of, n)
         return Explanation(
@@ -264,10 +266,3 @@ def _effect(tokenizer: Tokenizer, logits: Floats, whole: Floats, top_k: int) -> 
     possible = (before > 0) & (after > 0)
     bits = (before[possible] * np.log2(before[possible] / after[possible])).sum()
     return Effect(max(0.0, float(bits)), tokens)
-
-
-def _entropies(rows: Floats) -> Floats:
-    """Return the entropy in bits of each row of weights [..., n_keys]."""
-    logarithms = np.log2(rows, where=rows > 0, out=np.zeros_like(rows))
-    entropies: Floats = np.maximum(0, -(rows * logarithms).sum(axis=-1))
-    return entropies

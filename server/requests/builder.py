@@ -100,6 +100,9 @@ class RequestBuilder(PromptReader):
         if params.beams is not None:
             self._check_search(params.beams, options.n, ending_ids)
         seed = secrets.randbits(64) if options.seed is None else options.seed
+        salt = b"" if self.settings.share_prefix_cache else state.caller.salt
+        if options.cache_salt:  # of 128 bits for both together
+            salt = blake2b(options.cache_salt.encode(), key=salt, digest_size=16).digest()
         wanted = CompletionRequest(
             prompts=prompts,
             params=replace(params, max_tokens=max_tokens, seed=seed),
@@ -112,9 +115,7 @@ class RequestBuilder(PromptReader):
             deadline=self.deadline(state, options.timeout_ms),
             priority=state.priority(options.priority),
             caller=state.caller,
-            cache_salt=_salt(
-                b"" if self.settings.share_prefix_cache else state.caller.salt, options.cache_salt
-            ),
+            cache_salt=salt,
             grammar=options.grammar,
             kept_ids=options.kept_ids,
             begins_text=options.begins_text or (bool(prefix) and not options.target.decoder_prompt),
@@ -183,10 +184,3 @@ class RequestBuilder(PromptReader):
         """Return the end of a request's time, or of the default one, in `perf_counter` seconds."""
         default = None if state.is_background else self.settings.default_timeout_ms
         return state.arrived + (timeout_ms or default or math.inf) / 1000
-
-
-def _salt(of_caller: bytes, of_request: str) -> bytes:
-    """Return a salt of 128 bits for both together, or none for none."""
-    if not of_request:
-        return of_caller
-    return blake2b(of_request.encode(), key=of_caller, digest_size=16).digest()

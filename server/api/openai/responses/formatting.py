@@ -215,8 +215,14 @@ class ResponseFormatter(Formatter):
         """Count the tokens, and keep the response if wanted."""
         self.response["usage"] = self._usage()
         if self.store is not None:
-            output = compact([_unscored(item) for item in self.response["output"]]).encode()
-            self.store.put(self._key, Stored(written(self.response), self.items, output))
+            output = [
+                item | {"content": [part | {"logprobs": []} for part in item["content"]]}
+                if item["type"] == "message"  # whose log-probabilities no model reads
+                else item
+                for item in self.response["output"]
+            ]
+            kept = Stored(written(self.response), self.items, compact(output).encode())
+            self.store.put(self._key, kept)
 
     def _part(self, kind: str, text: str) -> JSON:
         part: JSON = {"type": _TEXTS[kind], "text": text}
@@ -248,10 +254,3 @@ class ResponseFormatter(Formatter):
             "output_tokens_details": {"reasoning_tokens": self._parser.n_reasoning},
             "total_tokens": n_prompt + n_new,
         }
-
-
-def _unscored(item: JSON) -> JSON:
-    """Return an item without its log-probabilities, which no model reads."""
-    if item["type"] != "message":
-        return item
-    return item | {"content": [part | {"logprobs": []} for part in item["content"]]}
