@@ -35,7 +35,6 @@ from kvasir.loadtest.gpu.steps import (
     check_memory,
     check_replays,
     measure_answers,
-    measure_mixed,
     measure_step,
 )
 from kvasir.loadtest.random_model import folder_name, make_random_model
@@ -243,7 +242,6 @@ def measure_speed(log: FigureLog, cache: Path) -> None:
                 if not temperature or context == _CONTEXTS[0]:
                     measure = partial(measure_step, captures=captures)
                     log.note(f"{part}, {how}: step", measure, folder, batch, context, temperature)
-            log.note(f"{part}, beside a prompt: step", measure_mixed, folder, batch, context)
     answers = partial(measure_answers, kv_cache_bytes=_KV_BYTES)
     for preset, batch in product(PRESETS, DECODE_BATCHES["cuda"]):
         folder = cache / folder_name(preset, precision, "cuda")

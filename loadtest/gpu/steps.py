@@ -30,7 +30,6 @@ from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.sequence import Sequence, SequenceStatus
 
 _CHUNK = 2048
-_BESIDE = 512  # tokens of a prompt beside decodes
 # Largest difference of logits between graphs and runs without, in standard deviations: kernels may
 # differ, so it is that of bfloat16 from PyTorch.
 _TOLERANCE = 0.25
@@ -109,30 +108,6 @@ def measure_answers(folder: Path, batch: int, **options: Any) -> float:
         assert lengths == [_NEW] * batch, "an answer ended early"
 
     return batch * _NEW / median(seconds_of(run, _ROUNDS))
-
-
-def measure_mixed(folder: Path, batch: int, context: int) -> dict[str, float]:
-    """Return the median times of a step with a prompt too: decodes in its run, and in their own.
-
-    In the prompt's run, attention does not split a decode's context over the GPU; a run of their
-    own reads the weights again.
-    """
-    runner = open_runner(folder, batch + 1, keep_prompts=False)
-    engine = start_decodes(runner, batch, context, 2 * _STEPS)
-    generator, times = np.random.default_rng(1), {}
-    for name, apart in (("one run, ms", False), ("decodes apart, ms", True)):
-        runner.decodes_apart = apart
-        seconds = []
-        for _ in range(_STEPS):
-            prompt = generator.integers(runner.vocab_size, size=_BESIDE).tolist()
-            params = SamplingParams(max_tokens=1, temperature=0.0)
-            engine.add(Sequence(batch, prompt, params, frozenset(), perf_counter()))
-            started = perf_counter()
-            _, stats = engine.step()
-            seconds.append(perf_counter() - started)
-            assert stats.kind == "mixed", f"a {stats.kind} step"
-        times[name] = 1e3 * median(seconds)
-    return times
 
 
 def check_replays(folder: Path, batch: int, n_tokens: int, kv_cache_bytes: int) -> dict[str, float]:

@@ -23,8 +23,7 @@ class PagedRunner:
 
     rounds_kv: keys and values have 8 bits. A run of more than decodes makes them dense floats,
     [sequences, tokens of the longest], so decodes run apart, and the others in small groups.
-    decodes_apart: decodes have a run of their own, which reads all weights again. drafts_exactly:
-    see Runner.
+    drafts_exactly: see Runner.
     """
 
     max_source_len = None
@@ -45,18 +44,14 @@ class PagedRunner:
         self.model_seconds = 0.0  # spent in ONNX Runtime so far
         self.decode_seconds = 0.0
         self.model = model
-        self.decodes_apart = rounds_kv
         self.drafts_exactly = drafts_exactly
         self._rounds_kv = rounds_kv
 
     def run(self, batch: StepBatch) -> Logits:
         """See Runner."""
-        if not self.decodes_apart:
+        if not self._rounds_kv:
             return self._run(batch.chunks, 0, decodes=not batch.prefills)
-        longer, n_done = [*batch.prefills, *batch.drafts], 0
-        groups = [longer] if longer else []
-        if self._rounds_kv:
-            groups = group_neighbours(longer, _fits_dense)
+        groups, n_done = group_neighbours([*batch.prefills, *batch.drafts], _fits_dense), 0
         for chunks in [batch.decodes, *groups] if batch.decodes else groups:
             decodes = chunks is batch.decodes or not batch.prefills
             logits = self._run(chunks, n_done, decodes=decodes)
