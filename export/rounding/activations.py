@@ -29,9 +29,9 @@ class Activations:
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
-        self._largest: dict[str, Tensor] = {}
+        self.largest: dict[str, Tensor] = {}  # magnitudes, [n_in] each
         self._kept = defaultdict[str, list[Tensor]](list)
-        self._columns: dict[str, Tensor] = {}  # by which inputs are divided
+        self.columns: dict[str, Tensor] = {}  # [n_in] each, by which inputs are divided
         self.report: dict[str, Any] = {}  # for the manifest
 
     def describe(self, name: str, rows: Sequence[Sequence[int] | NDArray[np.int64]]) -> None:
@@ -58,7 +58,7 @@ class Activations:
         x = x.detach().flatten(0, -2)
         if len(x):
             largest = x.abs().amax(dim=0).cpu()
-            self._largest[name] = torch.maximum(largest, self._largest.get(name, largest))
+            self.largest[name] = torch.maximum(largest, self.largest.get(name, largest))
             if self._folder is None:
                 self._kept[name].append(x[::_EVERY].to("cpu", torch.bfloat16, copy=True))
                 return
@@ -67,34 +67,26 @@ class Activations:
 
     def check(self) -> None:
         """Raise ValueError for activations that are not finite, or whose squares are not."""
-        for name, largest in self._largest.items():
+        for name, largest in self.largest.items():
             if not largest.square().isfinite().all():
                 raise ValueError(
                     f"what {name} reads is not finite or too large; the model cannot be rounded"
                 )
-
-    def largest(self, name: str) -> Tensor:
-        """Return the largest magnitudes, [n_in]."""
-        return self._largest[name]
 
     def tokens(self, name: str) -> Tensor:
         """Return some tokens, [tokens, n_in]."""
         kept = self._read(name)
         return kept[:: -(-len(kept) // _TOKENS)].float()
 
-    def divide(self, name: str, columns: Tensor) -> None:
-        """Note by what the inputs of a product are divided, [n_in]."""
-        self._columns[name] = columns
-
     def inputs(self, name: str) -> Tensor | None:
         """Return all tokens as the product reads them, [tokens, n_in]; None without a folder."""
-        if self._folder is None or name not in self._largest:
+        if self._folder is None or name not in self.largest:
             return None
         x = self._read(name).float()
-        return x / self._columns[name] if name in self._columns else x
+        return x / self.columns[name] if name in self.columns else x
 
     def _read(self, name: str) -> Tensor:
         if self._folder is None:
             return torch.cat(self._kept[name])
         values = torch.from_numpy(np.fromfile(self._folder / name, dtype=np.int16))
-        return values.view(torch.bfloat16).view(-1, len(self._largest[name]))
+        return values.view(torch.bfloat16).view(-1, len(self.largest[name]))

@@ -113,7 +113,7 @@ def smooth(
             for name, multiplier in place.multipliers(factors, shapes).items():
                 scaled[name].append(multiplier)
                 if name in place.readers:
-                    activations.divide(name, torch.from_numpy(multiplier).ravel())
+                    activations.columns[name] = torch.from_numpy(multiplier).ravel()
 
     def read(name: str) -> Tensor:
         weight = weights[name]
@@ -164,12 +164,14 @@ def choose_factors(
                 total += (errors.mean(dim=1) / of_tokens).mean().item()
         return total
 
-    per_channel = partial(_per_channel, place)
+    def per_channel(columns: Tensor, join: Callable[..., Tensor]) -> Tensor:
+        return join(columns.reshape(-1, place.repeats, place.group), dim=1).ravel()
+
     weight_reach = per_channel(widest, Tensor.amax)
     best = error(torch.ones(x.shape[1]))
     factors: Factors | None = None
     sizes = [
-        per_channel(activations.largest(place.readers[0]), Tensor.amax),
+        per_channel(activations.largest[place.readers[0]], Tensor.amax),
         per_channel(x.square().mean(dim=0), Tensor.mean).sqrt(),
     ]
     for size, power in [(sizes[0], 0.0), *product(sizes, _POWERS)]:
@@ -177,11 +179,6 @@ def choose_factors(
         if (found := error(torch.from_numpy(place.columns(candidate)))) < best:
             best, factors = found, candidate
     return factors
-
-
-def _per_channel(place: Place, columns: Tensor, join: Callable[..., Tensor]) -> Tensor:
-    """Join the columns of each of a place's channels."""
-    return join(columns.reshape(-1, place.repeats, place.group), dim=1).ravel()
 
 
 def _factors(largest: Tensor, weight_reach: Tensor, power: float) -> Factors:

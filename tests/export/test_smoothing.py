@@ -185,7 +185,7 @@ def test_inputs_are_divided_as_columns_are_multiplied(name: str, tmp_path: Path)
 
 def undivided(activations: Activations) -> Activations:
     plain = copy(activations)
-    plain._columns = {}
+    plain.columns = {}
     return plain
 
 
