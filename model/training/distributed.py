@@ -76,10 +76,6 @@ class Processes:
         dist.all_reduce(tensor, operation, self.control)
         return tensor.item()
 
-    def longest(self, seconds: float) -> float:
-        """Return the largest of every process's value."""
-        return self.reduce(seconds, dist.ReduceOp.MAX)
-
     def gather_rows(self, rows: Tensor) -> Tensor:
         """Return all processes' rows, by rank; gradients reach those of this process alone."""
         if self.control is None:

@@ -161,7 +161,7 @@ class Ranking(Objective):
         Candidates are all documents that are held out. Every process computes everything.
         """
         data, size = self.data, self.settings.batch_size
-        pairs = data.held_out_pairs(self.settings.evaluate_rows)
+        pairs = data.pairs[-data.n_held_out_pairs :][: self.settings.evaluate_rows]
         starts = range(0, len(pairs), self.n_rows)
         parts = (data.read(pairs[i : i + self.n_rows], range(self.n_rows)) for i in starts)
         vectors = torch.cat([self.vectors(part) for part in parts])
@@ -181,8 +181,8 @@ class Translating(Objective):
 
     @property
     def row_size(self) -> tuple[int, int]:
-        """The tokens of both sides, and their FLOPs."""
-        lengths = self.data.mean_lengths
+        """The tokens of both sides, and their FLOPs, for their mean lengths."""
+        lengths = self.data.lengths.mean(axis=0).round().astype(int).tolist()
         return sum(lengths), flops_per_translation(self.decoder, *lengths)
 
     def loss(self, batch: TranslationBatch) -> Tensor:

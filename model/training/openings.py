@@ -23,18 +23,12 @@ def example_prompts(tokens: Data, tokenizer: Tokenizer) -> dict[str, bytes]:
     """
     openings: list[str] = []
     if isinstance(tokens, TranslationData):
-        first = len(tokens.ends) - tokens.n_held_out_pairs
-        openings = [_source(tokens, i, tokenizer) for i in range(first, len(tokens.ends))]
+        batches = (tokens.held_out(i, i + 1) for i in range(tokens.n_held_out_pairs))
+        openings = [tokenizer.decode(batch.sources[0].tolist()) for batch in batches]
     elif isinstance(tokens, TokenData) and tokens.learned is None and tokens.masking is None:
         openings = _openings(tokens, tokenizer)
     chosen = [text for text in dict.fromkeys(openings) if text.strip()][:_N_OPENINGS]
     return {EXAMPLES_FILE: json.dumps(chosen, indent=2).encode() + b"\n"} if chosen else {}
-
-
-def _source(tokens: TranslationData, index: int, tokenizer: Tokenizer) -> str:
-    start = int(tokens.ends[index - 1, 1]) if index else 0
-    text: str = tokenizer.decode(tokens.tokens[start : int(tokens.ends[index, 0])].tolist())
-    return text
 
 
 def _openings(tokens: TokenData, tokenizer: Tokenizer) -> list[str]:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer
+from torch.distributed import ReduceOp
 from torch.nn.utils import clip_grad_norm_
 
 from kvasir.model import checkpoint
@@ -143,7 +144,8 @@ class Trainer:
             started = time.perf_counter()
             self._make_gradients()
             self.optimizer.zero_grad(set_to_none=True)
-            times.append(self.processes.longest(time.perf_counter() - started))
+            seconds = time.perf_counter() - started
+            times.append(self.processes.reduce(seconds, ReduceOp.MAX))
         return median(times[1:] or times)  # the first is slower
 
     def _update(self, rate: float) -> tuple[float, float]:

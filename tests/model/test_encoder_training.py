@@ -179,12 +179,12 @@ def test_a_batch_has_different_pairs_and_the_vectors_that_are_served(
     """Padding that is attended to, or a text in another's row, would change a vector."""
     pairs = [(a, b, PAIRS[i - 3][1] + " and" * (i % 3)) for i, (a, b) in enumerate(PAIRS)]
     data = pair_data(tmp_path, pairs, context=8)
-    assert len(data.held_out_pairs(99)) == 4
+    assert len(data.pairs[-data.n_held_out_pairs :]) == 4
     trainer = make_trainer(data, **changes)
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     batch = data.batch(1, 2, 8, 8)
     assert len(np.unique(batch.texts[:, 0])) == 8
-    assert not np.isin(batch.texts[:, 0], data.held_out_pairs(99)[:, 0]).any()
+    assert not np.isin(batch.texts[:, 0], data.pairs[-data.n_held_out_pairs :][:, 0]).any()
     trainer.decoder.eval()
     vectors = vectors_of(trainer, batch).flatten(0, 1)
     serving = load_tokenizer_cut_at(8)
@@ -242,7 +242,7 @@ def test_held_out_accuracy_is_over_all_held_out_documents(tmp_path: Path) -> Non
     trainer = make_trainer(data)
     trainer.objective.settings = replace(SETTINGS, batch_size=3)
     loss, accuracy, _ = trainer.evaluate()
-    pairs = data.held_out_pairs(4)
+    pairs = data.pairs[-data.n_held_out_pairs :][:4]
     with torch.inference_mode():
         vectors = vectors_of(trainer, data.read(pairs, range(4)))
     found = [int((vectors[i, 0] @ vectors[:, 1].T).argmax()) == i for i in range(4)]

@@ -129,10 +129,6 @@ class PairData:
         drawn = generator.choice(n_train, batch_size, replace=False)
         return self.read(self.pairs[drawn], rows or range(batch_size))
 
-    def held_out_pairs(self, n: int) -> NDArray[np.int64]:
-        """Return the first `n` pairs that are held out."""
-        return self.pairs[-self.n_held_out_pairs :][:n]
-
     def read(self, pairs: NDArray[np.int64], rows: range) -> PairBatch:
         """Read the texts of some of these pairs."""
         texts = pairs[rows.start : rows.stop].ravel()

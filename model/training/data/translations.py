@@ -134,12 +134,6 @@ class TranslationData:
         """Number of translations to train on."""
         return len(self.ends) - self.n_held_out_pairs
 
-    @property
-    def mean_lengths(self) -> tuple[int, int]:
-        """The mean numbers of tokens of a source and of a target."""
-        of_source, of_target = self.lengths.mean(axis=0).round().astype(int).tolist()
-        return of_source, of_target
-
     def summary(self, n_read: int) -> str:
         """Count the translations in words; n_read: with those that were too long."""
         n, n_held_out = self.n_train_pairs, self.n_held_out_pairs
