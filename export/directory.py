@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -132,11 +130,6 @@ class _Target(NamedTuple):
     int8_prompts: bool
     smooths: bool
 
-    def rounds_values(self, config: TransformerConfig) -> bool:
-        """Return whether values that are cached have 8 bits, and scales of their own."""
-        on_cpu = self.device == "cpu" and config.pooling is None
-        return (on_cpu or self.kv_cache is not None) and config.encoder is None
-
 
 def _write_graphs(
     checkpoint: Checkpoint,
@@ -151,14 +144,20 @@ def _write_graphs(
     Returns what the manifest says of the calibration, if there was one.
     """
     config, weights, scales = checkpoint.config, checkpoint.weights, KVScales(checkpoint.config)
-    with _observing(part, target) as activations:
+    with TemporaryDirectory(dir=part) as folder:
+        activations = None
+        if target.smooths:  # int4 reads every token again, while weights are written
+            activations = Activations(Path(folder) if target.precision == "int4" else None)
         if verifier is not None:
             verifier.compute(progress, scales.observe, activations)
         elif activations is not None:
             observe_vectors(config, weights, checkpoint.tokenizer, activations, calibration)
         if activations is not None:
             rounded = config, weights, activations, target.device, target.precision, progress
-            weights = smooth(*rounded, keeps_values=target.rounds_values(config))
+            # Values that are cached in 8 bits have scales of their own.
+            is_decoder = verifier is not None and config.encoder is None
+            is_cached = target.device == "cpu" or target.kv_cache is not None
+            weights = smooth(*rounded, keeps_values=is_decoder and is_cached)
         inputs = None if activations is None else activations.inputs
         arguments, steps = (config, weights, part / GRAPH_FILE, target.precision), scales.steps()
         if target.device != "cpu":
@@ -175,21 +174,6 @@ def _write_graphs(
         if target.device == "cpu":
             write_attention_graph(part)
     return None if activations is None else activations.report
-
-
-@contextmanager
-def _observing(folder: Path, target: _Target) -> Iterator[Activations | None]:
-    """Yield what notes activations, if weights are rounded by them.
-
-    int4 looks at every token while weights are written; the tokens wait in files of the folder.
-    """
-    if not target.smooths:
-        yield None
-    elif target.precision != "int4":
-        yield Activations()
-    else:
-        with TemporaryDirectory(dir=folder) as tokens:
-            yield Activations(Path(tokens))
 
 
 def _save_files(checkpoint: Checkpoint, files: dict[str, bytes], part: Path) -> None:

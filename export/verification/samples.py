@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -78,8 +76,9 @@ def sample_pairs(checkpoint: Checkpoint, file: Path | None, precision: str) -> S
     if file is not None and are_translations:
         pairs = list(read_translations([file], seed=0).pairs)[:_MOST_PAIRS]
     else:
-        text = _prose(precision) if file is None else _read(file)
-        pairs = [(excerpt, excerpt) for excerpt in islice(_excerpts(text), _MOST_PAIRS)]
+        words = (_prose(precision) if file is None else _read(file)).split()[: _MOST_PAIRS * _WORDS]
+        starts = range(0, len(words), _WORDS)
+        pairs = [(" ".join(words[start : start + _WORDS]),) * 2 for start in starts]
     tokenizer, ends = checkpoint.tokenizer, checkpoint.config.eos_token_ids[:1]
     sources = encode([source for source, _ in pairs], tokenizer, add_special_tokens=True)
     targets = encode([target for _, target in pairs], tokenizer)
@@ -147,10 +146,3 @@ def _read_chats(checkpoint: Checkpoint, file: Path) -> str:
         raise ValueError(f"{file.name} holds chats, and the checkpoint no chat template; give text")
     chats = read_conversations([file], template, seed=0)
     return "".join(renderings[-1].text for renderings in chats)
-
-
-def _excerpts(text: str) -> Iterator[str]:
-    """Yield each _WORDS words of a text, and the last ones."""
-    words = iter(text.split())
-    while excerpt := " ".join(islice(words, _WORDS)):
-        yield excerpt
