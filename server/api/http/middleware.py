@@ -264,16 +264,14 @@ def log_request(scope: Scope, status: int, seconds: float) -> None:
         "status": status,
         "duration_ms": round(seconds * 1000, 3),
     }
-    if len(models_of(scope).names) > 1 and state.model:
-        fields["model"] = state.model
-    if state.caller.name:
-        fields["key"] = state.caller.name
-    if state.trace_id is not None:
-        fields["trace_id"] = state.trace_id
-    if state.error is not None:
-        fields["error"] = state.error
-    if state.n_embedded is not None:
-        fields["prompt_tokens"] = state.n_embedded
+    known = {
+        "model": state.model if len(models_of(scope).names) > 1 else "",
+        "key": state.caller.name,
+        "trace_id": state.trace_id,
+        "error": state.error,
+        "prompt_tokens": state.n_embedded,
+    }
+    fields |= {name: value for name, value in known.items() if value not in ("", None)}
     if (completion := state.completion) is not None:
         first = completion.seconds_to_first_token
         fields |= {
