@@ -76,7 +76,7 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)  # memory, file descriptors, processor time, start
         self._router = CollectorRegistry()
-        self._loads: list[Load] = []
+        self.loads: list[Load] = []  # of models, from which a router's gauges are read
         for index, (name, (text, combine)) in enumerate(_LOAD.items()):
             read = partial(self._read_load, index, combine)
             Gauge(name, text, namespace="kvasir", registry=self._router).set_function(read)
@@ -109,7 +109,7 @@ class ServerMetrics:
         return self._families[name]
 
     def _read_load(self, index: int, combine: Callable[..., float]) -> float:
-        return combine([load()[index] for load in self._loads] or [0.0])
+        return combine([load()[index] for load in self.loads] or [0.0])
 
     def show_batches(
         self, read: Callable[[], tuple[float, ...]], unfinished: Callable[[], Mapping[str, float]]
@@ -131,10 +131,6 @@ class ServerMetrics:
         """Record that a request of a batch was answered: completed or failed."""
         self._batch_requests.labels(outcome).inc()
         self._batch_answered_at.set_to_current_time()
-
-    def add_load(self, load: Load) -> None:
-        """Add what a model's router gauges are read from."""
-        self._loads.append(load)
 
     def failed(self, model: str, *, is_failed: bool) -> None:
         """Show whether a model could not be loaded."""
@@ -182,7 +178,7 @@ class Metrics:
 
     def __init__(self, load: Load, server: ServerMetrics | None = None, model: str = "") -> None:
         self.server, self.model = server or ServerMetrics(), model
-        self.server.add_load(load)
+        self.server.loads.append(load)
         self.server.begin_rejections(model)
         self.server.failed(model, is_failed=False)
 

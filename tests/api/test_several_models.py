@@ -181,7 +181,7 @@ async def test_a_router_sees_one_series_of_all_models() -> None:
     async with serving_all("first", "second") as (models, client):
         for name, load in (("first", (3.0, 1.0, 0.25)), ("second", (1.0, 4.0, 0.5))):
             index = models.names.index(name)
-            models.metrics._loads[index] = lambda load=load: load  # type: ignore[misc]
+            models.metrics.loads[index] = lambda load=load: load  # type: ignore[misc]
         lines = (await client.get("/metrics/router")).text.splitlines()
     assert [line for line in lines if not line.startswith("#")] == [
         "kvasir_num_requests_running 4.0",
