@@ -53,6 +53,7 @@ def on_this_machine(source: Path, cache_dir: Path | None, progress: Progress) ->
     return find(reference, cache_dir or user_cache()).pull(progress) if reference else source
 
 
+@one_line_errors()
 def served_directory(
     given: Path, name: str | None, cache_dir: Path | None, precision: str | None = None
 ) -> Path:
@@ -62,14 +63,13 @@ def served_directory(
     file on this machine. precision: None is the default.
     """
     chosen, path = split_name(given)
-    with one_line_errors():
-        reference = Reference.parse(path)
-        local = None if reference else find_local(path)
+    reference = Reference.parse(path)
+    local = None if reference else find_local(path)
     if reference is None and local is None:
         return given
     default = PRECISIONS["cpu"][0]
     kinds = () if precision in (None, default) else (str(precision),)
-    with one_line_errors(), ProgressBar(takes_minutes=True) as progress:
+    with ProgressBar(takes_minutes=True) as progress:
         cache = cache_dir or user_cache()
         model = find(reference, cache) if reference else local
         assert model is not None
@@ -79,8 +79,7 @@ def served_directory(
             with suppress(OSError):  # of a cache that others fill
                 os.utime(source)  # kvasir list tells when it was used
     if not (source / MANIFEST_FILE).is_file():
-        with one_line_errors():
-            _export(source, directory, precision or default)
+        _export(source, directory, precision or default)
         source = directory
     return Path(f"{chosen or name or model.reference.name}={source}")
 

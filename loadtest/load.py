@@ -154,7 +154,9 @@ class Prompts:
 
     def _body(self, workload: Workload, shared: list[int], n_in: int) -> dict[str, Any]:
         if workload.output_len == VECTOR:
-            return {"input": self._draw_text(n_in), "encoding_format": "float"}
+            words, n = english_words(), max(1, round(n_in * _WORDS_PER_TOKEN))
+            start = int(self.generator.integers(len(words) - n))
+            return {"input": " ".join(words[start : start + n]), "encoding_format": "float"}
         n_out = n_in if workload.output_len == SAME else workload.output_len
         body = {"prompt": shared + self._draw(n_in), "max_tokens": n_out, "temperature": 0}
         if workload.beams > 1:
@@ -167,11 +169,6 @@ class Prompts:
     def _draw(self, n: int) -> list[int]:
         ids = self.generator.integers(self._vocab_size // 2, self._vocab_size, size=n)
         return cast("list[int]", ids.tolist())
-
-    def _draw_text(self, n_tokens: int) -> str:
-        words, n = english_words(), max(1, round(n_tokens * _WORDS_PER_TOKEN))
-        start = int(self.generator.integers(len(words) - n))
-        return " ".join(words[start : start + n])
 
 
 async def closed_loop(ask: Ask, bodies: Iterable[bytes], concurrency: int) -> list[Answer]:

@@ -10,7 +10,6 @@ from contextlib import closing
 from functools import cached_property
 from pathlib import Path
 from time import perf_counter
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -167,7 +166,12 @@ class Model:
         Raises ValueError for a model that makes no vectors, for an unknown prompt, and for a text
         that is empty or longer than the model takes.
         """
-        engine, embedding = self._encoding(), self.model_dir.embedding
+        pooling, embedding = self.model_dir.config.pooling, self.model_dir.embedding
+        if not isinstance(engine := self._engine, EncoderEngine) or pooling is None:
+            raise ValueError(f"{self.model_dir.path} continues texts and makes no vectors of them")
+        if pooling.labels:
+            labels = ", ".join(pooling.labels)
+            raise ValueError(f"{self.model_dir.path} makes no vectors, but scores of {labels}")
         name = prompt_name or embedding.default_prompt_name
         if name is not None and name not in embedding.prompts:
             names = ", ".join(embedding.prompts) or "none"
@@ -203,9 +207,7 @@ class Model:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, _e: BaseException | None, _t: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -220,15 +222,6 @@ class Model:
                 f"{self.model_dir.path} makes vectors of texts and cannot continue them; use embed "
                 "of kvasir.load, or kvasir serve for /v1/embeddings"
             )
-        return engine
-
-    def _encoding(self) -> EncoderEngine:
-        pooling = self.model_dir.config.pooling
-        if not isinstance(engine := self._engine, EncoderEngine) or pooling is None:
-            raise ValueError(f"{self.model_dir.path} continues texts and makes no vectors of them")
-        if pooling.labels:
-            labels = ", ".join(pooling.labels)
-            raise ValueError(f"{self.model_dir.path} makes no vectors, but scores of {labels}")
         return engine
 
     @cached_property
