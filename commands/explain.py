@@ -61,7 +61,7 @@ def explain(
         explanation = Explainer(model_dir).explain(text, [layer], questions, target=target)
         heads = list(range(model_dir.config.n_head)) if head is None else [head]
         if out is not None:
-            from kvasir.commands.console.heatmap import draw_attention
+            from kvasir.commands.console.pictures import draw_attention
 
             progress(f"drawing {out.name}", 0, 0)
             draw_attention(explanation, model_dir, layer, heads, out)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ByteSize
 from rich.table import Table
 from rich.text import Text
 from typer import Argument, Option
@@ -22,7 +21,13 @@ from kvasir.commands.console.options import (
     TopK,
     TopP,
 )
-from kvasir.commands.console.output import cost_since, make_table, one_line_errors, show
+from kvasir.commands.console.output import (
+    cost_since,
+    make_table,
+    one_line_errors,
+    show,
+    size_in_words,
+)
 from kvasir.commands.console.progress import ProgressBar, loading
 from kvasir.commands.pull import on_this_machine
 from kvasir.model.records import GenerationDefaults, SpanFigures, Verification
@@ -104,16 +109,14 @@ def export(
             progress("computing a digest of answers", 0, 0)
             if reason := write_digest(out):
                 notes += (f"the manifest has no digest of answers: {reason}",)
-    size = ByteSize(sum(path.stat().st_size for path in out.iterdir()))
+    size = sum(path.stat().st_size for path in out.iterdir())
+    verdict = manifest.verification.verdict
     cost, took = cost_since(started)
     values = {"directory": str(out), **manifest.model_dump(include=_SHOWN), "bytes": size}
-    values |= {"notes": notes}
-    made = f"{manifest.precision} for {manifest.device}, {size.human_readable(separator=' ')}"
-    summary = f"{made}; took {took}"
+    values |= {"notes": notes, "verdict": verdict}
+    made = f"{manifest.precision} for {manifest.device}, {size_in_words(size)}; took {took}"
     figures = _tables(out.name, exported=manifest.verification) if verbose else []
-    verdict = manifest.verification.verdict
-    values |= {"verdict": verdict}
-    lines = (*(f"note: {note}" for note in notes), verdict, f"wrote {out}: {summary}")
+    lines = (*(f"note: {note}" for note in notes), verdict, f"wrote {out}: {made}")
     show(as_json, values | cost, *figures, *lines, then=("serve", out))
 
 
@@ -143,7 +146,7 @@ def evaluate(
         if figures.by_position:
             parts.append(_by_position(figures.by_position))
         if plot is not None:
-            from kvasir.commands.console.plot import draw_losses
+            from kvasir.commands.console.pictures import draw_losses
 
             draw_losses(
                 f"{directory.name} in {manifest.precision}", figures.by_position or [], plot

@@ -179,7 +179,7 @@ def cost_since(started: float) -> tuple[dict[str, float], str]:
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    memory = ByteSize(peak if sys.platform == "darwin" else peak * 1024)
+    memory = peak if sys.platform == "darwin" else peak * 1024
     seconds = monotonic() - started
-    words = f"{seconds:.1f} s, {memory.human_readable(separator=' ')} of memory at most"
+    words = f"{seconds:.1f} s, {size_in_words(memory)} of memory at most"
     return {"seconds": seconds, "peak_memory_bytes": memory}, words

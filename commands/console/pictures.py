@@ -1,9 +1,10 @@
-"""Attention weights as a picture: a heat map of one head, or of all heads of a layer."""
+"""Pictures: what heads attend to in a text, and what rounding costs by position."""
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 from kvasir.model.directory import ModelDirectory
+from kvasir.model.records import SpanFigures
 from kvasir.server.explain.explanation import Explanation, visible_keys
 
 _MAX_LABELS = 64  # tokens that can be read on an axis
@@ -59,3 +61,24 @@ def draw_attention(
     with warnings.catch_warnings():  # a missing glyph is drawn as a box
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(out, format="png", dpi=120)
+
+
+def draw_losses(title: str, spans: Sequence[SpanFigures], out: Path) -> None:
+    """Write a PNG: the mean and the 99th percentile of KL, in nats, at positions of rows.
+
+    Raises ValueError without figures, or for a name that does not say which kind of picture.
+    """
+    if not spans:
+        raise ValueError(f"{title} has no figures by position to draw; leave {out} out")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    edges = [spans[0].first, *(span.last + 1 for span in spans)]
+    for name, values in (
+        ("mean", [span.mean_kl for span in spans]),
+        ("99th percentile", [span.kl_99 for span in spans]),
+    ):
+        axes.stairs(values, edges, label=name, linewidth=2)
+    axes.set(title=title, xlabel="position", ylabel="KL of the next token, nats", yscale="log")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    figure.savefig(out, dpi=110)
