@@ -36,9 +36,8 @@ from kvasir.model.network.transformer import Transformer
 from kvasir.model.records import Verification
 from kvasir.model.tokenizer import train_tokenizer
 from kvasir.server.errors import InvalidRequestError, NotFoundError
-from kvasir.server.explain.behaviour import measure_behaviours
 from kvasir.server.explain.explainer import Explainer
-from kvasir.server.explain.explanation import Explanation, Head, Questions
+from kvasir.server.explain.explanation import Explanation, Head, Questions, measure_behaviours
 from tests.kit.encoders import BERT, MODERN, MPNET, export_encoder
 from tests.kit.fake_encoder import encoder_model_dir
 from tests.kit.random_models import export_decoder, make_config, make_decoder
