@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
-from kvasir.commands.console.progress import on_interrupt
+from kvasir.model.platform.progress import handling
 
 # Ctrl-C during these imports ends the process as a signal does, without a traceback.
-with on_interrupt(signal.SIG_DFL):
+with handling(signal.SIG_DFL, signal.SIGINT):
     import typer
 
     from kvasir.commands.bench import bench_engine, bench_model, bench_reproducibility, bench_serve

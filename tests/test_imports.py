@@ -72,10 +72,10 @@ RULES = {
         *("server.engine", "server.telemetry", "server.text", "server.requests", "server.batches"),
     ),
     "server.process": (*WITHOUT_TORCH, "kernels", "server"),
-    "loadtest.locust": ("loadtest.client",),
+    "loadtest.locust": ("loadtest.client", "model.platform"),
     "loadtest": ("model", "kernels", "export", "server.engine", "server.process.local_server"),
     "commands": ROOMS,
-    "kvasir": ("commands",),
+    "kvasir": ("commands", "model.platform"),
 }
 ONLY_IMPORTERS = {
     "onnxruntime": ("model/onnx/runtime.py",),

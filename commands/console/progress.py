@@ -1,7 +1,4 @@
-"""Progress of long work: bars on a terminal, which vanish when it is done; and signals meanwhile.
-
-`kvasir` imports this first, so it imports packages only when a bar is made.
-"""
+"""Progress of long work: bars on a terminal that vanish when it is done; and signals meanwhile."""
 
 from __future__ import annotations
 
@@ -9,32 +6,19 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Timer
-from typing import Any
+
+from rich.console import RenderableType
+from rich.constrain import Constrain
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
+
+from kvasir.commands.console.output import console
+from kvasir.model.platform.progress import handling
 
 _DELAY = 0.5  # seconds: shorter work shows no bar
-
-
-@contextmanager
-def on_interrupt(
-    handle: Callable[..., None] | signal.Handlers, *signals: signal.Signals
-) -> Iterator[None]:
-    """Handle Ctrl-C, and other signals, with `handle` in this block.
-
-    Those that the process was started to ignore stay ignored.
-    """
-    numbers = (signal.SIGINT, *signals)
-    previous: dict[signal.Signals, Any] = {number: signal.getsignal(number) for number in numbers}
-    for number, handler in previous.items():
-        if handler != signal.SIG_IGN:
-            signal.signal(number, handle)
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 class ProgressBar:
@@ -50,13 +34,6 @@ class ProgressBar:
     """
 
     def __init__(self, *, quiet: bool = False, takes_minutes: bool = False) -> None:
-        from rich.console import RenderableType
-        from rich.constrain import Constrain
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-        from rich.table import Column
-
-        from kvasir.commands.console.output import console
-
         self.lines = console(quiet=quiet)
         shares_terminal = sys.stdout.isatty() and sys.stderr.isatty()
         screen = self.lines if shares_terminal else console(stderr=True)
@@ -86,7 +63,8 @@ class ProgressBar:
         self._prints = takes_minutes and not quiet and not sys.stderr.isatty()
         self._started, self._stage = time.monotonic(), ""
         self._end: BaseException | None = None
-        self._handling = on_interrupt(self._interrupt, *[signal.SIGTERM] * takes_minutes)
+        ending = (signal.SIGINT, signal.SIGTERM)[: 1 + takes_minutes]
+        self._handling = handling(self._interrupt, *ending)
 
     def __enter__(self) -> ProgressBar:
         self._handling.__enter__()
@@ -143,5 +121,5 @@ def loading(*, quiet: bool = False, takes_minutes: bool = False) -> Iterator[Non
             bar.close()
             os._exit(130)
 
-        with on_interrupt(end_process):
+        with handling(end_process, signal.SIGINT):
             yield

@@ -1,4 +1,4 @@
-"""What knows nothing of models: files, processes, the machine, progress, words for a terminal.
+"""What knows nothing of models: files, processes, signals, machine, progress, words to people.
 
 Imports nothing else of the project; free of PyTorch.
 """

@@ -1,11 +1,13 @@
-"""Reports on long work: functions say how far they are, and a caller may show it."""
+"""Long work: functions say how far they are, which a caller may show, and signals interrupt it."""
 
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from threading import Event, Thread
+from contextlib import contextmanager
+from threading import Event, Thread, current_thread, main_thread
 from time import monotonic
 from typing import TypeVar
 
@@ -57,3 +59,25 @@ def interruptible(work: Callable[[Event], T], longest: float = math.inf) -> T:
         thread.join(_LAST_SECONDS)
         raise
     return result.result()
+
+
+@contextmanager
+def handling(
+    handle: Callable[..., None] | signal.Handlers, *numbers: signal.Signals
+) -> Iterator[None]:
+    """Handle signals with `handle` in this block.
+
+    Those that the process was started to ignore stay ignored. Only the main thread can handle
+    signals; in another one this does nothing.
+    """
+    previous = {}
+    if current_thread() is main_thread():
+        previous = {number: signal.getsignal(number) for number in numbers}
+    for number, handler in previous.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

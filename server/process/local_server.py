@@ -15,8 +15,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread, current_thread, main_thread
+from threading import Thread
 from typing import Any
+
+from kvasir.model.platform.progress import handling
 
 
 def serve_command(
@@ -34,9 +36,13 @@ def run_server(command: Sequence[str | Path]) -> Iterator[dict[str, Any]]:
     Raises ChildProcessError with the last line of its log if it ends before it is ready. Ctrl-C and
     the terminal's end reach this process alone, which ends the server when the block is left.
     """
+
+    def end(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
     environment = {name: value for name, value in os.environ.items() if name != "KVASIR_LOG_FORMAT"}
     with (
-        _exit_on_signals(),
+        handling(end, signal.SIGTERM, signal.SIGHUP),
         subprocess.Popen(  # noqa: S603
             command, stderr=subprocess.PIPE, text=True, env=environment, process_group=0
         ) as process,
@@ -51,28 +57,6 @@ def run_server(command: Sequence[str | Path]) -> Iterator[dict[str, Any]]:
             process.terminate()
             if reader.ident:
                 reader.join()
-
-
-@contextmanager
-def _exit_on_signals() -> Iterator[None]:
-    """Leave the block by SystemExit on SIGTERM and SIGHUP, unless this process ignores them.
-
-    Only the main thread can handle signals; in another one this does nothing.
-    """
-
-    def end(number: int, _: object) -> None:
-        sys.exit(128 + number)
-
-    previous = {}
-    if current_thread() is main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                previous[number] = signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def wait_until_ready(log: Iterable[str]) -> dict[str, Any]:
