@@ -17,6 +17,8 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from kvasir.model.platform.printable import error_message
+
 COMPLETIONS = "/v1/completions"
 
 
@@ -103,17 +105,6 @@ class Answer:
         if self.n_tokens < 2 or not self.gaps:
             return None
         return (self.e2e - self.ttft) / (self.n_tokens - 1)
-
-
-def error_message(body: Any) -> str:
-    """Return the message of OpenAI's error object or its JSON, or the start of any other body."""
-    if isinstance(body, str | bytes):
-        try:
-            return error_message(json.loads(body))
-        except ValueError:
-            return (body.decode(errors="replace") if isinstance(body, bytes) else body)[:200]
-    error = body.get("error", body) if isinstance(body, dict) else body
-    return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
 class Target:

@@ -7,9 +7,11 @@ import re
 from collections.abc import Generator, Iterator
 from http.client import HTTPException
 from typing import Any, NamedTuple
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
+
+from kvasir.model.platform.printable import error_message
 
 _NO_TEMPLATE = re.compile(r"chat.template", re.IGNORECASE)  # Kvasir's words, and those of vLLM
 _LONGEST = 500  # characters of an error
@@ -114,10 +116,9 @@ class ChatClient:
             if is_refusal and _NO_TEMPLATE.search(message):
                 raise NoTemplateError(message) from None
             raise ChatError(f"{message} (HTTP {error.code})") from None
-        except URLError as error:
-            raise ChatError(f"no answer from {self.url}: {error.reason}") from None
         except (OSError, HTTPException) as error:
-            raise ChatError(f"no answer from {self.url}: {error}") from None
+            reason = getattr(error, "reason", error)  # of a URLError
+            raise ChatError(f"no answer from {self.url}: {reason}") from None
 
 
 def _parsed(content: bytes) -> Any:
@@ -128,12 +129,5 @@ def _parsed(content: bytes) -> Any:
 
 
 def _message(body: Any) -> str:
-    """Return the message of an error in OpenAI's form or a similar one, or the body's start."""
-    if isinstance(body, bytes):
-        try:
-            body = json.loads(body)
-        except ValueError:
-            body = body.decode(errors="replace")
-    error = body.get("error", body) if isinstance(body, dict) else body
-    message = error.get("message", error) if isinstance(error, dict) else error
-    return " ".join(str(message).split())[:_LONGEST]
+    """Return the message of an error in one line that is not too long."""
+    return " ".join(error_message(body).split())[:_LONGEST]

@@ -34,7 +34,7 @@ from locust.stats import StatsEntry
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvasir.loadtest.client import Answer, error_message
+from kvasir.loadtest.client import Answer
 from kvasir.loadtest.locust.traffic import (
     LATENCIES,
     PACES,
@@ -43,6 +43,7 @@ from kvasir.loadtest.locust.traffic import (
     draw_words,
     parse_slo,
 )
+from kvasir.model.platform.printable import error_message
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 KEY = os.environ.get("KVASIR_API_KEY")
