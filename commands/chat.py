@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import typer
@@ -76,14 +76,11 @@ def chat(
 def _served(server: str, cache_dir: Path | None) -> Iterator[str]:
     """Serve a directory or a reference; Ctrl-C stops an answer, not the server."""
     directory = served_directory(Path(server), None, cache_dir)
-    with ProgressBar() as progress:
-        progress("loading the model", 0, 0)
-        serving = serve_locally(directory, "--max-num-seqs", "1")
-        url = serving.__enter__()
-    try:
+    with ExitStack() as serving:
+        with ProgressBar() as progress:
+            progress("loading the model", 0, 0)
+            url = serving.enter_context(serve_locally(directory, "--max-num-seqs", "1"))
         yield url
-    finally:
-        serving.__exit__(None, None, None)
 
 
 def _lines(screen: Console) -> Iterator[str]:

@@ -124,22 +124,18 @@ class ApiKeys:
                     raise ValueError(f"line {n}: after * may stand limits, but no name")
                 default = _limits(given, Limits())
                 continue
-            entry = self._parse(line, n, default)
+            *fields, key = line.split()
+            given = _given(fields, n)
+            if key.partition(b"=")[0].decode("ascii", "replace") in _FIELDS:
+                raise ValueError(f"line {n}: there is no key after the name and the limits")
+            own = _limits(given, default)
+            entry = self._entry(_stripped(key), given.get("name"), own, f"line-{n}")
             entries.append(entry)
             if limits.setdefault(entry.id, entry.limits) != entry.limits:
                 raise ValueError(f"line {n}: an earlier line gives this name other limits")
         if not entries:
             raise ValueError("it holds no key; write one on each line")
         return entries
-
-    def _parse(self, line: bytes, n: int, default: Limits) -> _Entry:
-        """Return the key of line n, which may follow a name and limits. Raises ValueError."""
-        *fields, key = line.split()
-        given = _given(fields, n)
-        if key.partition(b"=")[0].decode("ascii", "replace") in _FIELDS:
-            raise ValueError(f"line {n}: there is no key after the name and the limits")
-        limits = _limits(given, default)
-        return self._entry(_stripped(key), given.get("name"), limits, f"line-{n}")
 
     def _entry(self, key: bytes, name: str | None, limits: Limits, place: str = "") -> _Entry:
         digest = self._digest(key)
