@@ -20,7 +20,7 @@ from itertools import count
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +76,20 @@ class DecodeFigures:
     read_gigabytes_per_second: float  # of as many bytes as the step's
     roofline: float  # the share of the step that reading its bytes takes
     outside: float  # share of the step outside ONNX Runtime
+
+    @classmethod
+    def of(
+        cls, batch: int, n_bytes: float, bytes_per_second: float, seconds: float, outside: float
+    ) -> Self:
+        """Return those of a step that takes so many seconds and reads n_bytes."""
+        return cls(
+            batch=batch,
+            tokens_per_second=batch / seconds,
+            step_milliseconds=seconds * 1e3,
+            read_gigabytes_per_second=bytes_per_second / 1e9,
+            roofline=n_bytes / bytes_per_second / seconds,
+            outside=outside,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,19 +248,7 @@ def bench_engine(
         measured = [bench.decode(batch, temperature=0.0) for bench in benches]
         n_bytes = bytes_per_step(config, precision, batch, device)
         speed = copied or read_speed(n_bytes, threads)
-        decode.append(
-            [
-                DecodeFigures(
-                    batch=batch,
-                    tokens_per_second=batch / seconds,
-                    step_milliseconds=seconds * 1e3,
-                    read_gigabytes_per_second=speed / 1e9,
-                    roofline=n_bytes / speed / seconds,
-                    outside=outside,
-                )
-                for seconds, outside in measured
-            ]
-        )
+        decode.append([DecodeFigures.of(batch, n_bytes, speed, *step) for step in measured])
     progress("time outside the model", 0, 0)
     sampled = [bench.decode(batches[-1], temperature=0.8)[1] for bench in benches]
     per_token = 2 * n_layer_weights(config)

@@ -79,12 +79,8 @@ def create_app(
         loading = asyncio.create_task(models.start(build, clock))
         if engine is not None:
             await loading
-        if batches is not None:
-            batches.start()
-        yield
-        if batches is not None:
-            await batches.close()
-            batches.store.close()
+        async with _answering(app.state.batches):
+            yield
         loading.cancel()
         await models.close()
         if provider is not None:
@@ -95,7 +91,7 @@ def create_app(
     app.state.explanations = {
         name: Explanations(served.model_dir) for name, served in models.served.items()
     }
-    app.state.batches = batches = _batch_worker(app, keys if settings.has_keys else None)
+    app.state.batches = _batch_worker(app, keys if settings.has_keys else None)
     app.state.response_store = ResponseStore(settings.stored_responses_memory)
     add_routes(app)
     _add_middleware(app, keys)
@@ -140,6 +136,17 @@ def _flush(shut_down: Callable[[], None]) -> None:
     flushing = Thread(target=shut_down, name="last spans", daemon=True)
     flushing.start()
     flushing.join(_FLUSH_SECONDS)
+
+
+@asynccontextmanager
+async def _answering(batches: BatchWorker | None) -> AsyncIterator[None]:
+    """Answer batches, if they are served, until the block is left."""
+    if batches is not None:
+        batches.start()
+    yield
+    if batches is not None:
+        await batches.close()
+        batches.store.close()
 
 
 def _batch_worker(app: FastAPI, keys: ApiKeys | None) -> BatchWorker | None:

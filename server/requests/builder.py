@@ -89,8 +89,7 @@ class RequestBuilder(PromptReader):
                 "generate",
                 param="min_tokens",
             )
-        eos_ids = () if params.ignore_eos else config.eos_token_ids
-        ending_ids = params.stop_token_ids.union(eos_ids)
+        ending_ids = params.stop_token_ids.union(() if params.ignore_eos else config.eos_token_ids)
         if params.min_tokens and len(ending_ids) >= config.vocab_size:
             raise InvalidRequestError(
                 f"stop_token_ids: all {config.vocab_size} tokens would end the text, "
