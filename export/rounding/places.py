@@ -77,11 +77,8 @@ def places(config: TransformerConfig) -> Iterator[Place]:
 
 
 def _of_blocks(config: TransformerConfig, shapes: Shapes, prefix: str) -> Iterator[Place]:
-    widths = (
-        config.n_kv_head * config.head_dim,
-        (config.n_head + config.n_kv_head) * config.head_dim,
-    )
-    n_values, before_values = widths
+    n_values = config.n_kv_head * config.head_dim
+    before_values = config.n_head * config.head_dim + n_values
     for block in (f"{prefix}blocks.{layer}" for layer in range(config.n_layer)):
         attention, cross, feed = (
             f"{block}.{part}" for part in ("attention", "cross_attention", "feed_forward")

@@ -260,10 +260,7 @@ class _Int8:
         return constant(self._graph, f"quantize.axis_{n}", np.array([n], dtype=np.int64))
 
     def _matrix(self, weight: ir.Value, rounder: Rounder) -> tuple[ir.Value, ir.Value]:
-        """Return integers of a weight in its own layout, and a scale for each output.
-
-        They are made once.
-        """
+        """Return integers of a weight in its own layout, and a scale for each output, made once."""
         assert weight.shape is not None
         shapes = weight.shape.numpy(), [_sizes(weight)[1]]
         if weight.name == _EMBEDDING:

@@ -194,10 +194,8 @@ def _cut(graph: onnx_ir.Graph) -> list[_Segment]:
 
     A node that does not depend on tokens belongs to every segment that needs it.
     """
-    captured, inputs = (
-        analyze_implicit_usage(graph),
-        {str(value.name): value for value in graph.inputs},
-    )
+    captured = analyze_implicit_usage(graph)
+    inputs = {str(value.name): value for value in graph.inputs}
     caches = {value for name, value in inputs.items() if name.partition(".")[0] in CACHE_OUTPUTS}
     of_tokens, of_choice = {inputs["input_ids"]}, {inputs["logits_indices"]}
     order: list[onnx_ir.Node] = []  # of the nodes that depend on tokens

@@ -55,14 +55,10 @@ class Questions:
             message = f"there is no position {self.position}; the text has 0 to {n_tokens - 1}"
             raise InvalidRequestError(message, param="position")
         if config.pooling is not None:
-            given = {
-                "position": self.position is not None,
-                "lens": self.lens > 0,
-                "entropies": self.entropies,
-            }
-            for name in (name for name, is_given in given.items() if is_given):
-                message = f"{name} is for models that predict tokens, and this is an encoder"
-                raise InvalidRequestError(message, param=name)
+            for name in ("position", "lens", "entropies"):
+                if getattr(self, name) != getattr(Questions(), name):
+                    message = f"{name} is for models that predict tokens, and this is an encoder"
+                    raise InvalidRequestError(message, param=name)
 
 
 @dataclass(frozen=True, slots=True)
