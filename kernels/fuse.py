@@ -4,7 +4,8 @@ A linear layer in int8 is some eight nodes of ONNX Runtime's: the scale of each 
 product, and scales again. Around it are a norm or an activation, a bias and a residual. All of it
 becomes one node, `Linear`, or `Linear4` of weights in blocks of 4 bits. Inputs of both are x, the
 weight and its scales and, where not empty, a bias, the weight and the bias of a norm before the
-product, and a residual. An activation, which may be of a gate, comes before the norm.
+product, and a residual. An activation, which may be of a gate, comes before the norm, and mixing
+(`export.rounding.mixing`) after both.
 
 Each rule looks at one node and at what makes and reads its values, and changes it if a node of ours
 computes the same; else it raises `Mismatch` and changes nothing. No rule removes a node: what
@@ -41,6 +42,8 @@ from kvasir.kernels.graph import (
 from kvasir.kernels.texts import STARTS, add_starts, attend_over_texts
 
 _PRODUCTS = ("MatMulIntegerToFloat", "MatMulNBits")
+_TWO = np.array([[1, 1], [1, -1]])
+_HADAMARD = np.kron(_TWO, np.kron(_TWO, _TWO))
 _N_INPUTS, _BIAS, _NORM, _NORM_BIAS, _RESIDUAL = 7, 3, 4, 5, 6  # of both
 # Attributes of MatMulNBits whose kernel rounds activations as `Linear4` does.
 _IN_BLOCKS = {"bits": 4, "block_size": NIBBLE_BLOCK, "accuracy_level": 4}
@@ -106,7 +109,7 @@ def _int8_product(values: Values, product: NodeProto) -> None:
         target = product
     else:
         require(scale in target.input, "the product has the scale of other activations")
-    _become(target, "Linear", (x, matrix, scales), transposed=int(transposed), block=0)
+    _become(target, "Linear", (x, matrix, scales), transposed=int(transposed), block=0, mixed=0)
 
 
 def _rounded(values: Values, quantized: str) -> tuple[str, str, int]:
@@ -140,6 +143,11 @@ def _scale_all_outputs(values: Values, split: NodeProto, scale: str) -> None:
     gate, up = split.output
     scaled, gated = values.reader(gate, "Mul"), values.reader(up, "Mul").output[0]
     require(scale in scaled.input, "the gate has the scale of other activations")
+    with_shapes = [node for node in values.readers(gated) if node.op_type != "Shape"]
+    if [node.op_type for node in with_shapes] == ["Reshape"]:
+        product = values.reader(with_shapes[0].output[0], "MatMul")
+        gated = values.reader(product.output[0], "Reshape").output[0]
+        require(_before_mixing(values, gated) == with_shapes[0].input[0], "what is gated is no mixture")
     readers = sorted((n.op_type, n.output[0]) for n in values.readers(gated))
     readers = [pair for pair in readers if pair[0] != "Shape"]
     operators = [operator for operator, _ in readers]
@@ -192,6 +200,28 @@ def _addition(values: Values, add: NodeProto) -> None:
         add.output[0], add.input[i] = output, other
         return
     raise Mismatch("nothing is added to a product")
+
+
+def _mixing(values: Values, linear: NodeProto) -> None:
+    """Put the mixing of what a product reads into the product."""
+    require(linear.op_type == "Linear", "inputs in blocks are not mixed")
+    require(not attribute(linear, "mixed"), "its inputs are mixed already")
+    linear.input[0] = _before_mixing(values, linear.input[0])
+    set_attributes(linear, mixed=1)
+
+
+def _before_mixing(values: Values, mixed: str) -> str:
+    """Return x of H x, in which x has eight parts."""
+    joined = values.maker(mixed, "Reshape")
+    product = values.maker(joined.input[0], "MatMul")
+    matrix, parts = inputs_of(product, 2)
+    apart = values.maker(parts, "Reshape")
+    require(values.array(matrix).tolist() == _HADAMARD.tolist(), "it is another mixture")
+    shape, after = (values.array(node.input[1]).tolist() for node in (apart, joined))
+    *tokens, n_parts, size = shape
+    require(n_parts == len(_HADAMARD) and not any(tokens), "what is mixed has not eight parts")
+    require(after == [*tokens, n_parts * size], "the parts are not joined")
+    return apart.input[0]
 
 
 def _activation(values: Values, linear: NodeProto) -> None:
@@ -295,6 +325,7 @@ _RULES: tuple[tuple[tuple[str, ...], _Rule], ...] = (
     (("MatMulIntegerToFloat",), _int8_product),
     (("MatMulNBits",), _int4_product),
     (("Add",), _addition),
+    (LINEARS, _mixing),
     (LINEARS, _activation),
     (("RMSNormalization", "LayerNormalization"), _norm),
     (("GroupQueryAttention",), attend_over_texts),

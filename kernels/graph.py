@@ -10,6 +10,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+from numpy.typing import NDArray
 from onnx import AttributeProto, GraphProto, NodeProto, TensorProto
 from onnx.helper import get_attribute_value, make_attribute
 from onnx.numpy_helper import to_array
@@ -82,10 +83,16 @@ class Values:
 
     def number(self, name: str) -> float:
         """Return the only number of a constant that is in the graph's own file."""
+        array = self.array(name)
+        require(array.size == 1, f"{name} is no number")
+        return float(array.item())
+
+    def array(self, name: str) -> NDArray[Any]:
+        """Return a constant that is in the graph's own file."""
         found = self.constants.get(name)
-        if found is None or prod(found.dims) != 1 or found.external_data:
-            raise Mismatch(f"{name} is no number in the graph's own file")
-        return float(to_array(found).item())
+        if found is None or found.external_data:
+            raise Mismatch(f"{name} is no constant in the graph's own file")
+        return to_array(found)
 
     def sizes(self, linear: NodeProto) -> tuple[int, int]:
         """Return the numbers of inputs and outputs of a product."""

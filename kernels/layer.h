@@ -10,6 +10,7 @@ constexpr size_t lane_count = 16;
 constexpr size_t tile_columns = 64;  // packed weights are padded to whole tiles
 constexpr size_t input_padding = 64;  // and to whole cache lines of inputs
 constexpr size_t nibble_block = 32;  // inputs that share a scale in weights of 4 bits
+constexpr size_t mixed_parts = 8;
 
 // |q| <= 127 and |w| <= 128, so a sum of this many products fits int32.
 constexpr size_t most_inputs = 131'072;
@@ -27,6 +28,7 @@ struct Layer {
     bool gated;
     Norm norm;
     float epsilon;
+    bool mixed;  // K is a multiple of mixed_parts
     const float* norm_weight;  // [K], or null for ones
     const float* norm_bias;    // [K], or null
     const uint8_t* weights;    // packed: kernels/README.md draws it

@@ -44,6 +44,9 @@ public:
             node.refuse("the attribute epsilon has to be there, and at least 0, where norm is");
         op.has_nibbles ? take_nibbles(node) : take_bytes(node);
 
+        layer.mixed = node.flag("mixed");
+        if (layer.mixed && layer.inputs % mixed_parts != 0)
+            node.refuse("the attribute mixed is for inputs in eight parts, and there are " + std::to_string(layer.inputs));
         layer.bias = optional_floats(node, bias, "bias", layer.outputs, bias_values);
         layer.norm_weight = optional_floats(node, norm_weight, "norm", layer.inputs, norm_weights);
         layer.norm_bias = optional_floats(node, norm_bias, "norm_bias", layer.inputs, norm_biases);

@@ -58,6 +58,25 @@ inline void normalise(const Layer& layer, const float* x, float* y) {
     }
 }
 
+// y [K] = H x. Both are eight parts; part i of H x is the sum of parts j of x, each minus where i and j have an odd number
+// of common bits. x may be y.
+inline void mix(const Layer& layer, const float* x, float* y) {
+    const size_t part = layer.inputs / mixed_parts;
+    for (size_t k = 0; k < part; k += lane_count) {
+        Floats parts[mixed_parts];
+        unrolled<mixed_parts>([&](auto i) { parts[i] = load(x + i * part + k, part - k); });
+        unrolled<3>([&](auto step) {
+            unrolled<mixed_parts / 2>([&](auto pair) {
+                constexpr int half = 1 << step, low = pair / half * 2 * half + pair % half;
+                const Floats first = parts[low], second = parts[low + half];
+                parts[low] = first + second;
+                parts[low + half] = first - second;
+            });
+        });
+        unrolled<mixed_parts>([&](auto i) { store(y + i * part + k, parts[i], part - k); });
+    }
+}
+
 // Return s, of which the largest value of these magnitudes is `most`: NaN of a NaN or an infinity, 0 where it would be
 // denormal.
 inline float scale_for(Ints magnitudes, float most) {
@@ -104,6 +123,10 @@ void prepare(const Layer& layer, const float* x, float* y, const RoundedRows& ro
     }
     if (layer.norm != Norm::none) {
         normalise(layer, x, y);
+        x = y;
+    }
+    if (layer.mixed) {
+        mix(layer, x, y);
         x = y;
     }
     Input* const q = static_cast<Input*>(rows.values) + m * layer.padded_inputs;

@@ -47,6 +47,7 @@ from kvasir.export.rewrite import (
 )
 from kvasir.export.rounding.formulas import BLOCK, quantize_blocks, quantize_pairs, quantize_rows
 from kvasir.export.rounding.gptq import column_rounder
+from kvasir.export.rounding.mixing import HADAMARD, N_PARTS, is_mixed, mix_weights
 from kvasir.export.rounding.weights import TRANSPOSED, Weights
 
 _EMBEDDING = "embedding.weight"  # the decoder's name, which the graph keeps
@@ -173,6 +174,10 @@ def rounded_weight(
     )
 
 
+def _mixing(rounder: Rounder) -> Rounder:
+    return lambda matrix: rounder(mix_weights(matrix))
+
+
 class _Int8:
     """Products and lookups in int8; what layers share is made once."""
 
@@ -190,11 +195,14 @@ class _Int8:
         tape, is_head = Tape(), node.op_type == "Gemm"
         # The session option for exact products leaves branches alone (`open_cpu_session`).
         is_inner = owner_of(node) is not self._graph
-        matrix, scales = self._matrix(weight, quantize_pairs if is_inner else self._rounder)
+        rounder, width = quantize_pairs if is_inner else self._rounder, _sizes(weight)[0]
+        rank = 2 if is_head else self._rank
+        if is_mixed(str(weight.name).removesuffix(TRANSPOSED), width):
+            x, rounder = self._mixed(tape, x, width, rank), _mixing(rounder)
+        matrix, scales = self._matrix(weight, rounder)
         if is_head:
             matrix = tape.op("Transpose", [matrix], {"perm": [1, 0]})
-        rank = 2 if is_head else self._rank
-        quantized, scale = self._quantized(tape, x, _sizes(weight)[0], (owner_of(node), rank))
+        quantized, scale = self._quantized(tape, x, width, (owner_of(node), rank))
         one = constant(self._graph, "quantize.one", np.array(1.0, dtype=np.float32))
         zero_point = constant(self._graph, "quantize.zero_point", np.array(128, dtype=np.uint8))
         inputs = [quantized, matrix, one, scales, zero_point]
@@ -226,6 +234,18 @@ class _Int8:
         scale = tape.op("Unsqueeze", [of_ids, self._axis(self._rank - 1)])
         embedded = tape.op("Mul", [rows, scale])
         replace_node(node, tape.nodes, embedded)
+
+    def _mixed(self, tape: Tape, x: ir.Value, width: int, rank: int) -> ir.Value:
+        """Return x mixed; a factor of its tokens that is still to be applied is so to both."""
+        tokens = [0] * (rank - 1)  # those of what is reshaped
+        apart = np.array([*tokens, N_PARTS, width // N_PARTS])
+        parts = tape.op("Reshape", [x, constant(self._graph, f"mixing.apart_{rank}_{width}", apart)])
+        mixed = tape.op("MatMul", [constant(self._graph, "mixing.hadamard", HADAMARD), parts])
+        joined = constant(self._graph, f"mixing.joined_{rank}_{width}", np.array([*tokens, width]))
+        result = tape.op("Reshape", [mixed, joined])
+        if x in self._deferred:
+            self._deferred[result] = self._deferred[x]
+        return result
 
     def _quantized(
         self, tape: Tape, x: ir.Value, width: int, place: tuple[ir.Graph, int]

@@ -34,6 +34,7 @@ from kvasir.export.rounding.formulas import (
     quantize_rows,
     restore_blocks,
 )
+from kvasir.export.rounding.mixing import is_mixed, mix, mix_weights
 from kvasir.export.rounding.places import Factors, Place, places
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import Device
@@ -66,21 +67,23 @@ def _in_blocks(matrix: Tensor, bits: int) -> Tensor:
 
 
 _IN_ROWS = Rounding(_in_rows, _in_rows)
+_MIXED = Rounding(lambda x: _in_rows(mix(x)), lambda matrix: _in_rows(mix_weights(matrix)))
 
 
-def roundings(device: Device, precision: str, name: str) -> list[Rounding]:
+def roundings(device: Device, precision: str, name: str, n_in: int) -> list[Rounding]:
     """Return how a product is rounded in int8 or int4: in steps, and perhaps in prompts.
 
-    name: of its weight.
+    name: of its weight. Both functions of `Rounding` may turn what they round in the same way.
     """
     is_expert = ".expert_" in name
+    in_rows = _MIXED if is_mixed(name, n_in) else _IN_ROWS
     in_blocks = partial(_in_blocks, bits=BITS[precision])
     if device != "cpu":
         return [Rounding(lambda x: x, in_blocks)]
     if is_expert or (precision == "int4" and name != "head.weight"):
         of_steps = Rounding(partial(_in_blocks, bits=8), in_blocks)
-        return [of_steps] if is_expert else [of_steps, _IN_ROWS]
-    return [_IN_ROWS]
+        return [of_steps] if is_expert else [of_steps, in_rows]
+    return [in_rows]
 
 
 def smooth(
@@ -150,7 +153,7 @@ def choose_factors(
             some = stored[:: -(-len(stored) // _ROWS)].float()
             if precision == "int4" and torch.equal(_in_blocks(some, bits=4), some):
                 return None
-            matrices.append((some, roundings(device, precision, name)))
+            matrices.append((some, roundings(device, precision, name, x.shape[1])))
 
     def error(columns: Tensor) -> float:
         total = 0.0

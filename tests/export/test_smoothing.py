@@ -70,7 +70,9 @@ def rounded_products(network: Transformer, precision: str) -> Iterator[None]:
     with ExitStack() as hooks, torch.no_grad():
         for name, module in network.named_modules():
             if isinstance(module, nn.Linear | ExpertLinear) and "router" not in name:
-                of_inputs, of_weights = roundings("cpu", precision, f"{name}.weight")[0]
+                of_inputs, of_weights = roundings(
+                    "cpu", precision, f"{name}.weight", module.weight.shape[-1]
+                )[0]
                 rows = module.weight.flatten(0, -2)
                 module.weight.copy_(of_weights(rows).view_as(module.weight))
 

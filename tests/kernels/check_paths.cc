@@ -73,6 +73,7 @@ public:
         layer.gated = draw(2);
         layer.norm = Norm(draw(3));
         layer.epsilon = 1e-5f;
+        layer.mixed = layer.inputs % mixed_parts == 0 && draw(2);
         rows = 1 + draw(30);
         weights.resize(has_nibbles ? layer.outputs * layer.inputs / 2 : layer.outputs * layer.inputs);
         for (uint8_t& byte : weights)

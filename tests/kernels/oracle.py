@@ -48,6 +48,12 @@ def prologue(
     return y * factor * weight + bias, largest * factor * np.abs(weight).max() + np.abs(bias).max()
 
 
+def mixed(y: DOUBLES) -> DOUBLES:
+    """Return sums [M, K] of the eight parts of each row, of which signs are those of bits."""
+    signs = [[(-1) ** (i & j).bit_count() for j in range(8)] for i in range(8)]
+    return np.einsum("ij,mjk->mik", signs, y.reshape(len(y), 8, -1)).reshape(y.shape)
+
+
 def unpack_nibbles(weight: NDArray[np.uint8]) -> NDArray[np.int64]:
     """Return the integers [K, N] of weights [N, K / 32, 16]."""
     pairs = np.stack([weight & 15, weight >> 4], axis=-1).astype(np.int64) - 8
@@ -68,6 +74,9 @@ def linear(
     rounded to either, since float32 computes it a little differently.
     """
     y, largest = prologue(x, attributes, constants)
+    if attributes.get("mixed"):
+        y = mixed(y)
+        largest = 8 * largest
     output, tolerance = np.zeros((2, len(x), weight.shape[1]))
     for start in range(0, y.shape[1], block):
         part, rows = y[:, start : start + block], weight[start : start + block].astype(float)

@@ -68,6 +68,7 @@ def features(model: onnx.ModelProto) -> Counter[str]:
             found["norm"] += bool(given["norm"])
             found["activation"] += bool(given["activation"])
             found["gated"] += given["gated"]
+            found["mixed"] += given.get("mixed", 0)
             found["bias"] += bool(node.input[3])
             found["residual"] += bool(node.input[6])
     return found
@@ -99,16 +100,20 @@ def expected_features(config: TransformerConfig, n_bits: int) -> Counter[str]:
         counts["residual"] -= adds_outputs * n_layer
         counts += counts
         counts["Linear4"] = products
+    counts["mixed"] = n_dense + n_shared
     counts["Linear"] = products + 1  # the head is int8 in both
     counts["norm"] += config.norm_placement != "post"
     counts["bias"] += config.head_bias
     return counts
 
 
-def check_near(found: Floats, expected: Floats) -> None:
-    """Rows of both: most are equal but for the order of sums, and none is a few steps away."""
+def check_near(found: Floats, expected: Floats, usual: float = 1e-5) -> None:
+    """Rows of both: most are equal but for the order of sums, and none is a few steps away.
+
+    usual: the error of most rows, which is larger where all see one that was rounded differently.
+    """
     errors = np.abs(found - expected).max(axis=-1) / expected.std()
-    assert np.median(errors) < 1e-5
+    assert np.median(errors) < usual
     assert errors.max() < 0.05
 
 
@@ -159,7 +164,7 @@ def test_every_encoder_computes_what_it_did(encoder: RandomModel) -> None:
     for pair in zip(
         fused.run(names, inputs), open_cpu_session(encoder.graph).run(names, inputs), strict=True
     ):
-        check_near(*pair)
+        check_near(*pair, usual=1e-4)
     assert not fused.report.left
     assert fused.report.fused == 4 * encoder.config.n_layer
     operators = Counter(node.op_type for node in fused.model.graph.node)

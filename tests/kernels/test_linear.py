@@ -18,7 +18,7 @@ from tests.kernels.graphs import FLOATS, graph, needs_library, session, usable_p
 
 pytestmark = needs_library
 PATHS = usable_paths()
-PLAIN: dict[str, Any] = {"activation": "", "norm": "", "gated": 0, "epsilon": 1e-5}
+PLAIN: dict[str, Any] = {"activation": "", "norm": "", "gated": 0, "epsilon": 1e-5, "mixed": 0}
 
 
 def floats(random: np.random.Generator, *shape: int) -> FLOATS:
@@ -48,6 +48,7 @@ def layers(draw: st.DrawFn) -> dict[str, Any]:
         "activation": draw(st.sampled_from(sorted(oracle.ACTIVATIONS))),
         "norm": draw(st.sampled_from(["", "rms", "layer"])),
         "gated": draw(st.integers(0, 1)),
+        "mixed": draw(st.integers(0, 1)),
         "block": draw(st.sampled_from([0, 64, 128])),
         "transposed": draw(st.integers(0, 1)),
         "present": draw(st.sets(st.sampled_from(["bias", "norm", "norm_bias", "residual"]))),
@@ -62,9 +63,11 @@ def test_every_path_computes_what_numpy_does(operator: str, layer: dict[str, Any
     """And all of them the same bits."""
     random = np.random.default_rng(layer["seed"])
     rows, inputs, outputs = layer["rows"], layer["inputs"], layer["outputs"]
-    attributes = PLAIN | {name: layer[name] for name in ("activation", "norm", "gated")}
+    attributes = PLAIN | {name: layer[name] for name in ("activation", "norm", "gated", "mixed")}
     if operator == "Linear4":
         inputs = (inputs + 31) // 32 * 32
+    elif layer["mixed"]:
+        inputs = (inputs + 7) // 8 * 8
     sizes = {"bias": outputs, "norm": inputs, "norm_bias": inputs}
     present = layer["present"] - (set() if layer["norm"] else {"norm", "norm_bias"})
     constants: dict[str, Any] = {

@@ -33,6 +33,7 @@ UNFIT: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("Linear", {}, {"activation": "swish"}, 'activation is "swish".*"silu"'),
     ("Linear", {}, {"activation": 3}, "activation has to be a string"),
     ("Linear", {}, {"gated": 2}, "gated is 2"),
+    ("Linear", {}, {"mixed": 1}, "mixed is for inputs in eight parts, and there are 6"),
     ("Linear", {}, {"gated": 1.0}, "gated has to be an int"),
     ("Linear", {}, {"transposed": -1}, "transposed is -1"),
     ("Linear", {}, {"block": 32}, "block is 32"),

@@ -90,6 +90,13 @@ def round_rows(y: Floats, block: int) -> tuple[NDArray[np.int64], Floats]:
     return np.clip(steps, -127, 127).astype(np.int64), scales[..., 0]
 
 
+def mix(y: Floats) -> Floats:
+    """Return the sums of the eight parts of each row, of which signs are those of bits."""
+    signs = np.array([[(-1) ** (i & j).bit_count() for j in range(8)] for i in range(8)])
+    parts = y.reshape(*y.shape[:-1], 8, -1)
+    return np.einsum("ij,...jk->...ik", signs.astype(np.float32), parts).reshape(y.shape)
+
+
 class Linear(OpRun):
     """int8 weights [n_in, n_out], or [n_out, n_in] if transposed."""
 
@@ -107,9 +114,11 @@ class Linear(OpRun):
         *,
         transposed: int,
         block: int,
+        mixed: int,
         **attributes: Any,
     ) -> tuple[Floats]:
         y = prepare(x, norm_weight, norm_bias, **attributes)
+        y = mix(y) if mixed else y
         matrix = (weight.T if transposed else weight).astype(np.int64)
         steps, of_rows = round_rows(y, block)
         blocks = matrix.reshape(*steps.shape[-2:], -1)  # [blocks, block, n_out]
