@@ -147,7 +147,9 @@ def _scale_all_outputs(values: Values, split: NodeProto, scale: str) -> None:
     if [node.op_type for node in with_shapes] == ["Reshape"]:
         product = values.reader(with_shapes[0].output[0], "MatMul")
         gated = values.reader(product.output[0], "Reshape").output[0]
-        require(_before_mixing(values, gated) == with_shapes[0].input[0], "what is gated is no mixture")
+        require(
+            _before_mixing(values, gated) == with_shapes[0].input[0], "what is gated is no mixture"
+        )
     readers = sorted((n.op_type, n.output[0]) for n in values.readers(gated))
     readers = [pair for pair in readers if pair[0] != "Shape"]
     operators = [operator for operator, _ in readers]

@@ -239,7 +239,9 @@ class _Int8:
         """Return x mixed; a factor of its tokens that is still to be applied is so to both."""
         tokens = [0] * (rank - 1)  # those of what is reshaped
         apart = np.array([*tokens, N_PARTS, width // N_PARTS])
-        parts = tape.op("Reshape", [x, constant(self._graph, f"mixing.apart_{rank}_{width}", apart)])
+        parts = tape.op(
+            "Reshape", [x, constant(self._graph, f"mixing.apart_{rank}_{width}", apart)]
+        )
         mixed = tape.op("MatMul", [constant(self._graph, "mixing.hadamard", HADAMARD), parts])
         joined = constant(self._graph, f"mixing.joined_{rank}_{width}", np.array([*tokens, width]))
         result = tape.op("Reshape", [mixed, joined])
