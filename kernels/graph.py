@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from math import prod
 from typing import Any
 
 from numpy.typing import NDArray

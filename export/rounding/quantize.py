@@ -237,13 +237,13 @@ class _Int8:
 
     def _mixed(self, tape: Tape, x: ir.Value, width: int, rank: int) -> ir.Value:
         """Return x mixed; a factor of its tokens that is still to be applied is so to both."""
-        tokens = [0] * (rank - 1)  # those of what is reshaped
-        apart = np.array([*tokens, N_PARTS, width // N_PARTS])
-        parts = tape.op(
-            "Reshape", [x, constant(self._graph, f"mixing.apart_{rank}_{width}", apart)]
+        tokens, size = [0] * (rank - 1), width // N_PARTS  # 0: as in what is reshaped
+        apart, joined = (
+            constant(self._graph, f"mixing.{name}_{rank}_{width}", np.array([*tokens, *sizes]))
+            for name, sizes in (("apart", [N_PARTS, size]), ("joined", [width]))
         )
-        mixed = tape.op("MatMul", [constant(self._graph, "mixing.hadamard", HADAMARD), parts])
-        joined = constant(self._graph, f"mixing.joined_{rank}_{width}", np.array([*tokens, width]))
+        hadamard = constant(self._graph, "mixing.hadamard", HADAMARD)
+        mixed = tape.op("MatMul", [hadamard, tape.op("Reshape", [x, apart])])
         result = tape.op("Reshape", [mixed, joined])
         if x in self._deferred:
             self._deferred[result] = self._deferred[x]
