@@ -16,6 +16,7 @@ from kvasir.export.rounding.formulas import (
     quantize_rows,
     restore_blocks,
 )
+from kvasir.export.rounding.mixing import mix, mix_weights
 
 
 def test_rows_are_symmetric_and_within_half_a_step() -> None:
@@ -73,3 +74,11 @@ def test_blocks_that_were_rounded_before_are_found_again(largest: int) -> None:
     scales[0], scales[1] = 0.0, 1.0 / 2 ** math.ceil(math.log2(largest))  # zeros, and up to one
     matrix = torch.tensor(integers * scales)
     assert torch.equal(restore_blocks(*quantize_blocks(matrix)), matrix)
+
+
+def test_mixing_leaves_products_as_they_are() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, weights = (torch.randn(n, 48, generator=generator) for n in (5, 7))
+    assert torch.allclose(mix(x) @ mix_weights(weights).t(), x @ weights.t(), atol=1e-4)
+    spike = torch.zeros(1, 48).index_fill_(1, torch.tensor([11]), 100.0)
+    assert mix_weights(spike).abs().max() == 100 / 8  # of eight channels
