@@ -8,9 +8,13 @@ so none waits for more than a bounded amount of work.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heapreplace
 
-from kvasir.server.engine.sequence import Sequence, SequenceStatus
+import numpy as np
+from numpy.typing import NDArray
+
+from kvasir.server.engine.sequence import Sequence, SequenceStatus, queue_time
 
 SECONDS_PER_WORK = 32.0  # of waiting, which offset a second of work left
 _MOST_PASSED = 3  # steps in a row that may begin with another prompt than the oldest
@@ -19,52 +23,64 @@ _MOST_PASSED = 3  # steps in a row that may begin with another prompt than the o
 class PromptOrder:
     """The order of prompts, which follows from their ages, the work left, and owners' last turns.
 
-    work: seconds that a sequence's prompt still takes.
+    work: seconds that the prompts of n sequences still take, [n].
     """
 
-    def __init__(self, work: Callable[[Sequence], float]) -> None:
+    def __init__(self, work: Callable[[list[Sequence]], NDArray[np.float64]]) -> None:
         self._work = work
         self._turns: dict[str, float] = {}  # by owner: when its last prompt was completed
         self._n_passed = 0
 
-    def first_to_last(self, prompts: Iterable[Sequence]) -> Iterator[Sequence]:
-        """Yield all prompts, those in the background last. `completes` changes what follows."""
-        clients: dict[Sequence, float] = {}
-        background: list[Sequence] = []
-        for prompt in prompts:
-            if prompt.is_background:
-                background.append(prompt)
-            else:
-                clients[prompt] = prompt.queue_key[0] + SECONDS_PER_WORK * self._work(prompt)
-        if clients and self._n_passed >= _MOST_PASSED:
-            oldest = min(clients, key=lambda prompt: prompt.queue_key)
-            del clients[oldest]
-            yield oldest
-        lines: dict[str, list[Sequence]] = defaultdict(list)
-        for prompt in sorted(clients, key=lambda prompt: (clients[prompt], prompt.id))[::-1]:
-            lines[prompt.owner].append(prompt)
+    def first_to_last(self, prompts: list[Sequence]) -> Iterator[Sequence]:
+        """Yield all prompts, those in the background last. `completes` changes what follows.
 
-        def place(owner: str) -> tuple[float, int]:
-            """Return the place of an owner's next prompt, whose age counts since its last turn."""
-            prompt = lines[owner][-1]
-            turn = max(0.0, self._turns.get(owner, 0.0) - prompt.arrived_at)
-            return clients[prompt] + turn, prompt.id
-
-        while lines:
-            owner = min(lines, key=place)
-            yield lines[owner].pop()
-            if not lines[owner]:
-                del lines[owner]
+        Hundreds may wait, of which a step takes a few: keys are arrays, and owners a heap.
+        """
+        clients = [prompt for prompt in prompts if not prompt.is_background]
+        if clients:
+            yield from self._clients(clients)
+        background = (prompt for prompt in prompts if prompt.is_background)
         yield from sorted(
             background, key=lambda one: (one.status is SequenceStatus.WAITING, one.queue_key)
         )
+
+    def _clients(self, prompts: list[Sequence]) -> Iterator[Sequence]:
+        times = np.array([queue_time(prompt.arrived_at, prompt.priority) for prompt in prompts])
+        ids = [prompt.id for prompt in prompts]
+        keys = (times + SECONDS_PER_WORK * self._work(prompts)).tolist()
+        order = np.lexsort((ids, keys)).tolist()
+        if self._n_passed >= _MOST_PASSED:
+            oldest = min(range(len(prompts)), key=lambda n: prompts[n].queue_key)
+            order.remove(oldest)
+            yield prompts[oldest]
+        lines: dict[str, list[int]] = defaultdict(list)
+        for n in reversed(order):
+            lines[prompts[n].owner].append(n)
+
+        def place(owner: str) -> tuple[float, int, str]:
+            """Return the place of an owner's next prompt, whose age counts since its last turn."""
+            n = lines[owner][-1]
+            turn = max(0.0, self._turns.get(owner, 0.0) - prompts[n].arrived_at)
+            return keys[n] + turn, ids[n], owner
+
+        places = [place(owner) for owner in lines]
+        heapify(places)
+        while places:
+            *_, owner = places[0]
+            if (now := place(owner)) > places[0]:  # it had a turn meanwhile
+                heapreplace(places, now)
+                continue
+            yield prompts[lines[owner].pop()]
+            if lines[owner]:
+                heapreplace(places, place(owner))
+            else:
+                heappop(places)
 
     def completes(self, sequence: Sequence, now: float) -> None:
         """Note that a step completes a prompt: its owner's next one is no older than that."""
         if not sequence.is_background:
             self._turns[sequence.owner] = now
 
-    def begins_with(self, sequence: Sequence, prompts: Iterable[Sequence]) -> None:
-        """Note which of the prompts a step begins with."""
-        oldest = min(prompts, key=lambda prompt: (prompt.is_background, prompt.queue_key))
+    def begins_with(self, sequence: Sequence, oldest: Sequence) -> None:
+        """Note which prompt a step begins with, and which is the oldest."""
         self._n_passed = 0 if sequence is oldest else self._n_passed + 1

@@ -12,6 +12,9 @@ from bisect import insort
 from contextlib import suppress
 from time import perf_counter
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.kv.store import KVStore
 from kvasir.server.engine.prompt_order import PromptOrder
@@ -51,6 +54,9 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
         sequence.block_names = self.kv.cache.names(sequence.prompt_ids, sequence.cache_salt)
+        n_tokens = 0 if sequence.is_scored else max(0, len(sequence.prompt_ids) - _MIN_PREFILL)
+        n_blocks = n_tokens // self.kv.cache.block_size
+        sequence.n_reusable = min(len(sequence.block_names), n_blocks)
         insort(self.waiting, sequence, key=lambda waiting: waiting.queue_key)
 
     def discard(self, sequence: Sequence) -> None:
@@ -134,6 +140,7 @@ class Scheduler:
         prompts = unfinished if self._is_crowded else [*unfinished, *self.waiting]
         if not prompts or (has_streams and self.capacity.is_stale):
             return []
+        oldest = min(prompts[: len(unfinished) + 1], key=lambda prompt: prompt.queue_key)
         chunks: list[Chunk] = []
         room, may_admit = self.capacity.room(has_streams=has_streams), True
         for place in self.order.first_to_last(prompts):
@@ -152,7 +159,7 @@ class Scheduler:
             chunk = self._cut(sequence, limit)
             if not chunks:
                 self.prefill_capacity = limit
-                self.order.begins_with(place, prompts)
+                self.order.begins_with(place, oldest)
             chunks.append(chunk)
             if has_streams and sequence.is_background:
                 self._n_steps = 0
@@ -180,17 +187,31 @@ class Scheduler:
         shortest = min(max(_MIN_PREFILL, self.kv.min_chunk), n_prompt)
         return not chunks or room.limit(n_done, n_prompt - n_done, is_first=False) >= shortest
 
-    def _seconds_left(self, sequence: Sequence) -> float:
-        """Estimate the seconds that a prompt still takes."""
-        cost, n_done = self.capacity.cost, sequence.n_computed
-        if sequence.status is SequenceStatus.WAITING and cost.first:
-            n_done = self.kv.cache.count(self._reusable(sequence)) * self.kv.cache.block_size
-        return cost.prompt(len(sequence.prompt_ids) - n_done, n_done)
+    def _seconds_left(self, sequences: list[Sequence]) -> NDArray[np.float64]:
+        """Estimate the seconds that prompts still take, [n].
+
+        The queue may be long, so only what was cached or dropped since the last time is counted.
+        """
+        cache, waiting = self.kv.cache, SequenceStatus.WAITING
+        done: list[int] = []
+        for sequence in sequences:
+            names, n = sequence.block_names, sequence.n_found
+            if sequence.status is not waiting:
+                done.append(sequence.n_computed)
+                continue
+            if n and names[n - 1] not in cache.blocks:
+                n = 0
+            if n < sequence.n_reusable and names[n] in cache.blocks:
+                n += cache.count(self._reusable(sequence)[n:])
+            sequence.n_found = n
+            done.append(n * cache.block_size)
+        n_done = np.array(done)
+        n_prompt = np.array([len(sequence.prompt_ids) for sequence in sequences])
+        return self.capacity.cost.prompt(n_prompt - n_done, n_done)
 
     def _reusable(self, sequence: Sequence) -> list[bytes]:
         """Return the names of the blocks that a prompt need not compute if they are cached."""
-        n_tokens = 0 if sequence.is_scored else max(0, len(sequence.prompt_ids) - _MIN_PREFILL)
-        return sequence.block_names[: n_tokens // self.kv.cache.block_size]
+        return sequence.block_names[: sequence.n_reusable]
 
     def _maker(self, sequence: Sequence, unfinished: list[Sequence]) -> Sequence | None:
         """Return the unfinished prompt that computes the next block of one that waits.

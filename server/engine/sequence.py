@@ -57,7 +57,9 @@ class Sequence:
     prediction: tokens that its output may have.
     rows: one, or one for each beam. n_computed: tokens whose keys and values are in a row, those of
     a source too; n_cached: those of them that came from the prefix cache. cache_salt, block_names:
-    see BlockCache.names. owner: the name of its API key. speculation: None is one token a step.
+    see BlockCache.names. n_reusable: blocks that need not be computed if they are cached; n_found:
+    those of them that were, when last counted while it waited. owner: the name of its API key.
+    speculation: None is one token a step.
     scores: log-probabilities of the prompt; None unless they were requested.
     """
 
@@ -83,6 +85,8 @@ class Sequence:
     n_computed: int = 0
     n_cached: int = 0
     block_names: list[bytes] = field(default_factory=list)
+    n_reusable: int = 0
+    n_found: int = 0
     occurrences: Occurrences | None = None
     speculation: Speculation | None = None
     constraint: Constraint | None = None

@@ -49,10 +49,12 @@ class PromptCost(NamedTuple):
         """Return the seconds of a chunk of `count` tokens after `past`, without its run's."""
         return count / self.chunk_size * (self.first + self.later * past / _DEPTH)
 
-    def prompt(self, count: int, past: int) -> float:
-        """Return the seconds of the last `count` tokens of a prompt, cut into whole chunks."""
-        depth = past + max(0, count - self.chunk_size) / 2
-        return self.chunk(count, depth) + _RUN * self.run * count / self.chunk_size
+    def prompt(self, count: NDArray[np.int64], past: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the seconds of the last `count` tokens of prompts, cut into whole chunks."""
+        depth = past + np.maximum(0, count - self.chunk_size) / 2
+        token = self.first + self.later * depth / _DEPTH + _RUN * self.run
+        seconds: NDArray[np.float64] = count / self.chunk_size * token
+        return seconds
 
 
 @dataclass(slots=True)

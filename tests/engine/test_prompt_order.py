@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, field
 from functools import cache
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -167,23 +168,59 @@ def test_every_prompt_ends_within_a_bound_of_work(
         assert ended[sequence] - sequence.arrived_at <= bound
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9), st.integers(-3, 3)), max_size=12))
-def test_the_order_is_of_age_priority_and_work_left(given_: list[tuple[int, int, int]]) -> None:
-    """Against the rule itself, of one owner; those in the background come last."""
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 60),
+            st.integers(0, 9),
+            st.integers(-3, 3),
+            st.sampled_from("abc"),
+            st.booleans(),
+        ),
+        max_size=12,
+    ),
+    st.booleans(),
+)
+def test_the_order_is_of_age_priority_work_left_and_turns(
+    arrivals: list[tuple[int, int, int, str, bool]], is_oldest_due: bool
+) -> None:
+    """Against the rule itself; those without work left are lines of batches, and come last."""
     work: dict[Sequence, float] = {}
-    for number, (arrived, left, priority) in enumerate(given_):
+    completed: dict[Sequence, bool] = {}
+    for number, (arrived, seconds, priority, owner, is_completed) in enumerate(arrivals):
         sequence = make_sequence(number, [1], SamplingParams(max_tokens=1))
-        sequence.arrived_at, sequence.priority = float(arrived), priority
-        if left == 0:
-            sequence.priority = BACKGROUND_PRIORITY
-        work[sequence] = float(left)
-    order = list(PromptOrder(work.__getitem__).first_to_last(work))
+        sequence.arrived_at, sequence.owner = float(arrived), owner
+        sequence.priority = priority if seconds else BACKGROUND_PRIORITY
+        work[sequence], completed[sequence] = float(seconds), is_completed
+    turns: dict[str, float] = {}
 
-    def due(s: Sequence) -> float:
-        return s.arrived_at + 10 * s.priority + (0 if s.is_background else 32 * work[s])
+    def due(s: Sequence) -> tuple[float, int]:
+        return s.queue_key[0] + 32 * work[s], s.id
 
-    assert order == sorted(work, key=lambda s: (s.is_background, due(s), s.id))
+    def place(s: Sequence) -> tuple[float, int]:
+        return due(s)[0] + max(0.0, turns.get(s.owner, 0.0) - s.arrived_at), s.id
+
+    order = PromptOrder(lambda prompts: np.array([work[prompt] for prompt in prompts]))
+    left = list(work)
+    if left and is_oldest_due:
+        oldest = min(left, key=lambda s: s.queue_key)
+        for _ in range(3):
+            order.begins_with(make_sequence(99, [1], SamplingParams(max_tokens=1)), oldest)
+    for now, found in enumerate(order.first_to_last(left.copy()), 50):
+        clients = [s for s in left if not s.is_background]
+        if is_oldest_due and clients == [s for s in work if not s.is_background]:
+            assert found is min(clients, key=lambda s: s.queue_key, default=found)
+        elif clients:  # the first of each owner
+            heads = {s.owner: s for s in sorted(clients, key=due, reverse=True)}
+            assert found is min(heads.values(), key=place)
+        else:
+            assert found is min(left, key=lambda s: s.queue_key)
+        left.remove(found)
+        if completed[found]:
+            order.completes(found, float(now))
+            turns |= {} if found.is_background else {found.owner: float(now)}
+    assert not left
 
 
 def test_owners_take_turns_from_the_last_completed_prompt_on() -> None:
@@ -192,7 +229,7 @@ def test_owners_take_turns_from_the_last_completed_prompt_on() -> None:
         sequence = make_sequence(number, [1], SamplingParams(max_tokens=1))
         sequence.owner, sequence.arrived_at = owner, float(number)
         prompts.append(sequence)
-    order, found = PromptOrder(lambda _: 0.0), ""
+    order, found = PromptOrder(lambda prompts: np.zeros(len(prompts))), ""
     for now, sequence in enumerate(order.first_to_last(prompts), 10):
         order.completes(sequence, float(now))
         found += sequence.owner

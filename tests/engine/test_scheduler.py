@@ -189,3 +189,28 @@ def test_what_has_a_row_keeps_it_whatever_comes() -> None:
     scheduler.add(urgent)
     assert step(scheduler) == [(0, 8, 16)]
     assert first.status is SequenceStatus.PREFILLING
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_cached_of_those_that_wait_is_known_in_each_step(seed: int) -> None:
+    """A tiny cache adds and drops blocks all the time; the order depends on what it has."""
+    chance = random.Random(seed)
+    scheduler = make_scheduler(cache_blocks=6, max_num_seqs=2)
+    beginnings = [[n] * 12 for n in range(3)]
+    n_changed = 0
+    for number in range(60):
+        prompt = chance.choice(beginnings)[: chance.randint(4, 12)] + [9] * chance.randint(2, 5)
+        scheduler.add(make_sequence(number, prompt, SamplingParams(max_tokens=1)))
+        before = {sequence: sequence.n_found for sequence in scheduler.waiting}
+        cached = {
+            s: scheduler.kv.cache.count(s.block_names[: (len(s.prompt_ids) - 2) // BLOCK])
+            for s in scheduler.waiting
+        }
+        batch = scheduler.schedule(0.0)
+        assert all(s.n_found == cached[s] for s in scheduler.waiting)
+        n_changed += sum(s.n_found != before[s] for s in scheduler.waiting)
+        for chunk in batch.chunks:
+            scheduler.record(chunk, chunk.count)
+            if chunk.completes_prompt:
+                scheduler.finish(chunk.sequence)
+    assert n_changed > 5
