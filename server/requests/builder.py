@@ -46,7 +46,7 @@ class RequestOptions:
     kept_ids: frozenset[int] = frozenset()
     begins_text: bool = False
     shows_prompt: bool = False
-    keep_last: int | None = None  # prompt tokens to keep
+    keep_last: int | None = None  # prompt tokens to keep; -1 is as many as fit
     add_special_tokens: bool = True  # such as BOS
     with_offsets: bool = False  # compute Prompt.offsets
     prediction: str = ""  # text that the answer may have
@@ -72,9 +72,13 @@ class RequestBuilder(PromptReader):
         self.admission.check_size(len(options.prompts) * n_each)
         self.check_token_ids(params.stop_token_ids, f"{options.field_prefix}stop_token_ids")
         self.check_token_ids(params.logit_bias, f"{options.field_prefix}logit_bias")
+        keep_last = options.keep_last
+        if keep_last == -1:
+            most = self.limits.max_model_len - max(1, max_tokens or 1)
+            keep_last = self.limits.max_source_len or max(1, most)
         prompts = await self.tokenize(
             options.prompts,
-            keep_last=options.keep_last,
+            keep_last=keep_last,
             add_special_tokens=options.add_special_tokens,
             with_offsets=options.with_offsets,
             source_language=options.target.source_language,

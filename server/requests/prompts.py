@@ -127,8 +127,8 @@ class PromptReader:
         most = max(MOST_BYTES, MOST_BYTES_PER_TOKEN * self.limits.prompt)
         if (n_bytes := len(text.encode())) > most:
             raise ContextLengthError(
-                f"{param}: the text has {n_bytes} bytes, but at most {most} are tokenised; "
-                "shorten it",
+                f"{context_length(most_tokens or self.limits.prompt)} the text has {n_bytes} "
+                f"bytes, of which at most {most} are tokenised; shorten it",
                 param=param,
             )
         longest = None if most_tokens is None else self._longest_token

@@ -336,3 +336,43 @@ async def test_a_stream_that_ends_before_its_first_event(path: str) -> None:
         await ended.task
         assert ended.sent[0]["status"] == 503
         assert served.model.admission.n_inside == 0
+
+
+def with_text(path: str, text: str) -> JSON:
+    """Return the field of a prompt."""
+    if path in (CHAT, MESSAGES):
+        return {"messages": [{"role": "user", "content": text}]}
+    return {{COMPLETIONS: "prompt", RESPONSES: "input"}.get(path, "inputs"): text}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, MESSAGES, RESPONSES, GENERATE])
+async def test_what_exceeds_the_context_is_refused_with_both_numbers(path: str) -> None:
+    """By the code that clients know who shorten their prompts, where the dialect has one."""
+    asked: list[tuple[JSON, str]] = [
+        (with_text(path, "ab " * 800), r"However, the \w+ has \d{3,}"),
+        (with_text(path, "ab " * 100_000), r"However, the \w+ has 300\d{3} bytes"),
+    ]
+    if path == COMPLETIONS:
+        asked += [({"prompt": [5] * n}, str(n)) for n in (65, 5_000, 300_000)]
+    async with serving(FakeRunner(VOCAB_SIZE, max_model_len=64)) as served:
+        for body, number in asked:
+            answer = await post(served, path, status=400, **body)
+            error = answer["error"]
+            message = error if path == GENERATE else error["message"]
+            assert "maximum context length is 64 tokens" in message
+            assert re.search(number, message)
+            if path in (COMPLETIONS, CHAT, RESPONSES):
+                assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_what_exceeds_the_context_is_cut_where_that_is_asked_for(path: str) -> None:
+    """-1 leaves room for the answer."""
+    long = with_text(path, "ab " * 800)
+    async with serving(FakeRunner(VOCAB_SIZE, max_model_len=64)) as served:
+        for keep, most in ((-1, 59), (7, 7)):
+            answer = await post(
+                served, path, truncate_prompt_tokens=keep, max_tokens=5, ignore_eos=True, **long
+            )
+            usage = answer["usage"]
+            assert (usage["prompt_tokens"], usage["completion_tokens"]) == (most, 5)

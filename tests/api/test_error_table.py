@@ -179,7 +179,12 @@ async def engine_failed_before(served: Served, post: Post) -> httpx.Response:
 CASES: dict[str, tuple[Case, int, str, str | None]] = {
     "bad request": (sending(top_p=2), 400, "invalid_request_error", None),
     "too long": (sending(max_tokens=64), 400, "invalid_request_error", "context_length_exceeded"),
-    "too much memory": (sending(max_tokens=50), 400, "invalid_request_error", None),
+    "too much memory": (
+        sending(max_tokens=50),
+        400,
+        "invalid_request_error",
+        "context_length_exceeded",
+    ),
     "wrong key": (wrong_key, 401, "authentication_error", None),
     "too large": (sending(stop=["x" * 3000]), 413, "invalid_request_error", "request_too_large"),
     "queue full": (queue_full, 429, "overloaded", None),

@@ -181,7 +181,7 @@ def test_lengths_that_can_never_run_are_refused_with_the_numbers() -> None:
     with pytest.raises(ContextLengthError, match=r"10 tokens.* 11.* 6 .* 5 "):
         check_length(6, 5, long)
     check_length(6, 3, small)
-    with pytest.raises(InvalidRequestError, match=r"6 .* 4 .* 16 .* 15;.*KVASIR_KV_CACHE"):
+    with pytest.raises(ContextLengthError, match=r"6 .* 4 .* 16 .* 15;.*KVASIR_KV_CACHE"):
         check_length(6, 4, small)
     with pytest.raises(InvalidRequestError, match="prompt is empty"):
         check_length(0, 4, long)

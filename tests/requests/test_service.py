@@ -104,8 +104,8 @@ async def test_other_threads_run_while_many_short_prompts_are_tokenised() -> Non
         ([-1] * 2_000_000, None, "64 tokens.* the prompt has 2000000"),
         ([-1] * 2_000_000, 100, "64 tokens.* the prompt has 100"),
         ("json\n" * 2000, None, "the text has 10000 characters, of which a"),
-        ("\u00e9" * 131072 + "a", None, "the text has 262145 bytes, but at most 262144"),
-        ("\u00e9" * 131072 + "a", 5, "the text has 262145 bytes, but at most 262144"),
+        ("\u00e9" * 131072 + "a", None, "64 tokens.* the text has 262145 bytes, .* at most 262144"),
+        ("\u00e9" * 131072 + "a", 5, "64 tokens.* the text has 262145 bytes, .* at most 262144"),
     ],
     ids=["ids", "ids cut", "characters", "bytes", "bytes cut"],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Coroutine, Iterator
 from functools import cache, partial
 from typing import Any, TypeVar, get_type_hints
@@ -17,7 +18,8 @@ from kvasir.server.api.http.pieces import compact, unless_disconnected
 from kvasir.server.api.http.responses import models_of, state_of
 from kvasir.server.api.other_servers import NO_OPS, USED_HERE
 from kvasir.server.api.schemas import RequestBody, field_names
-from kvasir.server.errors import InvalidRequestError
+from kvasir.server.errors import ContextLengthError, InvalidRequestError
+from kvasir.server.requests.admission.queue import context_length
 from kvasir.server.requests.served_model import Task
 from kvasir.server.requests.text_worker import SHORT
 
@@ -26,14 +28,16 @@ T = TypeVar("T")
 _VERSIONS = ("/v1/", "/v2/")  # the paths of protocols whose bodies name a model
 
 
+_MOST_TOKEN_IDS = 2**18
 # A prompt has at most so many token ids, and a conversation so many messages and schemas. At any of
 # these limits no step of the work on a body holds the interpreter's lock for 50 ms.
 MOST_IN_BODY = (
     ("quotation marks around strings", (b'"',), 2**16),
-    ("commas between values", (b",",), 2**18),
+    ("commas between values", (b",",), _MOST_TOKEN_IDS),
     ("objects and arrays", (b"{", b"["), 2**14),
     ("fractions, exponents and booleans", (b".", b"e", b"E"), 2**15),
 )
+_TOKEN_IDS = re.compile(rb"\[[-\d\s,]+\]")
 _MOST_DIGITS = 400  # of a number: reading a whole one takes time by their square
 _DIGITS_AS_ZEROS = bytes(ord("0") if chr(i) in "0123456789" else 32 for i in range(256))
 _LONG_NUMBER = b"0" * (_MOST_DIGITS + 1)
@@ -58,7 +62,9 @@ class BodyRoute(APIRoute):
         async def answer(request: Request, raw: bytes) -> Response:
             models = models_of(request.scope)
             ignored, state = set[str](), state_of(request.scope)
-            body = await models.text_worker.call(len(raw), partial(parse, adapter, raw, ignored))
+            longest = max(served.builder.max_model_len for served in models.served.values())
+            work = partial(parse, adapter, raw, ignored, longest)
+            body = await models.text_worker.call(len(raw), work)
             name = getattr(body, "model", None)
             served = models.find(name, *self.tasks, must_choose=self.path.startswith(_VERSIONS))
             state.model, state.ignored = served.name, tuple(sorted(ignored))
@@ -86,8 +92,12 @@ LabelRoute = _route_for("classify")
 EncoderRoute = _route_for("embed", "classify")
 
 
-def check_amount(raw: bytes) -> None:
-    """Raise InvalidRequestError for a JSON text that would take too long to parse."""
+def check_amount(raw: bytes, max_model_len: int = 0) -> None:
+    """Raise InvalidRequestError for a JSON text that would take too long to parse.
+
+    max_model_len: of the model with the longest; with it a list of too many token ids is a
+    ContextLengthError, by which clients know that they have to shorten their prompt.
+    """
     if not (_excess(raw, *MOST_IN_BODY) or _has_long_number(raw)):
         return
     # Count again outside strings. Without escapes, every quotation mark begins or ends a string.
@@ -96,6 +106,11 @@ def check_amount(raw: bytes) -> None:
     if not excess:
         outside = b"".join(marks.split(b'"')[::2])
         excess = _excess(outside, *MOST_IN_BODY[1:])
+        ids = max(_TOKEN_IDS.findall(outside), key=len, default=b"") if excess else b""
+        if (n_ids := ids.count(b",") + 1) > _MOST_TOKEN_IDS > max_model_len > 0:
+            raise ContextLengthError(
+                f"{context_length(max_model_len)} the body has a list of {n_ids}; shorten it"
+            )
         if _has_long_number(outside):
             excess = f"a number of more than {_MOST_DIGITS} digits"
     if excess:
@@ -112,13 +127,18 @@ def _excess(text: bytes, *limits: tuple[str, tuple[bytes, ...], int]) -> str | N
     return next((f"{n} {name}, more than {most}" for n, name, most in counts if n > most), None)
 
 
-def parse(adapter: TypeAdapter[T], raw: bytes, ignored: set[str] | None = None) -> T:
+def parse(
+    adapter: TypeAdapter[T],
+    raw: bytes,
+    ignored: set[str] | None = None,
+    max_model_len: int = 0,
+) -> T:
     """Return a body from its JSON; `ignored` gets the names of hints without effect.
 
-    Raises InvalidRequestError naming the first wrong field.
+    Raises InvalidRequestError naming the first wrong field, and as `check_amount`.
     """
     try:
-        check_amount(raw)
+        check_amount(raw, max_model_len)
         value = from_json(raw)
     except ValueError as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from None

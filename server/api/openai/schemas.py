@@ -118,7 +118,11 @@ class OpenAIBody(schemas.SamplingFields, StructuredFields):
     stream_options: StreamOptions | None = Field(
         None, description="`include_usage`: send the usage in a last event."
     )
-    truncate_prompt_tokens: schemas.KeepLast = None
+    truncate_prompt_tokens: Literal[-1] | Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="Keep only this many of the prompt's last tokens; -1: as many as the model "
+        "takes beside `max_tokens`.",
+    )
     cache_salt: str = Field(
         "",
         max_length=1024,

@@ -171,7 +171,7 @@ def check_length(
         )
     needed = n_rows * engine.kv.reservation(n_prompt, n_given + max_tokens)
     if needed > engine.kv.budget_tokens:
-        raise InvalidRequestError(
+        raise ContextLengthError(
             f"{total} tokens ({n_prompt} in the prompt and {max_tokens} to generate) take up to "
             f"{needed} tokens of the KV cache, but the server's has "
             f"{engine.kv.budget_tokens}; ask for fewer, or raise KVASIR_KV_CACHE_MEMORY",
