@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
 
 from kvasir.model.config import RopeScaling
+from kvasir.model.importing.families.options import Options
+from kvasir.model.importing.families.positions import rotary_fields
 from kvasir.model.network.positions import alibi_table, rotary_table
 from tests.kit.random_models import make_config, make_decoder
 
@@ -17,6 +20,7 @@ with warnings.catch_warnings():
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
     from transformers.models.t5.modeling_t5 import T5Attention
 
 
@@ -52,6 +56,53 @@ def test_longrope_has_long_factors_beyond_the_original_length(max_model_len: int
     table = rotary_table(config)
     torch.testing.assert_close(table.cos[1], frequencies.cos() * amplitude, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(table.sin[1], frequencies.sin() * amplitude, rtol=1e-5, atol=1e-6)
+
+
+FAR = 131_072
+SCALINGS: dict[str, dict[str, Any]] = {
+    "default": {"rope_theta": 5e5},
+    "linear": {"factor": 8.0},
+    "dynamic": {"factor": 6.0},
+    "llama3": {
+        "rope_theta": 5e5,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "yarn": {"rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32_768},
+    "longrope": {
+        "original_max_position_embeddings": 4096,
+        "short_factor": [1.0 + i / 50 for i in range(8)],
+        "long_factor": [1.0 + 2 * i for i in range(8)],
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_angles_are_those_of_transformers_at_far_positions(kind: str) -> None:
+    """Theirs are float32, whose last bit is a 128th of a radian at position 131,071."""
+    scaling = {"rope_type": kind, "rope_theta": 1e4} | SCALINGS[kind]
+    published = LlamaConfig(
+        hidden_size=32,
+        num_attention_heads=2,
+        head_dim=16,
+        max_position_embeddings=FAR,
+        rope_parameters=scaling,
+    )
+    fields = rotary_fields(
+        Options(
+            {"head_dim": 16, "max_position_embeddings": FAR, "rope_scaling": None}
+            | {"rope_parameters": scaling, "original_max_position_embeddings": None},
+            {},
+        ),
+        tuple(SCALINGS),
+    )
+    table = rotary_table(make_config(head_dim=16, max_model_len=FAR, **fields))
+    places = torch.tensor([0, 1, 4095, 4096, 16_383, 16_384, 65_536, FAR - 1])
+    theirs = LlamaRotaryEmbedding(published)(torch.zeros(1), places[None])
+    for ours, angles in zip(table, theirs, strict=True):
+        torch.testing.assert_close(ours[places], angles[0, :, :8], rtol=0.0, atol=FAR * 2**-24)
 
 
 @pytest.mark.parametrize("n_head", [1, 2, 3, 4, 6, 7, 12, 14, 25, 32, 71])
