@@ -83,12 +83,37 @@ def doctor(
         raise Exit(1)
 
 
+def _memory(model: Path) -> list[str]:
+    """Say what a token of context takes, of a model that continues texts on the CPU."""
+    from kvasir.model.directory import load_model_dir
+    from kvasir.model.platform.machine import available_memory
+
+    loaded = load_model_dir(model)
+    config, manifest = loaded.config, loaded.manifest
+    if manifest.device != "cpu" or config.pooling is not None or config.encoder is not None:
+        return []
+    try:
+        from kvasir.kernels.library import Library, load
+        from kvasir.server.engine.packed import open_decoder
+    except ModuleNotFoundError:  # _notes tells
+        return []
+    found = None if manifest.precision == "fp32" else load("auto", None)
+    library = found if isinstance(found, Library) else None
+    kv = open_decoder(loaded.graph_path, config, library, max_num_seqs=1).kv
+    words = f"{model.name}: a token of context takes {kv.token_bytes:,} bytes"
+    if kv.prompt_token_bytes:
+        words += f", and {kv.prompt_token_bytes:,} more while its prompt is computed"
+    n_tokens = available_memory() // 2 // kv.token_bytes
+    return [f"{words}; the default of kv_cache_memory holds {n_tokens:,} tokens here"]
+
+
 def _describe(model: Path) -> tuple[list[str], bool]:
     """Say what rounding cost a model, and if it answers as its manifest says; False if not."""
     from kvasir.model.directory import load_model_dir
 
     manifest = load_model_dir(model).manifest
     notes = [f"{model.name} in {manifest.precision}: {manifest.verification.verdict}"]
+    notes += _memory(model)
     if (expected := manifest.digest) is None:
         return notes, True
     try:

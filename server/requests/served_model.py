@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from time import perf_counter, time
-from typing import Literal
+from typing import Any, Literal
 
 from kvasir.model.directory import CHAT_TEMPLATE_FILE, ModelDirectory
 from kvasir.model.platform.machine import return_freed_memory
@@ -133,11 +133,17 @@ class ServedModel:
         return_freed_memory()  # what only loading needed
         if self.admission.phase is Phase.LOADING:
             self.admission.phase = Phase.READY
-            fields = {
+            fields: dict[str, Any] = {
                 "kernels": self.kernels,
                 "speculate": self.speculates,
                 "start_seconds": clock.rounded(),
             }
+            if isinstance(engine := self.engine.engine, Engine):
+                fields["kv_cache"] = {
+                    "bytes_per_token": engine.kv.token_bytes,
+                    "prompt_bytes_per_token": engine.kv.prompt_token_bytes,
+                    "budget_tokens": engine.kv.budget_tokens,
+                }
             logger.info("ready", extra={"fields": self.describe_model() | fields})
 
     async def drain(self) -> None:

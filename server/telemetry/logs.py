@@ -67,6 +67,9 @@ class TextFormatter(logging.Formatter):
             path = fields["kernels"]
             words = [f"{fields['precision']} on {fields['device']}", f"kernels for {path}"]
             text = f"{model} is ready: {', '.join(words[: 1 + bool(path)])}, {seconds:.1f} s"
+            if kv := fields.get("kv_cache"):
+                size = kv["bytes_per_token"]
+                text += f"; memory for {kv['budget_tokens']:,} tokens of {size:,} bytes"
         else:
             name = "" if level == "info" else self._paint(f"{level}: ", _LEVEL_STYLES.get(level))
             text = "  ".join([name + printable(message, one_line=True), *_words(fields)])

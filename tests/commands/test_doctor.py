@@ -16,7 +16,10 @@ from kvasir.__main__ import app
 from kvasir.commands import doctor
 from kvasir.kernels import library
 from kvasir.kernels.library import Library
+from kvasir.model.directory import load_model_dir
 from kvasir.model.platform.machine import usable_cpus
+from tests.api_reference import EXAMPLE
+from tests.kernels.graphs import needs_library
 
 XEON = "flags\t\t: fpu avx2 avx512f avx512_vnni avx512_bf16 amx_bf16 amx_tile amx_int8\n"
 ZEN_3 = "model name\t: AMD EPYC\nflags\t\t: fpu avx avx2 fma\n"
@@ -55,6 +58,21 @@ def test_it_tells_what_computes(is_built: bool, monkeypatch: pytest.MonkeyPatch)
     facts = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
     assert facts["machine"]["kernels"] == ("avx2" if is_built else stock)
     assert "kernels" in shown.stdout
+
+
+@pytest.mark.parametrize("is_built", [False, pytest.param(True, marks=needs_library)])
+def test_it_tells_the_memory_of_a_token(is_built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes in rows of ONNX Runtime's operators, beside floats of prompts; blocks have scales."""
+    if not is_built:
+        monkeypatch.setattr(library, "load", lambda *_: "stock operators are used")
+    config = load_model_dir(EXAMPLE).config
+    n_heads = 2 * config.n_layer * config.n_kv_head
+    size = n_heads * (config.head_dim + 4 * is_built)
+    words = f"a token of context takes {size:,} bytes"
+    if not is_built:
+        words += f", and {4 * size:,} more while its prompt is computed"
+    found = json.loads(CliRunner().invoke(app, ["doctor", str(EXAMPLE), "--json"]).stdout)
+    assert f"stdlib: {words}; " in found["notes"][1]
 
 
 def test_every_extra_of_the_package_has_a_purpose() -> None:

@@ -93,7 +93,10 @@ async def test_the_path_is_told_where_the_library_is_used(
         told = (await client.get("/version")).json()["kernels"]
     (ready,) = records_of(caplog, "ready")
     assert told == usable_paths()[-1] == ready.__dict__["fields"]["kernels"]
-    assert f"int8 on cpu, kernels for {told}, " in TextFormatter(colours=False).format(ready)
+    line = TextFormatter(colours=False).format(ready)
+    assert f"int8 on cpu, kernels for {told}, " in line
+    figures = ready.__dict__["fields"]["kv_cache"]
+    assert f" {figures['budget_tokens']:,} tokens of {figures['bytes_per_token']:,} bytes" in line
     assert "stock" not in caplog.text
 
 
