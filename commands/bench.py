@@ -151,6 +151,24 @@ def bench_reproducibility(
         fail(f"{figures.n_different} texts or log-probabilities differ from the same alone")
 
 
+def bench_steps(
+    server: str = Argument(help="URL of a Kvasir server that computes, or has done so."),
+    out: Path = Option(Path("steps.png"), help="The picture."),
+    model: str | None = Option(None, help="Of several models. Default: the first."),
+    api_key: str | None = Option(None, help="Sent to the server."),
+    as_json: Json = False,
+) -> None:
+    """Draw a server's last steps: whose prompts they computed when, and whose streams went on."""
+    with loading(quiet=as_json), one_line_errors():
+        from kvasir.loadtest.steps import draw_steps, read_steps, rows_of
+
+        steps = read_steps(server, api_key, model)
+        rows = rows_of(steps)
+        draw_steps(rows, out)
+    figures = {"steps": len(steps), "sequences": len(rows), "picture": str(out)}
+    show(as_json, figures, f"{out} shows {len(steps)} steps of {len(rows)} sequences")
+
+
 def _parse_object(option: str, text: str) -> dict[str, Any]:
     with suppress(ValueError):
         value = json.loads(text)

@@ -11,7 +11,13 @@ from kvasir.model.platform.progress import handling
 with handling(signal.SIG_DFL, signal.SIGINT):
     import typer
 
-    from kvasir.commands.bench import bench_engine, bench_model, bench_reproducibility, bench_serve
+    from kvasir.commands.bench import (
+        bench_engine,
+        bench_model,
+        bench_reproducibility,
+        bench_serve,
+        bench_steps,
+    )
     from kvasir.commands.cached import list_models, remove_models
     from kvasir.commands.chat import chat
     from kvasir.commands.console.output import Command, CommandGroup
@@ -42,6 +48,7 @@ _BENCHES: tuple[tuple[Callable[..., None], str], ...] = (
     (bench_engine, "kvasir bench engine --preset smollm2-135m --precision int8"),
     (bench_serve, "kvasir bench serve artifacts/mine --workload 16x128/64"),
     (bench_reproducibility, "kvasir bench reproducibility http://localhost:8000"),
+    (bench_steps, "kvasir bench steps http://localhost:8000 --out steps.png"),
 )
 _ABOUT = (
     "Train a Transformer or take a published one, and serve it: decoders write and chat, encoders "

@@ -182,7 +182,7 @@ def test_a_missing_package_is_named_with_its_extra(package: str, arguments: list
 
 # Their help says so where they need a checkout; the others run in the server's image.
 OF_A_CHECKOUT = {"export", "eval", "bench model", "bench engine", "bench serve"}
-OF_A_CHECKOUT |= {"bench reproducibility"}
+OF_A_CHECKOUT |= {"bench reproducibility", "bench steps"}
 COMMANDS = {
     example.split(" ", 3)[1] if panel != "bench" else " ".join(example.split()[1:3]): function
     for panel, function, example in (

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import Field
+from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
 
 from kvasir.server.api.http.responses import MODEL_ERRORS, OPEN, NamedModel, models_of
@@ -66,6 +67,31 @@ class RunningBatch(ResponseBody):
 
     max_num_seqs: Size
     sequences: list[BatchedSequence]
+
+
+class PromptStep(ResponseBody):
+    """What a step computed of a prompt."""
+
+    sequence_id: Size
+    start: Size = Field(description="Its tokens before.")
+    tokens: Size
+    prompt_tokens: Size = Field(description="All of its tokens.")
+    waited: float = Field(description="Seconds from its arrival to the begin of the step.")
+
+
+class Step(ResponseBody):
+    """A step of the engine."""
+
+    ago: float = Field(description="Seconds since it began.")
+    seconds: float
+    prompts: list[PromptStep]
+    streams: list[Size] = Field(description="The ids of sequences that got tokens.")
+
+
+class Steps(ResponseBody):
+    """The last steps of the engine, the oldest first."""
+
+    steps: list[Step]
 
 
 class Metrics(Response):
@@ -173,3 +199,28 @@ async def batch(served: NamedModel) -> RunningBatch:
         if (status := sequence.status) is not SequenceStatus.FINISHED
     ]
     return RunningBatch(max_num_seqs=served.settings.max_num_seqs, sequences=sequences)
+
+
+@router.get("/debug/steps", response_model=Steps, responses=MODEL_ERRORS)
+def steps(served: NamedModel) -> Response:  # no coroutine: there are thousands
+    """Return what the last 4,096 steps computed, for whom and when, without text."""
+    now = perf_counter()
+    made = [
+        {
+            "ago": round(now - step.started, 6),
+            "seconds": round(step.seconds, 6),
+            "prompts": [
+                {
+                    "sequence_id": part.sequence_id,
+                    "start": part.start,
+                    "tokens": part.n_computed,
+                    "prompt_tokens": part.n_tokens,
+                    "waited": round(step.started - part.arrived_at, 6),
+                }
+                for part in step.prompts
+            ],
+            "streams": step.streams,
+        }
+        for step in list(served.metrics.steps)
+    ]
+    return Response(to_json({"steps": made}), media_type="application/json")

@@ -1,10 +1,13 @@
-"""One step's work, which the scheduler hands to a runner."""
+"""One step's work, which the scheduler hands to a runner, and its figures."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Self
 
 from kvasir.server.engine.sequence import Sequence, SequenceStatus
+
+StepKind = Literal["decode", "mixed", "prefill"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,3 +77,46 @@ class StepBatch:
     def chunks(self) -> list[Chunk]:
         """All chunks, in the order of their logits."""
         return [*self.decodes, *self.prefills, *self.drafts]
+
+
+class PromptPart(NamedTuple):
+    """Tokens [start, start + n_computed) of a sequence's prompt, which has n_tokens."""
+
+    sequence_id: int
+    start: int
+    n_computed: int
+    n_tokens: int
+    arrived_at: float
+
+    @classmethod
+    def of(cls, chunk: Chunk) -> Self:
+        """Return what a chunk computed."""
+        sequence = chunk.sequence
+        n_tokens, arrived = len(sequence.prompt_ids), sequence.arrived_at
+        return cls(sequence.id, chunk.start, chunk.count, n_tokens, arrived)
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """The figures of one step."""
+
+    n_decode: int  # sequences that were continued
+    n_prefill_tokens: int
+    prefill_capacity: int  # prompt tokens that would have filled the step
+    n_queried: int  # tokens of the prompts that were looked up in the prefix cache
+    n_cached: int  # those that it had
+    n_drafted: int
+    n_accepted: int  # draft tokens that were right
+    seconds: float
+    n_before: float = 0.0  # tokens before one of a prompt's, the mean
+    slowdown: float = 0.0  # share by which each of them slows it
+    started: float = 0.0  # of the engine's clock
+    prompts: tuple[PromptPart, ...] = ()  # computed in the step
+    streams: tuple[int, ...] = ()  # the ids of sequences that were continued
+
+    @property
+    def kind(self) -> StepKind:
+        """The work of the step."""
+        if not self.n_prefill_tokens:
+            return "decode"
+        return "mixed" if self.n_decode else "prefill"

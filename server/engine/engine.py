@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvasir.server.engine.batch import Chunk, StepBatch
+from kvasir.server.engine.batch import Chunk, PromptPart, StepBatch, StepStats
 from kvasir.server.engine.model_runner import ContextLimits, Runner
 from kvasir.server.engine.sampling.beams import BeamSearch, Hypothesis
 from kvasir.server.engine.sampling.candidates import candidate_logprobs, choose
@@ -25,8 +25,6 @@ from kvasir.server.engine.step_capacity import StepCapacity
 
 if TYPE_CHECKING:  # it imports ONNX Runtime
     from kvasir.kernels.library import Library
-
-StepKind = Literal["decode", "mixed", "prefill"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,29 +49,6 @@ class BeamOutput(TokenOutput):
     """The end of a beam search. hypotheses: the best texts, best first."""
 
     hypotheses: list[Hypothesis] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class StepStats:
-    """The figures of one step."""
-
-    n_decode: int  # sequences that were continued
-    n_prefill_tokens: int
-    prefill_capacity: int  # prompt tokens that would have filled the step
-    n_queried: int  # tokens of the prompts that were looked up in the prefix cache
-    n_cached: int  # those that it had
-    n_drafted: int
-    n_accepted: int  # draft tokens that were right
-    seconds: float
-    n_before: float = 0.0  # tokens before one of a prompt's, the mean
-    slowdown: float = 0.0  # share by which each of them slows it
-
-    @property
-    def kind(self) -> StepKind:
-        """The work of the step."""
-        if not self.n_prefill_tokens:
-            return "decode"
-        return "mixed" if self.n_decode else "prefill"
 
 
 class Engine:
@@ -168,7 +143,7 @@ class Engine:
         outputs += self._sample(batch, logits)
         seconds = self._clock() - started
         self.scheduler.record_step(batch, seconds, self.runner.decode_seconds - decoded)
-        return outputs, self._figures(batch, seconds)
+        return outputs, self._figures(batch, started, seconds)
 
     def _run(self, batch: StepBatch) -> Logits:
         """Run the model, and compute the masks of constrained texts beside it."""
@@ -199,7 +174,7 @@ class Engine:
             outputs += self._update(chunk, logits, end, tokens.get(end - 1))
         return outputs
 
-    def _figures(self, batch: StepBatch, seconds: float) -> StepStats:
+    def _figures(self, batch: StepBatch, started: float, seconds: float) -> StepStats:
         prompts = [
             c.sequence for c in batch.prefills if c.begins_prompt and not c.sequence.is_scored
         ]
@@ -217,6 +192,9 @@ class Engine:
             seconds=seconds,
             n_before=n_before / max(1, n_prefill),
             slowdown=self.scheduler.capacity.cost.slowdown,
+            started=started,
+            prompts=tuple(map(PromptPart.of, batch.prefills)),
+            streams=tuple(c.sequence.id for c in (*batch.decodes, *batch.drafts)),
         )
 
     def _update(

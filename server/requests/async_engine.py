@@ -18,8 +18,9 @@ from threading import Thread
 from time import monotonic, perf_counter
 from typing import Any
 
+from kvasir.server.engine.batch import StepStats
 from kvasir.server.engine.encoder.engine import EncoderEngine
-from kvasir.server.engine.engine import BeamOutput, Engine, StepStats, TokenOutput
+from kvasir.server.engine.engine import BeamOutput, Engine, TokenOutput
 from kvasir.server.engine.sequence import FinishReason, Sequence, SequenceStatus
 from kvasir.server.errors import EngineError
 from kvasir.server.requests.admission.forecast import Forecast, Snapshot

@@ -6,6 +6,7 @@ sequence: a prompt with n = 3 counts three times.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib.metadata import version
@@ -17,7 +18,7 @@ from prometheus_client.metrics import disable_created_metrics
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from kvasir.model.platform.machine import available_memory, memory_limit
-from kvasir.server.engine.engine import StepKind, StepStats
+from kvasir.server.engine.batch import StepKind, StepStats
 from kvasir.server.engine.sequence import FinishReason, Sequence
 from kvasir.server.errors import KvasirError
 
@@ -174,10 +175,11 @@ class ServerMetrics:
 
 
 class Metrics:
-    """The metrics of a model, whose name is their label `model`."""
+    """The metrics of a model, whose name is their label `model`. steps: the last."""
 
     def __init__(self, load: Load, server: ServerMetrics | None = None, model: str = "") -> None:
         self.server, self.model = server or ServerMetrics(), model
+        self.steps = deque[StepStats](maxlen=4096)
         self.server.loads.append(load)
         self.server.begin_rejections(model)
         self.server.failed(model, is_failed=False)
@@ -246,6 +248,7 @@ class Metrics:
 
     def step(self, stats: StepStats) -> None:
         """Record a step of the engine."""
+        self.steps.append(stats)
         self._step(stats.kind).observe(stats.seconds)
         self._queried.inc(stats.n_queried)
         self._hits.inc(stats.n_cached)

@@ -1,4 +1,4 @@
-"""/debug/batch shows each sequence in the engine, in each state, without text."""
+"""/debug/batch shows each sequence in the engine, and /debug/steps what steps computed."""
 
 from __future__ import annotations
 
@@ -45,3 +45,25 @@ async def test_it_tells_states_and_lengths_apart() -> None:
     for one in queued:
         assert (one["state"], one["row"], one["computed_tokens"]) == ("waiting", None, 0)
     assert min(one["seconds"] for one in sequences) >= 0
+
+
+async def test_steps_tell_whose_tokens_they_computed() -> None:
+    """All tokens of a prompt, in order, and then one of the answer in each step."""
+    runner = FakeRunner(VOCAB_SIZE, max_num_seqs=2)
+    async with serving(runner) as served:
+        body = {"max_tokens": 3, "ignore_eos": True}
+        for n_prompt in (20, 3):
+            await served.client.post("/v1/completions", json=body | {"prompt": [5] * n_prompt})
+        steps = (await served.client.get("/debug/steps")).json()["steps"]
+    agos = [step["ago"] for step in steps]
+    assert agos == sorted(agos, reverse=True)
+    assert agos[-1] > 0 < min(step["seconds"] for step in steps)
+    parts = [part for step in steps for part in step["prompts"]]
+    first, second = (part["sequence_id"] for part in (parts[0], parts[-1]))
+    ends = [0, *(part["start"] + part["tokens"] for part in parts if part["sequence_id"] == first)]
+    assert [part["start"] for part in parts if part["sequence_id"] == first] == ends[:-1]
+    assert {part["prompt_tokens"] for part in parts} == {20, 3}
+    assert ends[-1] == 20
+    assert min(part["waited"] for part in parts) >= 0
+    streams = [number for step in steps for number in step["streams"]]
+    assert streams == [first, first, second, second]

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from kvasir.server.api.anthropic.schemas import AnthropicError
-from kvasir.server.engine.engine import StepStats
+from kvasir.server.engine.batch import StepStats
 from kvasir.server.engine.sequence import FinishReason
 from kvasir.server.requests.admission.queue import Phase
 from kvasir.server.requests.async_engine import OutputStream

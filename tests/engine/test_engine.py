@@ -19,7 +19,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvasir.server.engine.engine import Engine, StepStats
+from kvasir.server.engine.batch import StepStats
+from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.kv.prefix_cache import PrefixCache
 from kvasir.server.engine.kv.rows import MAX_PROMPT_ROWS
 from kvasir.server.engine.sampling.params import SamplingParams, token_logprobs

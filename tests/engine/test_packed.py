@@ -16,7 +16,8 @@ from kvasir.kernels.fuse import fuse
 from kvasir.kernels.graph import Mismatch
 from kvasir.kernels.library import FILE, Library
 from kvasir.kernels.page import BLOCK_SIZE, page
-from kvasir.server.engine.engine import Engine, StepStats, TokenOutput
+from kvasir.server.engine.batch import StepStats
+from kvasir.server.engine.engine import Engine, TokenOutput
 from kvasir.server.engine.gpu.model import DeviceModel
 from kvasir.server.engine.gpu.runner import PagedRunner
 from kvasir.server.engine.kv.memory import map_memory

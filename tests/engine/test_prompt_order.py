@@ -83,6 +83,20 @@ def test_a_short_prompt_waits_for_a_step_whatever_is_computed(n_long: int, n_ste
     assert max(seconds for _, seconds in server.steps) <= STEP
 
 
+def test_a_cancelled_prompt_frees_its_step_at_once() -> None:
+    """The next step computes what waits, and nothing of the one that has left."""
+    server = Server()
+    long = server.add(4000)
+    while long.n_computed < 1000:
+        server.step()
+    server.engine.abort(long.id)
+    assert server.runner.kv.reserved_tokens == 0
+    short = server.add(CHUNK)
+    server.step()
+    assert server.steps[-1][0] == CHUNK
+    assert short.output_ids
+
+
 def test_no_prompt_starves_beside_endless_short_ones() -> None:
     """Would catch an order by the work left alone."""
     server = Server()

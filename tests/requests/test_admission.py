@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvasir.server.engine.engine import Engine, StepStats
+from kvasir.server.engine.batch import StepStats
+from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.sequence import BACKGROUND_PRIORITY
 from kvasir.server.errors import (

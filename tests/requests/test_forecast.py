@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from kvasir.server.engine.engine import StepStats
+from kvasir.server.engine.batch import StepStats
 from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.sequence import Sequence
 from kvasir.server.errors import OverloadedError

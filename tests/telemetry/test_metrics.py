@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvasir.server.engine.engine import StepKind
+from kvasir.server.engine.batch import StepKind
 from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.sequence import FinishReason, Sequence
 from kvasir.server.telemetry.metrics import Metrics

@@ -12,8 +12,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from kvasir.server.engine.batch import StepStats
 from kvasir.server.engine.encoder.sequence import EncoderOutput, EncoderSequence
-from kvasir.server.engine.engine import StepStats
 from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.engine.sequence import FinishReason, SequenceStatus
 

@@ -13,7 +13,7 @@ from heapq import heapify, heapreplace
 from statistics import fmean
 from typing import NamedTuple, Self
 
-from kvasir.server.engine.engine import StepStats
+from kvasir.server.engine.batch import StepStats
 from kvasir.server.engine.prompt_order import SECONDS_PER_WORK
 from kvasir.server.engine.sequence import Sequence, SequenceStatus
 
