@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from kvasir.server.api.health import Steps
 from tests.kit.fake_runner import FakeRunner
 from tests.kit.serving import VOCAB_SIZE, serving
 
@@ -54,7 +55,8 @@ async def test_steps_tell_whose_tokens_they_computed() -> None:
         body = {"max_tokens": 3, "ignore_eos": True}
         for n_prompt in (20, 3):
             await served.client.post("/v1/completions", json=body | {"prompt": [5] * n_prompt})
-        steps = (await served.client.get("/debug/steps")).json()["steps"]
+        answer = (await served.client.get("/debug/steps")).json()
+    steps = Steps.model_validate(answer, strict=True).model_dump()["steps"]
     agos = [step["ago"] for step in steps]
     assert agos == sorted(agos, reverse=True)
     assert agos[-1] > 0 < min(step["seconds"] for step in steps)
