@@ -15,7 +15,7 @@ from kvasir.server.api.http.responses import MODEL_ERRORS, OPEN, NamedModel, mod
 from kvasir.server.api.schemas import ResponseBody, Size
 from kvasir.server.engine.sequence import SequenceStatus
 from kvasir.server.requests.registry import ModelState
-from kvasir.server.requests.served_model import onnxruntime_version
+from kvasir.server.requests.served_model import ServedModel, onnxruntime_version
 from kvasir.server.telemetry.metrics import CONTENT_TYPE
 
 router = APIRouter()
@@ -30,11 +30,9 @@ class Health(ResponseBody):
     )
 
 
-class Version(ResponseBody):
-    """The software and the model."""
+class RunningModel(ResponseBody):
+    """A model, and what computes it."""
 
-    version: str
-    onnxruntime: str | None
     model: str
     precision: str
     device: str
@@ -45,6 +43,14 @@ class Version(ResponseBody):
     speculate: bool | None = Field(
         description="True if text is drafted; null while the model loads."
     )
+
+
+class Version(RunningModel):
+    """The software and the model."""
+
+    version: str
+    onnxruntime: str | None
+    models: list[RunningModel] = Field(description="All models but those that failed to load.")
 
 
 class BatchedSequence(ResponseBody):
@@ -163,15 +169,18 @@ def _metrics(request: Request, *, only_load: bool = False) -> Metrics:
 
 
 @router.get("/version", responses=MODEL_ERRORS)
-async def versions(served: NamedModel) -> Version:
-    """Return the versions of software and model."""
+async def versions(request: Request, served: NamedModel) -> Version:
+    """Return the versions of the software and of each model."""
     return Version(
+        **_running(served),
         version=version("kvasir-lm"),
         onnxruntime=onnxruntime_version(),
-        **served.describe_model(),
-        kernels=served.kernels,
-        speculate=served.speculates,
+        models=[RunningModel(**_running(one)) for one in models_of(request.scope).usable],
     )
+
+
+def _running(served: ServedModel) -> dict[str, Any]:
+    return served.describe_model() | {"kernels": served.kernels, "speculate": served.speculates}
 
 
 @router.get("/debug/batch", responses=MODEL_ERRORS)

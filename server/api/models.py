@@ -17,7 +17,7 @@ from kvasir.server.api.schemas import ResponseBody, Size
 from kvasir.server.engine.engine import Engine
 from kvasir.server.errors import InvalidRequestError
 from kvasir.server.explain.explanation import most_tokens
-from kvasir.server.requests.served_model import ServedModel
+from kvasir.server.requests.served_model import Kind, ServedModel
 from kvasir.server.requests.target import languages
 
 router = APIRouter()
@@ -34,6 +34,10 @@ class Model(ResponseBody, json_schema_serialization_defaults_required=True):
     owned_by: Literal["kvasir"] = "kvasir"
     max_model_len: Size
     max_source_len: Size | None = None
+    kind: Kind = Field(
+        description="The model's use: complete is a decoder without a chat template, translate an "
+        "encoder-decoder, rank an encoder with one label, classify one with several."
+    )
 
 
 class Models(ResponseBody, json_schema_serialization_defaults_required=True):
@@ -130,8 +134,7 @@ async def models(
     anthropic_version: AnthropicVersion = None,
 ) -> Models | AnthropicModels:
     """List the models, without those that could not be loaded. Anthropic's with its header."""
-    registry = models_of(request.scope)
-    models = [served for name, served in registry.served.items() if name not in registry.failures]
+    models = models_of(request.scope).usable
     if anthropic_version is None:
         return Models(data=list(map(_listed, models)))
     names = [served.name for served in models]
@@ -180,6 +183,7 @@ def _listed(served: ServedModel) -> Model:
         created=served.created,
         max_model_len=served.builder.limits.max_model_len,
         max_source_len=served.builder.limits.max_source_len,
+        kind=served.kind,
     )
 
 

@@ -119,6 +119,11 @@ class ModelRegistry:
         return self.served[name]
 
     @property
+    def usable(self) -> list[ServedModel]:
+        """The models, without those that could not be loaded."""
+        return [served for name, served in self.served.items() if name not in self.failures]
+
+    @property
     def states(self) -> dict[str, ModelState]:
         """The state of each model."""
         states: dict[str, ModelState] = dict.fromkeys(self.names, "failed")

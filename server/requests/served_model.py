@@ -38,6 +38,7 @@ from kvasir.server.text.chat_format import ChatFormat
 logger = logging.getLogger("kvasir")
 
 Task = Literal["generate", "embed", "classify"]
+Kind = Literal["chat", "complete", "translate", "embed", "rank", "classify"]
 _ABORT_SECONDS = 5.0  # for the engine to end its step and the last requests
 
 
@@ -94,6 +95,18 @@ class ServedModel:
         if pooling is None:
             return "generate"
         return "classify" if pooling.labels else "embed"
+
+    @property
+    def kind(self) -> Kind:
+        """The use of the model: its task, more exactly."""
+        config = self.model_dir.config
+        if config.pooling is not None:
+            if not config.pooling.labels:
+                return "embed"
+            return "rank" if len(config.pooling.labels) == 1 else "classify"
+        if config.encoder is not None:
+            return "translate"
+        return "complete" if self.chat is None else "chat"
 
     def describe_model(self) -> dict[str, str]:
         """Return the model's name, precision and device."""

@@ -15,7 +15,9 @@ from kvasir.model.directory import ModelDirectory
 from kvasir.server.api.models import ModelCard
 from kvasir.server.process.app import create_app
 from kvasir.server.settings import load_settings
+from tests.kit.fake_encoder import encoder_model_dir
 from tests.kit.fake_runner import FakeRunner
+from tests.kit.fake_seq2seq import small_config
 from tests.kit.serving import MODEL, VOCAB_SIZE, fake_model_dir, serving
 
 
@@ -59,6 +61,22 @@ async def test_memory_of_keys_and_values_is_what_the_rows_take(*, int8: bool) ->
         _, n_rows, _, n_positions, _ = memory.array.shape
         assert n_bytes * n_rows * n_positions == memory.array.nbytes
     assert card.kv_cache.budget_tokens == 500
+
+
+async def test_each_model_has_the_kind_of_its_use() -> None:
+    model_dirs = {
+        "chat": fake_model_dir(),
+        "complete": fake_model_dir(chat_template=None),
+        "translate": replace(fake_model_dir(), config=small_config()),
+        "embed": encoder_model_dir(),
+        "rank": encoder_model_dir(("score",)),
+        "classify": encoder_model_dir(("good", "bad")),
+    }
+    app = create_app(load_settings(model=",".join(model_dirs)), model_dirs)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        listed = (await http.get("/v1/models")).json()["data"]
+    assert [one["kind"] for one in listed] == [one["id"] for one in listed] == list(model_dirs)
 
 
 async def test_models_are_listed_in_the_form_that_the_headers_ask_for() -> None:

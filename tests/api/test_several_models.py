@@ -97,6 +97,9 @@ async def test_the_named_model_answers_and_counts_alone() -> None:
             for path in ("/model", "/version"):
                 shown = (await client.get(path, params={"model": name})).json()
                 assert shown["model"] == name
+            running = shown.pop("models")  # of /version
+            assert [one["model"] for one in running] == list(TEXTS)
+            assert all(one.items() <= shown.items() for one in running if one["model"] == name)
             total = sample(models.served[name].metrics, "generation_tokens_total", model=name)
             assert total == n + 2
 
