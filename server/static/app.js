@@ -1,11 +1,13 @@
 // The page: navigation between views, the API key, the theme, and the model card that views start
 // from.
 
-import { ApiError, getJson, getKey, request, setKey } from "./common/api.js";
+import * as batches from "./batches/batches.js";
+import { ApiError, getKey, request, setKey } from "./common/api.js";
 import { byId, showError } from "./common/dom.js";
 import * as explorer from "./explorer/explorer.js";
 import * as live from "./live/live.js";
 import * as model from "./model/model.js";
+import { loadCard } from "./common/models.js";
 import { pause } from "./common/pause.js";
 import * as playground from "./playground/playground.js";
 import * as similarity from "./similarity/similarity.js";
@@ -21,8 +23,9 @@ import { load, save } from "./common/storage.js";
 // place of layer and head: the head that is most focused at that row.
 // without: the heads that are switched off.
 // playground: prompt, or messages as JSON; each setting that was changed, and seed; branch: the path
-// to the shown branch; when two columns are compared, the same of the second with the prefix "b.".
-const VIEWS = { playground, similarity, attention: explorer, live, model };
+// to the shown branch; when two columns are compared, the same of the second with the prefix "b.",
+// and b.model if it is another model's.
+const VIEWS = { playground, similarity, attention: explorer, live, batches, model };
 const THEMES = ["system", "light", "dark"];
 const RETRY_SECONDS = 2;
 
@@ -87,7 +90,6 @@ async function start() {
     const card = await getCard();
     showFailure("");
     byId("key-forget").hidden = !getKey();
-    byId("served").textContent = `${card.model} · ${card.precision} on ${card.device}`;
     document.title = `${card.model} · Kvasir`;
     const known = viewsOf(card);
     for (const link of document.querySelectorAll("header nav a"))
@@ -96,9 +98,8 @@ async function start() {
     views = known;
     show();
   } catch (error) {
-    const isKnown = error.status === 401; // the key form is open
-    showFailure(isKnown ? "" : error.message);
-    if (!isKnown) throw error;
+    showFailure(error.status === 401 ? "" : error.message); // 401: the key form is open
+    if (!(error instanceof ApiError)) throw error;
   }
 }
 
@@ -106,7 +107,7 @@ async function start() {
 async function getCard() {
   for (;;) {
     try {
-      return await getJson("model");
+      return await loadCard();
     } catch (error) {
       const isTemporary = error instanceof ApiError && (error.status === 0 || error.status >= 500);
       if (!isTemporary) throw error;

@@ -13,8 +13,12 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
@@ -27,6 +31,7 @@ from kvasir.server.process.local_server import serve_locally  # noqa: E402  afte
 BUILD = ROOT / "build/browser"
 PYTHON = ROOT / ".venv/bin/python"  # has Kvasir installed
 EXAMPLE = ROOT / "examples/stdlib"
+NUMBERS = ROOT / "examples/numbers"
 KEY = "correct-horse"
 CHROMIUM = next(
     (
@@ -51,10 +56,27 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture(scope="session")
-def url() -> Iterator[str]:
-    """Serve the example model with four slots."""
-    with serve_locally(EXAMPLE, "--max-num-seqs", "4", python=PYTHON) as started:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Serve the example model with four slots, and batches."""
+    options = ("--max-num-seqs", "4", "--batch-dir", str(tmp_path_factory.mktemp("batches")))
+    with serve_locally(EXAMPLE, *options, python=PYTHON) as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def models_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Serve both example models, a decoder and an encoder-decoder, and batches."""
+    options = (str(NUMBERS), "--batch-dir", str(tmp_path_factory.mktemp("batches")))
+    with serve_locally(EXAMPLE, *options, python=PYTHON) as started:
+        _wait_for_all_models(started)
+        yield started
+
+
+def _wait_for_all_models(url: str) -> None:
+    while True:
+        with suppress(HTTPError):  # 503 while one is loading
+            urlopen(f"{url}/health/ready").close()  # noqa: S310  our own server
+            return
 
 
 @pytest.fixture(scope="session")
@@ -149,8 +171,8 @@ def look() -> Callable[[Page, str], None]:
 
 
 @pytest.fixture(scope="session")
-def serious_findings() -> Callable[[Page], list[str]]:
-    """Return the serious and critical findings of axe-core on a page."""
+def axe_findings() -> Callable[[Page], list[str]]:
+    """Return the findings of axe-core on a page."""
     source = (BUILD / "node_modules/axe-core/axe.min.js").read_text(encoding="utf-8")
 
     def find(page: Page) -> list[str]:
@@ -159,8 +181,24 @@ def serious_findings() -> Callable[[Page], list[str]]:
         return [
             f"{one['id']}: {node['target']} {node['failureSummary']}"
             for one in found
-            if one["impact"] in ("serious", "critical")
             for node in one["nodes"]
         ]
 
     return find
+
+
+@pytest.fixture(scope="session")
+def check_looks(
+    look: Callable[[Page, str], None], axe_findings: Callable[[Page], list[str]]
+) -> Callable[[Page, str], None]:
+    """Check that a page fits narrow and wide windows, and is accessible in both themes."""
+
+    def check(page: Page, name: str) -> None:
+        for width, theme in product((1440, 390), ("light", "dark")):
+            page.set_viewport_size({"width": width, "height": 900})
+            page.emulate_media(color_scheme=theme)
+            look(page, f"{name}-{width}-{theme}")
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            assert axe_findings(page) == []
+
+    return check

@@ -9,6 +9,7 @@ from typing import Any
 
 from playwright.sync_api import Locator, Page, Route, expect
 
+CARD = re.compile(r"/model\?")  # the address of the model card
 CHARACTERS = [*"'\"\\$`!\n\t#%&{}a ä漢🙂\u2028\x7f"]
 
 

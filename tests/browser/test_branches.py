@@ -69,14 +69,14 @@ def test_a_text_goes_on_from_an_alternative(page: Page, url: str, tmp_path: Path
     expect(tree).to_be_hidden()
 
 
-def test_a_pinned_token_is_left(page: Page, serious_findings: Callable[[Page], list[str]]) -> None:
+def test_a_pinned_token_is_left(page: Page, axe_findings: Callable[[Page], list[str]]) -> None:
     setting(page, "max_tokens").fill("8")
     generate(page)
     tokens(page).nth(2).focus()
     page.keyboard.press("Enter")
     popover = page.get_by_role("dialog", name="Token")
     expect(popover.locator(":focus")).to_have_count(1)
-    assert serious_findings(page) == []
+    assert axe_findings(page) == []
     heights = popover.locator("button, a").evaluate_all("all => all.map(one => one.offsetHeight)")
     assert min(heights) >= 24
     page.keyboard.press("Escape")

@@ -124,7 +124,7 @@ DELTAS: list[dict[str, Any]] = [
 
 
 def test_reasoning_is_folded_and_calls_are_cards(
-    page: Page, look: Callable[[Page, str], None], serious_findings: Callable[[Page], list[str]]
+    page: Page, look: Callable[[Page, str], None], axe_findings: Callable[[Page], list[str]]
 ) -> None:
     def answer(route: Route) -> None:
         ends = [*([None] * len(DELTAS)), "stop"]
@@ -149,7 +149,7 @@ def test_reasoning_is_folded_and_calls_are_cards(
     expect(card).to_contain_text("weather")
     expect(card.locator("pre")).to_have_text('{\n  "city": "Oslo"\n}', use_inner_text=False)
     look(page, "playground-calls")
-    assert serious_findings(page) == []
+    assert axe_findings(page) == []
     part(page, "keep").click()
     page.get_by_label("result of the tool").fill("rain")
     called = {"name": "weather", "arguments": '{"city": "Oslo"}'}

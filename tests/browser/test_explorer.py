@@ -11,6 +11,7 @@ import pytest
 from playwright.sync_api import Page, Route, expect
 
 from tests.browser.conftest import KEY
+from tests.browser.playground import CARD
 
 TEXT = "The studious student graduated with honors."
 LINK = f"#attention?{urlencode({'prompt': TEXT})}"
@@ -278,7 +279,7 @@ def other_card(page: Page, **changes: Any) -> Page:
             json=card | changes | {"config": card["config"] | changes.get("config", {})},
         )
 
-    page.route("**/model", change)
+    page.route(CARD, change)
     page.goto(page.url + LINK)
     page.reload()
     return page

@@ -166,14 +166,14 @@ def test_the_lab_fits_and_is_accessible(
     open_page: Callable[..., Page],
     url: str,
     look: Callable[[Page, str], None],
-    serious_findings: Callable[[Page], list[str]],
+    axe_findings: Callable[[Page], list[str]],
 ) -> None:
     page = open_page(url, color_scheme=theme, viewport={"width": width, "height": 900})
     lab = link(page, layer=1, head=5, without="1.5,3.2")
     lab.get_by_role("button", name="Weighted values").click()
     look(lab, f"lab-{width}-{theme}")
     assert lab.evaluate("document.documentElement.scrollWidth") <= width
-    assert serious_findings(lab) == []
+    assert axe_findings(lab) == []
 
 
 def test_the_map_is_saved_as_a_picture(page: Page, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -44,6 +45,7 @@ SEQUENCES = (
     ("prefills", 2, "prefilling", 0, 50, 50, 0, 25, 0, 0.2),
     ("waits", 3, "waiting", None, 10, 1234, 0, 0, 0, 0.1),
 )
+BATCH_PATH = re.compile(r"/debug/batch\?")
 BATCH = {
     "max_num_seqs": 4,
     "sequences": [dict(zip(FIELDS, values, strict=True)) for values in SEQUENCES],
@@ -73,7 +75,7 @@ class FakeServer:
         self.polls = 0
         self.refusal: tuple[str, int] | None = None
         page.route("**/metrics", self._metrics)
-        page.route("**/debug/batch", lambda route: route.fulfill(json=BATCH))
+        page.route(BATCH_PATH, lambda route: route.fulfill(json=BATCH))
         stop_clock(page)
 
     def _metrics(self, route: Route) -> None:
@@ -298,7 +300,7 @@ def test_all_sent_requests_are_in_view(page: Page) -> None:
         for n in range(16)
     ]
     batch = {"sequences": [dict(zip(FIELDS, values, strict=True)) for values in sent]}
-    page.route("**/debug/batch", lambda route: route.fulfill(json=batch))
+    page.route(BATCH_PATH, lambda route: route.fulfill(json=batch))
     page.locator("header a[href='#live']").click()
     expect(page.locator("#batch-table tr")).to_have_count(16)
     scrolls = "box => box.scrollHeight > box.clientHeight"
@@ -312,7 +314,7 @@ def test_a_refusal_of_the_sent_requests_stays(page: Page) -> None:
     page.get_by_role("button", name="Send 16 requests").click()
     expect(page.locator("#live-error")).to_contain_text("507")
     for _ in range(2):
-        with page.expect_response("**/debug/batch"):
+        with page.expect_response(BATCH_PATH):
             pass
     expect(page.locator("#live-error")).to_contain_text("507")
 

@@ -10,6 +10,7 @@ import pytest
 from playwright.sync_api import Page, Route, expect
 
 from tests.browser.conftest import EXAMPLE
+from tests.browser.playground import CARD
 
 COUNT = """async (config) => {
   const { parametersOf } = await import("./static/model/parameters.js");
@@ -101,7 +102,7 @@ def test_a_wrong_number_of_parameters_is_reported(open_page: Callable[..., Page]
         wrong = route.fetch().json()
         route.fulfill(json=wrong | {"parameters": wrong["parameters"] + 1})
 
-    page.route("**/model", answer)
+    page.route(CARD, answer)
     page.reload()
     page.locator("header a[href='#model']").click()
     expect(page.locator("#parameters-differ")).to_be_visible()

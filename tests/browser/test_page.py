@@ -8,10 +8,9 @@ import pytest
 from playwright.sync_api import Browser, Page, Response, Route, expect
 
 from tests.browser.conftest import KEY
-from tests.browser.playground import generate, stop_clock
+from tests.browser.playground import CARD, generate, stop_clock
 
-VIEWS = ("playground", "attention", "live", "model")
-WIDTHS = {"wide": 1280, "narrow": 380}
+VIEWS = ("playground", "attention", "live", "batches", "model")
 NEXT_TASK = "new Promise((resolve) => setTimeout(resolve))"
 # Mark everything that Tab should reach. Of a radio group that is the checked button, or the first.
 MARK_STOPS = """() => {
@@ -37,30 +36,39 @@ SMALL_TARGETS = """() => [...document.querySelectorAll(
   .map((one) => one.outerHTML.slice(0, 200))"""
 
 
-@pytest.mark.parametrize(("width", "theme"), [("wide", "dark"), ("narrow", "light")])
+# What a view shows once it has what it asks the server for.
+LOADED = {
+    "attention": "#explained:not([aria-busy])",
+    "live": "#live svg >> nth=0",
+    "batches": "#batches-on",
+}
+
+
+def wait_for(page: Page, view: str) -> None:
+    expect(page.locator(f"#{view}")).to_be_visible()
+    expect(page.locator(LOADED.get(view, f"#{view}"))).to_be_visible()
+
+
 @pytest.mark.parametrize("view", VIEWS)
 def test_a_view_fits_and_is_accessible(
     view: str,
-    width: str,
-    theme: str,
     open_page: Callable[..., Page],
     url: str,
-    look: Callable[[Page, str], None],
-    serious_findings: Callable[[Page], list[str]],
+    check_looks: Callable[[Page, str], None],
 ) -> None:
-    page = open_page(
-        f"{url}/#{view}", color_scheme=theme, viewport={"width": WIDTHS[width], "height": 800}
-    )
-    expect(page.locator(f"#{view}")).to_be_visible()
-    if view == "attention":
-        expect(page.locator("#explained:not([aria-busy])")).to_be_visible()
-    elif view == "live":
-        expect(page.locator("#live svg").first).to_be_visible()
-    look(page, f"{view}-{width}-{theme}")
-    assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[width]
-    assert serious_findings(page) == []
+    page = open_page(f"{url}/#{view}")
+    wait_for(page, view)
+    check_looks(page, view)
     page.locator("details").evaluate_all("all => { for (const one of all) one.open = true; }")
-    assert page.evaluate(SMALL_TARGETS) == []
+    assert page.evaluate(SMALL_TARGETS) == []  # of the last look, the narrow one
+
+
+def test_the_reference_is_a_link_away_and_accessible(
+    page: Page, check_looks: Callable[[Page, str], None]
+) -> None:
+    page.get_by_role("link", name="API", exact=True).click()
+    expect(page.locator("#routes summary").first).to_be_visible()
+    check_looks(page, "reference")
 
 
 def test_the_first_load_is_small(browser: Browser, url: str) -> None:
@@ -81,9 +89,7 @@ def test_larger_text_does_not_scroll_sideways(open_page: Callable[..., Page], ur
     page.evaluate("document.documentElement.style.fontSize = '200%'")
     for view in VIEWS:
         page.locator(f"header a[href='#{view}']").click()
-        expect(page.locator(f"#{view}")).to_be_visible()
-        if view == "attention":
-            expect(page.locator("#explained:not([aria-busy])")).to_be_visible()
+        wait_for(page, view)
         assert page.evaluate("document.documentElement.scrollWidth") <= 380, view
 
 
@@ -110,16 +116,14 @@ def test_views_can_be_changed_with_the_keyboard(page: Page) -> None:
         expect(page.locator(f"#{view}")).to_be_visible()
         assert page.locator("main > section:visible").count() == 1
     page.go_back()
-    expect(page.locator("#live")).to_be_visible()
+    expect(page.locator(f"#{VIEWS[-2]}")).to_be_visible()
 
 
 def test_tab_reaches_all_controls(page: Page) -> None:
     """Tab reaches nothing else, and then leaves the page."""
     for view in VIEWS:
         page.goto(page.url.split("#")[0] + f"#{view}")
-        expect(page.locator(f"#{view}")).to_be_visible()
-        if view == "attention":
-            expect(page.locator("#explained:not([aria-busy])")).to_be_visible()
+        wait_for(page, view)
         expected = page.evaluate(MARK_STOPS)
         assert expected > 10
         page.locator(".skip").focus()
@@ -189,7 +193,7 @@ def test_no_view_is_shown_before_the_server_answers(browser: Browser, url: str) 
         else:
             route.continue_()
 
-    page.route("**/model", answer)
+    page.route(CARD, answer)
     page.goto(url)
     views, failure = page.locator("main > section:visible"), page.locator("#failure")
     expect(failure).to_contain_text("cannot reach the server")
@@ -208,13 +212,13 @@ def test_no_view_is_shown_before_the_server_answers(browser: Browser, url: str) 
 
 @pytest.mark.refusals
 def test_a_key_is_requested_if_the_server_needs_one(
-    open_page: Callable[..., Page], guarded_url: str, serious_findings: Callable[[Page], list[str]]
+    open_page: Callable[..., Page], guarded_url: str, axe_findings: Callable[[Page], list[str]]
 ) -> None:
     page = open_page(guarded_url)
     field, error = page.get_by_label("API key"), page.locator("#key-error")
     expect(field).to_be_visible()
     expect(error).to_be_hidden()
-    assert serious_findings(page) == []
+    assert axe_findings(page) == []
     page.locator("header a[href='#attention']").click()
     assert page.locator("main > section:visible").count() == 0
     for wrong, message in (

@@ -12,6 +12,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.browser.playground import (
+    CARD,
     CHARACTERS,
     answer,
     completion,
@@ -322,7 +323,9 @@ def test_another_model_has_other_settings_and_examples(page: Page, url: str) -> 
         "generation": {"temperature": 0.655},
     }
     setting(page, "temperature").fill("0.5")
-    page.route("**/model", lambda route: route.fulfill(json=card))
+    page.route(CARD, lambda route: route.fulfill(json=card))
+    listed = {"data": [{"id": "other", "kind": "complete"}]}
+    page.route("**/v1/models", lambda route: route.fulfill(json=listed))
     page.reload()
     expect(page.locator("#welcome")).to_contain_text("other: 1.89M parameters in 4 layers")
     expect(page.locator("#prompt")).to_have_value("Once upon a time")
@@ -347,7 +350,7 @@ def test_texts_are_accessible(
     open_page: Callable[..., Page],
     chat_url: str,
     look: Callable[[Page, str], None],
-    serious_findings: Callable[[Page], list[str]],
+    axe_findings: Callable[[Page], list[str]],
 ) -> None:
     page = open_page(chat_url, color_scheme=theme, viewport={"width": width, "height": 800})
     page.get_by_label("Completion").check()
@@ -357,7 +360,7 @@ def test_texts_are_accessible(
     part(page, "text").locator("span").nth(5).focus()
     look(page, f"playground-text-{'wide' if width > 400 else 'narrow'}-{theme}")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    assert serious_findings(page) == []
+    assert axe_findings(page) == []
     page.get_by_label("Compare two settings").check()
     page.get_by_label("Chat", exact=True).check()
     page.get_by_label("Your message").fill("def main():")
@@ -365,4 +368,4 @@ def test_texts_are_accessible(
     part(page, "keep").click()
     look(page, f"playground-chat-{'wide' if width > 400 else 'narrow'}-{theme}")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    assert serious_findings(page) == []
+    assert axe_findings(page) == []

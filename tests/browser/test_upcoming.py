@@ -72,7 +72,7 @@ def test_the_bars_follow_the_sliders(
     page: Page,
     url: str,
     look: Callable[[Page, str], None],
-    serious_findings: Callable[[Page], list[str]],
+    axe_findings: Callable[[Page], list[str]],
 ) -> None:
     card = page.locator("#upcoming")
     card.locator("summary").click()
@@ -83,7 +83,7 @@ def test_the_bars_follow_the_sliders(
     names = [token["text"] for token in found["next_tokens"]]
     assert [name.inner_text() for name in rows.locator("code").all()][:3] == names[:3]
     look(page, "playground-upcoming")
-    assert serious_findings(page) == []
+    assert axe_findings(page) == []
     setting(page, "top_p").fill("1")
     setting(page, "temperature").fill("2")  # flat enough for the unlikely tokens to count
     found = page.request.post(f"{url}/explain", data={"text": prompt, "top_k": 4096}).json()

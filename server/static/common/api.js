@@ -27,16 +27,16 @@ export function setKey(wanted) {
 }
 
 /**
- * Send a GET, or a POST of `body` as JSON, and return the response. Throws ApiError.
+ * Send a GET, or a POST of `body`, a form or else JSON, and return the response. Throws ApiError.
  *
  * A 401 also fires "kvasir:key" on the window.
  */
-export async function request(path, { body, signal } = {}) {
+export async function request(path, { body, signal, method = body ? "POST" : "GET" } = {}) {
   const headers = {};
   if (key) headers.authorization = `Bearer ${toHeaderBytes(key)}`;
-  if (body !== undefined) headers["content-type"] = "application/json";
-  const method = body === undefined ? "GET" : "POST";
-  const sent = { headers, signal, method, body: body && JSON.stringify(body) };
+  const isJson = body && !(body instanceof FormData);
+  if (isJson) headers["content-type"] = "application/json";
+  const sent = { headers, signal, method, body: isJson ? JSON.stringify(body) : body };
   const response = await fetch(path, sent).catch((error) => {
     if (error.name === "AbortError") throw error;
     throw new ApiError("cannot reach the server; is it running?");

@@ -1,4 +1,4 @@
-// A timer that can be aborted.
+// A timer that can be aborted, and work that it repeats.
 
 const NEVER = new AbortController().signal;
 
@@ -16,4 +16,29 @@ export function pause(milliseconds, signal = NEVER) {
     }, milliseconds);
     signal.addEventListener("abort", abort, { once: true });
   });
+}
+
+/** Work that is repeated while it is wanted: work(signal), which never rejects. */
+export class Repeated {
+  #job = null;
+
+  constructor(work, milliseconds) {
+    this.work = work;
+    this.milliseconds = milliseconds;
+  }
+
+  /** Start or stop. Stopping aborts the signal. */
+  want(isWanted) {
+    if (isWanted && this.#job === null) this.#repeat((this.#job = new AbortController()).signal);
+    if (isWanted) return;
+    this.#job?.abort();
+    this.#job = null;
+  }
+
+  async #repeat(signal) {
+    while (!signal.aborted) {
+      await this.work(signal);
+      await pause(this.milliseconds, signal).catch(() => {});
+    }
+  }
 }

@@ -112,10 +112,10 @@ function* split(layers, heads, room) {
 }
 
 /** Send POST /explain. After a 429, retry when the server says. */
-async function explain(body, { signal, onwait }) {
+async function explain(body, { signal, onwait, model }) {
   for (let attempt = 1; ; attempt++) {
     try {
-      return await postJson("explain", body, signal);
+      return await postJson("explain", { model, ...body }, signal);
     } catch (error) {
       if (error.status !== 429 || attempt === MAX_ATTEMPTS) throw error;
       onwait(error);

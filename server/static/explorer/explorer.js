@@ -143,7 +143,7 @@ function retryWithKey() {
 function load() {
   rejected = null;
   const limits = card.explain_limits;
-  run((signal) => loadMissing({ signal, onwait: showWaiting, limits }), fail);
+  run((signal) => loadMissing({ signal, onwait: showWaiting, limits, model: card.model }), fail);
 }
 
 async function loadMissing(options) {

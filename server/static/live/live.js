@@ -6,7 +6,8 @@ import { Chart, formatFigure } from "./chart.js";
 import { byId, present, showError } from "../common/dom.js";
 import { Figures } from "./figures.js";
 import { formatCount } from "../common/format.js";
-import { pause } from "../common/pause.js";
+import { pathOf } from "../common/models.js";
+import { Repeated } from "../common/pause.js";
 
 const EVERY_MS = 1000;
 const SENT_AT_ONCE = 16;
@@ -21,11 +22,14 @@ let isShown = false;
 let isPaused = false;
 let isRefused = false; // polling again would not help
 let refusal = ""; // of the requests that were sent; shown until others are sent
-let polling = null; // aborts polling
+let polling;
+let batch; // the path of the batch
 let readAt = null; // when the shown figures were read
 
 export function start(card) {
   figures = new Figures(card.model);
+  batch = pathOf("debug/batch", card.model);
+  polling = new Repeated(poll, EVERY_MS);
   startBatch(card.max_num_seqs);
   present(byId("live"), card.config);
   charts = [...byId("live").querySelectorAll("[data-series]")].map(
@@ -76,26 +80,14 @@ function setRefused(is) {
 }
 
 /** Start or stop polling, so that it runs exactly while it is useful. */
-function updatePolling() {
-  const isWanted = isShown && !isPaused && !isRefused && !document.hidden;
-  if (isWanted && polling === null) {
-    polling = new AbortController();
-    poll(polling.signal);
-  } else if (!isWanted) {
-    polling?.abort();
-    polling = null;
-  }
-}
+const updatePolling = () => polling.want(isShown && !isPaused && !isRefused && !document.hidden);
 
 async function poll(signal) {
-  while (!signal.aborted) {
-    try {
-      await update(signal);
-      showMessage(refusal);
-    } catch (error) {
-      if (!signal.aborted) showProblem(error);
-    }
-    await pause(EVERY_MS, signal).catch(() => {});
+  try {
+    await update(signal);
+    showMessage(refusal);
+  } catch (error) {
+    if (!signal.aborted) showProblem(error);
   }
 }
 
@@ -113,7 +105,7 @@ async function update(signal) {
   const text = await (await request("metrics", { signal })).text();
   figures.add(text, performance.now() / 1000);
   showFigures();
-  showBatch(await getJson("debug/batch", { signal }));
+  showBatch(await getJson(batch, { signal }));
   readAt = new Date();
 }
 

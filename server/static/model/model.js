@@ -4,6 +4,7 @@ import { drawArchitecture } from "./architecture.js";
 import { copyText } from "../common/copying.js";
 import { byId, clone, make, present } from "../common/dom.js";
 import { formatBytes, formatCompact, formatCount, formatShare } from "../common/format.js";
+import { pathOf } from "../common/models.js";
 import { parametersOf } from "./parameters.js";
 
 export function start(card) {
@@ -18,6 +19,7 @@ export function start(card) {
   showPairs("model-generation", card.generation, "None. The API's defaults apply.");
   showPairs("model-source", card.source, "Unknown.");
   showPairs("model-versions", card.versions, "Unknown.");
+  byId("model-json").href = pathOf("model", card.model);
   byId("hashes-copy").addEventListener("click", async () => {
     byId("hashes-copied").textContent = await copyText(byId("hashes"));
   });

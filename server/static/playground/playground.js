@@ -7,19 +7,21 @@ import * as copying from "../common/copying.js";
 import { byId } from "../common/dom.js";
 import { Run } from "./run.js";
 import * as next from "./next.js";
+import { Others } from "./other.js";
 import * as popover from "./popover.js";
 import { load, save as store } from "../common/storage.js";
 import { showWelcome } from "./welcome.js";
 
 let storageName; // one for each model
 let runs;
+let others; // of column B
 let conversation; // the shown one
 let conversations;
 let hasChat;
 let sending = Promise.resolve(); // never rejects
 let answered = null; // the input whose answer is shown
 let latest = null; // the last action that was asked for
-let link = load("link", "sessionStorage"); // the state in this tab's address, restored without it
+let link; // the state in this tab's address, restored without it
 
 const isChat = () => hasChat && byId("mode-chat").checked;
 const isComparing = () => byId("compare").checked;
@@ -28,8 +30,11 @@ const shownRuns = () => (isComparing() ? runs : runs.slice(0, 1));
 export function start(card) {
   hasChat = card.has_chat_template;
   storageName = `playground-${card.model}`;
+  link = load(`link-${card.model}`, "sessionStorage");
   showWelcome(card);
-  runs = ["a", "b"].map((name) => new Run(name, card, changed, branchOff));
+  runs = ["a", "b"].map((name) => column(name, card));
+  byId("runs").append(...runs.map((run) => run.element));
+  others = new Others(runs[1], (ofOther) => column("b", ofOther));
   conversation = new Conversation(save);
   conversations = new Conversations(conversation, answerOfChat, (choose) =>
     afterStop(() => {
@@ -39,14 +44,16 @@ export function start(card) {
       clearAnswers();
     }),
   );
-  for (const run of runs) {
-    byId("runs").append(run.element);
-    run.part("copy").addEventListener("click", () => copy(run));
-    run.part("keep").addEventListener("click", () => keepAnswer(run).focus());
-  }
   restore();
   wire(card);
   layOut();
+}
+
+function column(name, card) {
+  const run = new Run(name, card, changed, branchOff);
+  run.part("copy").addEventListener("click", () => copy(run));
+  run.part("keep").addEventListener("click", () => keepAnswer(run).focus());
+  return run;
 }
 
 /** Return what a link needs to reproduce the shown answers: input, settings, seed and branch. */
@@ -55,10 +62,11 @@ export function state() {
   if (!answered) return params;
   if ("prompt" in answered) params.set("prompt", answered.prompt);
   else params.set("messages", JSON.stringify(answered.messages));
-  for (const [i, { branches }] of shownRuns().entries()) {
+  for (const [i, { branches, card }] of shownRuns().entries()) {
     if (!branches.shown) continue; // compared since
     const [{ sent, settings }] = branches.all;
-    const all = { ...settings, seed: sent.body.seed, branch: branches.path };
+    const model = card.model === runs[0].card.model ? {} : { model: card.model };
+    const all = { ...model, ...settings, seed: sent.body.seed, branch: branches.path };
     for (const [name, value] of Object.entries(all))
       if (value !== "")
         params.set((i ? "b." : "") + name, typeof value === "object" ? JSON.stringify(value) : value);
@@ -69,21 +77,24 @@ export function state() {
 /** Restore the state of a link, and answer it. */
 export function open(params) {
   if (`${params}` === link) return; // a way back, or the same page again
-  const [own, others] = [{}, {}];
+  const [own, second] = [{}, {}];
   for (const [name, value] of params)
-    if (name.startsWith("b.")) others[name.slice(2)] = value;
+    if (name.startsWith("b.")) second[name.slice(2)] = value;
     else own[name] = value;
   const { prompt, messages } = own;
-  const compare = Object.keys(others).length > 0;
+  const compare = Object.keys(second).length > 0;
   try {
     const input = messages ? { chat: true } : { chat: false, prompt };
-    fill({ ...load(storageName), compare, ...input, settings: [own, others] });
+    fill({ ...load(storageName), compare, ...input, settings: [own, second] });
     if (messages) conversations.add(asConversation(JSON.parse(messages)));
   } catch {
     return; // not a link of this page
   }
   changed();
-  if (own.seed) generate([own.branch, others.branch]);
+  afterStop(async () => {
+    await compareWith(second.model ?? runs[0].card.model, second);
+    if (own.seed) generate([own.branch, second.branch]);
+  });
 }
 
 /** Return the conversation that messages were made of. */
@@ -105,6 +116,9 @@ function wire(card) {
   byId("shaded").addEventListener("change", changed);
   byId("modes").addEventListener("change", changeMode);
   byId("compare").addEventListener("change", startComparing);
+  byId("other-model").addEventListener("change", ({ target }) =>
+    afterStop(() => compareWith(target.value, runs[0].settings.state())),
+  );
   byId("prompt-form").addEventListener("input", save);
   byId("message").addEventListener("input", () => byId("message").setCustomValidity(""));
   byId("examples").addEventListener("click", useExample);
@@ -150,7 +164,7 @@ function send(sentInput, paths = []) {
 /** Write what is shown into the address, and keep it for a page that returns there. */
 function showLink() {
   link = `${state()}`;
-  store("link", link, "sessionStorage");
+  store(`link-${runs[0].card.model}`, link, "sessionStorage");
   window.dispatchEvent(new Event("kvasir:state"));
 }
 
@@ -252,6 +266,18 @@ function startComparing() {
   changed();
 }
 
+/** Let a model answer in column B, with these settings. Never rejects. */
+function compareWith(model, settings) {
+  const replace = async () => {
+    const run = await others.column(model, runs[1]);
+    run.settings.restore(settings);
+    runs[1].element.replaceWith(run.element);
+    runs[1] = run;
+    changed();
+  };
+  return (sending = replace());
+}
+
 /** Show the request of the current answer, or the next one if there is none yet, as code. */
 function copy(run) {
   const request = run.branches.shown?.sent ?? run.request(input());
@@ -274,6 +300,8 @@ function changed() {
 function layOut() {
   const section = byId("playground");
   section.classList.toggle("comparing", isComparing());
+  section.classList.toggle("two-models", runs[0].card.model !== runs[1].card.model);
+  others.layOut(isComparing(), isChat());
   section.classList.toggle("unshaded", !byId("shaded").checked);
   byId("modes").hidden = !hasChat;
   byId("no-chat").hidden = hasChat;
@@ -294,6 +322,7 @@ function save() {
     prompt: byId("prompt").value,
     chat: hasChat ? byId("mode-chat").checked : undefined,
     compare: isComparing(),
+    other: runs[1].card.model,
     shaded: byId("shaded").checked,
     conversations: conversations.state(),
     settings: runs.map((run) => run.settings.state()),
@@ -302,7 +331,9 @@ function save() {
 
 function restore() {
   try {
-    fill(load(storageName) ?? {});
+    const kept = load(storageName) ?? {};
+    fill(kept);
+    if (kept.compare && kept.other) compareWith(kept.other, kept.settings?.[1]);
   } catch {
     // stored by another version of this page
     fill({});

@@ -7,6 +7,7 @@ import { download } from "../common/copying.js";
 import { fromChat, fromCompletion } from "./deltas.js";
 import { byId, make, showError } from "../common/dom.js";
 import { ReasoningAndCalls } from "./extras.js";
+import { linkTo } from "../common/models.js";
 import { Placement } from "./placement.js";
 import { N_CHOICES } from "./popover.js";
 import { Settings } from "./settings/settings.js";
@@ -34,7 +35,7 @@ export class Run {
     this.element = byId("run-template").content.cloneNode(true).firstElementChild;
     this.element.dataset.run = name;
     for (const title of this.element.querySelectorAll(".of-run"))
-      title.textContent = ` ${name.toUpperCase()}`;
+      title.append(` ${name.toUpperCase()}`, make("span", { class: "of-model" }, ` · ${card.model}`));
     this.settings = new Settings(this.part("controls"), `setting-${name}`, card, changed);
     this.part("reset").addEventListener("click", () => {
       this.settings.restore();
@@ -201,7 +202,7 @@ export class Run {
     const before = pieces.slice(0, pieces.indexOf(piece)).map(({ text }) => text);
     const lead = (prompt) => {
       const state = { prompt: prompt + before.join(""), focused: 1 };
-      link.href = `#attention?${new URLSearchParams(state)}`;
+      link.href = linkTo(this.card.model, `#attention?${new URLSearchParams(state)}`);
     };
     this.#prompt().then(lead, (error) => showError(this.part("error"), error.message));
     return link;
@@ -216,11 +217,15 @@ export class Run {
     return root.promptText;
   }
 
-  /** Mark the settings that differ from another run's, and the token at which the texts part. */
+  /**
+   * Mark the settings that differ from another run's, and the token at which the texts of one model
+   * part.
+   */
   markDifferences(other) {
     this.settings.markDifferences(other.settings);
     const [own, others] = [this, other].map((run) => run.tokens.pieces);
-    this.tokens.mark(own.findIndex(({ text }, i) => i < others.length && text !== others[i].text));
+    const parts = ({ text }, i) => i < others.length && text !== others[i].text;
+    this.tokens.mark(this.card.model === other.card.model ? own.findIndex(parts) : -1);
   }
 
   stop() {

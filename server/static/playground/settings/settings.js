@@ -73,9 +73,11 @@ export class Settings {
 
   /** Mark the controls whose values differ from those of `other`. */
   markDifferences(other) {
-    for (const [name, { state, element }] of this.controls) {
-      const differs = JSON.stringify(state) !== JSON.stringify(other.controls.get(name).state);
-      element.classList.toggle("differs", differs);
+    // Models may recommend different values, to which their controls are set at first.
+    const shown = ({ state, input }) => JSON.stringify(state ?? input.defaultValue);
+    for (const [name, control] of this.controls) {
+      const differs = shown(control) !== shown(other.controls.get(name));
+      control.element.classList.toggle("differs", differs);
     }
   }
 
