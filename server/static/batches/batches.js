@@ -121,7 +121,7 @@ async function endpointOf(file) {
     // the message below says it
   }
   const start = line.length > 80 ? `${line.slice(0, 80)}…` : line;
-  throw new Error(`The first line of ${file.name} is no request with a url: ${start || "it is empty"}`);
+  throw new Error(`The first line of ${file.name} is no request with a url: ${start || "(empty)"}`);
 }
 
 /** Try an action, show why it failed, and look what has changed. Return whether it succeeded. */

@@ -9,6 +9,14 @@ export const asMessages = ({ system, turns }) => [
   ...turns,
 ];
 
+/** Return the conversation that messages were made of. */
+export function asConversation(messages) {
+  const { system, turns } = Object.groupBy(messages, ({ role }) =>
+    role === "system" ? "system" : "turns",
+  );
+  return { system: system?.[0].content ?? "", turns: turns ?? [] };
+}
+
 /** Return an answer as a turn, and a turn for the result of each call. */
 function turnsOf({ content, calls }) {
   const results = calls.map(({ id }) => ({ role: "tool", content: "", tool_call_id: id }));

@@ -1,20 +1,19 @@
-// The playground: a prompt or a conversation, one column or two to compare, and the actions of the
-// buttons.
+// The playground: a prompt or a conversation, and the actions of the buttons.
 
-import { Conversation } from "./chat.js";
+import { asConversation, Conversation } from "./chat.js";
+import { Columns } from "./columns.js";
 import { Conversations } from "./conversations.js";
 import * as copying from "../common/copying.js";
 import { byId } from "../common/dom.js";
 import { Run } from "./run.js";
 import * as next from "./next.js";
-import { Others } from "./other.js";
 import * as popover from "./popover.js";
 import { load, save as store } from "../common/storage.js";
 import { showWelcome } from "./welcome.js";
 
 let storageName; // one for each model
-let runs;
-let others; // of column B
+let columns;
+let runs; // theirs
 let conversation; // the shown one
 let conversations;
 let hasChat;
@@ -24,17 +23,14 @@ let latest = null; // the last action that was asked for
 let link; // the state in this tab's address, restored without it
 
 const isChat = () => hasChat && byId("mode-chat").checked;
-const isComparing = () => byId("compare").checked;
-const shownRuns = () => (isComparing() ? runs : runs.slice(0, 1));
 
 export function start(card) {
   hasChat = card.has_chat_template;
   storageName = `playground-${card.model}`;
   link = load(`link-${card.model}`, "sessionStorage");
   showWelcome(card);
-  runs = ["a", "b"].map((name) => column(name, card));
-  byId("runs").append(...runs.map((run) => run.element));
-  others = new Others(runs[1], (ofOther) => column("b", ofOther));
+  columns = new Columns(card, makeRun, changed);
+  ({ runs } = columns);
   conversation = new Conversation(save);
   conversations = new Conversations(conversation, answerOfChat, (choose) =>
     afterStop(() => {
@@ -49,7 +45,7 @@ export function start(card) {
   layOut();
 }
 
-function column(name, card) {
+function makeRun(name, card) {
   const run = new Run(name, card, changed, branchOff);
   run.part("copy").addEventListener("click", () => copy(run));
   run.part("keep").addEventListener("click", () => keepAnswer(run).focus());
@@ -62,10 +58,10 @@ export function state() {
   if (!answered) return params;
   if ("prompt" in answered) params.set("prompt", answered.prompt);
   else params.set("messages", JSON.stringify(answered.messages));
-  for (const [i, { branches, card }] of shownRuns().entries()) {
+  for (const [i, { branches, card }] of columns.shown.entries()) {
     if (!branches.shown) continue; // compared since
     const [{ sent, settings }] = branches.all;
-    const model = card.model === runs[0].card.model ? {} : { model: card.model };
+    const model = i && columns.areOfTwoModels ? { model: card.model } : {};
     const all = { ...model, ...settings, seed: sent.body.seed, branch: branches.path };
     for (const [name, value] of Object.entries(all))
       if (value !== "")
@@ -92,17 +88,9 @@ export function open(params) {
   }
   changed();
   afterStop(async () => {
-    await compareWith(second.model ?? runs[0].card.model, second);
+    await (sending = columns.compareWith(second.model ?? runs[0].card.model, second));
     if (own.seed) generate([own.branch, second.branch]);
   });
-}
-
-/** Return the conversation that messages were made of. */
-function asConversation(messages) {
-  const { system, turns } = Object.groupBy(messages, ({ role }) =>
-    role === "system" ? "system" : "turns",
-  );
-  return { system: system?.[0].content ?? "", turns: turns ?? [] };
 }
 
 function wire(card) {
@@ -115,9 +103,8 @@ function wire(card) {
   byId("clear").addEventListener("click", clear);
   byId("shaded").addEventListener("change", changed);
   byId("modes").addEventListener("change", changeMode);
-  byId("compare").addEventListener("change", startComparing);
   byId("other-model").addEventListener("change", ({ target }) =>
-    afterStop(() => compareWith(target.value, runs[0].settings.state())),
+    afterStop(() => (sending = columns.compareWith(target.value))),
   );
   byId("prompt-form").addEventListener("input", save);
   byId("message").addEventListener("input", () => byId("message").setCustomValidity(""));
@@ -137,11 +124,11 @@ const generate = (paths = []) =>
 
 const regenerate = () =>
   afterStop(() => {
-    for (const { settings } of shownRuns()) settings.nextSeed();
+    for (const { settings } of columns.shown) settings.nextSeed();
     return areSettingsValid() ? send(answered) : null;
   });
 
-const areSettingsValid = () => shownRuns().every((run) => run.settings.fields() !== null);
+const areSettingsValid = () => columns.shown.every((run) => run.settings.fields() !== null);
 
 function hasMessage() {
   byId("message").setCustomValidity(conversation.isEmpty ? "Write a message first." : "");
@@ -158,7 +145,9 @@ function commitTurns() {
 function send(sentInput, paths = []) {
   answered = sentInput;
   const seed = Math.floor(Math.random() * 2 ** 32);
-  return follow(() => shownRuns().map((run, i) => run.send(run.request(sentInput, seed), paths[i])));
+  return follow(() =>
+    columns.shown.map((run, i) => run.send(run.request(sentInput, seed), paths[i])),
+  );
 }
 
 /** Write what is shown into the address, and keep it for a page that returns there. */
@@ -189,7 +178,7 @@ async function follow(begin) {
   runs[0].tokens.card.scrollIntoView({ block: "nearest" });
   save();
   const ends = (await sending).join(", ");
-  const canRegenerate = isRegenerating && shownRuns().some((run) => run.hasAnswer);
+  const canRegenerate = isRegenerating && columns.shown.some((run) => run.hasAnswer);
   keepFocus(byId(canRegenerate ? "regenerate" : "generate"), () =>
     setBusy(false, `Done. Finish reason: ${ends}.`),
   );
@@ -258,26 +247,6 @@ function keepAnswer(run) {
   return turn;
 }
 
-/** Copy the settings of A to B, if B has none, with one difference, the temperature. */
-function startComparing() {
-  const [settings, others] = runs.map((run) => run.settings.state());
-  if (isComparing() && !Object.keys(others).length)
-    runs[1].settings.restore({ ...settings, temperature: settings.temperature === "0" ? "1" : "0" });
-  changed();
-}
-
-/** Let a model answer in column B, with these settings. Never rejects. */
-function compareWith(model, settings) {
-  const replace = async () => {
-    const run = await others.column(model, runs[1]);
-    run.settings.restore(settings);
-    runs[1].element.replaceWith(run.element);
-    runs[1] = run;
-    changed();
-  };
-  return (sending = replace());
-}
-
 /** Show the request of the current answer, or the next one if there is none yet, as code. */
 function copy(run) {
   const request = run.branches.shown?.sent ?? run.request(input());
@@ -298,30 +267,24 @@ function changed() {
 }
 
 function layOut() {
-  const section = byId("playground");
-  section.classList.toggle("comparing", isComparing());
-  section.classList.toggle("two-models", runs[0].card.model !== runs[1].card.model);
-  others.layOut(isComparing(), isChat());
-  section.classList.toggle("unshaded", !byId("shaded").checked);
+  columns.layOut(isChat());
+  byId("playground").classList.toggle("unshaded", !byId("shaded").checked);
   byId("modes").hidden = !hasChat;
   byId("no-chat").hidden = hasChat;
   byId("completion-input").hidden = isChat();
   byId("chat-input").hidden = !isChat();
   byId("upcoming").classList.toggle("of-prompt", !isChat());
   next.refresh();
-  runs[1].element.hidden = !isComparing();
-  byId("regenerate").disabled = !shownRuns().some((run) => run.hasAnswer);
-  for (const [i, run] of runs.entries()) {
-    run.markDifferences(isComparing() ? runs[1 - i] : run);
+  byId("regenerate").disabled = !columns.shown.some((run) => run.hasAnswer);
+  for (const run of runs)
     run.part("keep").hidden = !isChat() || run.isRunning || !run.hasAnswer;
-  }
 }
 
 function save() {
   store(storageName, {
     prompt: byId("prompt").value,
     chat: hasChat ? byId("mode-chat").checked : undefined,
-    compare: isComparing(),
+    compare: columns.areCompared,
     other: runs[1].card.model,
     shaded: byId("shaded").checked,
     conversations: conversations.state(),
@@ -333,7 +296,8 @@ function restore() {
   try {
     const kept = load(storageName) ?? {};
     fill(kept);
-    if (kept.compare && kept.other) compareWith(kept.other, kept.settings?.[1]);
+    if (kept.compare && kept.other)
+      sending = columns.compareWith(kept.other, kept.settings?.[1]);
   } catch {
     // stored by another version of this page
     fill({});
