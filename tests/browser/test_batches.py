@@ -27,7 +27,7 @@ def upload(page: Page, name: str, lines: Sequence[dict[str, Any]]) -> Locator:
     """Create a batch, and return its item of the list."""
     buffer = "\n".join(map(json.dumps, lines)).encode()
     file = {"name": name, "mimeType": "application/jsonl", "buffer": buffer}
-    page.get_by_label("File of requests").set_input_files(files=[file])  # type: ignore[list-item]
+    page.get_by_label("File of requests").set_input_files(files=[file])
     page.get_by_role("button", name="Create batch").press("Enter")
     return page.get_by_role("listitem").filter(has=page.get_by_role("heading", name=name))
 
