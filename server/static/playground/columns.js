@@ -23,8 +23,7 @@ export class Columns {
   }
 
   get areOfTwoModels() {
-    const [a, b] = this.runs;
-    return a.card.model !== b.card.model;
+    return this.runs[0].card.model !== this.runs[1].card.model;
   }
 
   get shown() {

@@ -217,10 +217,7 @@ export class Run {
     return root.promptText;
   }
 
-  /**
-   * Mark the settings that differ from another run's, and the token at which the texts of one model
-   * part.
-   */
+  /** Mark the settings that differ from another run's, and where the texts of one model part. */
   markDifferences(other) {
     this.settings.markDifferences(other.settings);
     const [own, others] = [this, other].map((run) => run.tokens.pieces);
