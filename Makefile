@@ -82,6 +82,9 @@ compose-check: $(VENV)/.serve  ## Run the stack on this machine's Docker Engine 
 faults: $(VENV)/.dev  ## Inject faults into servers; ARGS=ends selects one
 	$(BIN)/python -m tests.faults $(ARGS)
 
+families: $(VENV)/.dev  ## Compare every causal type of transformers; ARGS="llama glm4"
+	$(BIN)/python -m tests.families $(ARGS)
+
 cold-start: $(VENV)/.serve  ## Measure five starts of MODEL=DIR by step; ARGS=--cold
 	$(BIN)/python -m tests.faults.cold_start $(MODEL) $(ARGS)
 
@@ -220,4 +223,4 @@ build/agent-clients/.ready:
 		openai-agents==0.24.0 'pydantic-ai-slim[openai]==2.68.0'
 	@touch $@
 
-.PHONY: demo docs compose-check browser-test overload soak cold-start dashboard-smoke conformance faults attack image-check rolling-restart loadtest validate help serve test lint train export bench gpu-check gpu-wheels webgpu-check example example-seq2seq
+.PHONY: families demo docs compose-check browser-test overload soak cold-start dashboard-smoke conformance faults attack image-check rolling-restart loadtest validate help serve test lint train export bench gpu-check gpu-wheels webgpu-check example example-seq2seq

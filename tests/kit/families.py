@@ -252,6 +252,7 @@ _FURTHER: dict[str, dict[str, Any]] = {
     | {"num_experts": 5, "moe_intermediate_size": 32, "mlp_layer_types": ["dense", "sparse"]}
     | WINDOWED,
 }
+_VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
 _SPARSE: dict[str, Any] = _EXPERTS | {"moe_intermediate_size": 32}
 _BALANCED: dict[str, Any] = _SPARSE | {
     "n_routed_experts": 6,
@@ -313,8 +314,12 @@ _FURTHER |= {
     | {"num_experts": 5, "head_dim": 16, "expert_selection_fn": "sigmoid"},
     "gpt_neox_japanese": {"intermediate_multiple_size": 2},
     "fuyu": {"text_config": _SHAPE | {"intermediate_size": 96} | {"model_type": "persimmon"}},
-    "phi4_multimodal": {"eos_token_id": 1}
-    | {"vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}}
+    "emu3": {"text_config": _GROUPED | {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}},
+    "gemma3 beside vision": {
+        "text_config": _GEMMA | WINDOWED,
+        "vision_config": _VISION | {"num_attention_heads": 2},
+    },
+    "phi4_multimodal": {"eos_token_id": 1, "vision_config": _VISION}
     | {"audio_config": {"hidden_size": 32, "intermediate_size": 32, "num_blocks": 1}},
 }
 _EVERY_HEAD_ITS_OWN = {"biogpt", "codegen", "gpt_bigcode", "gpt_neo", "mpt", "openai-gpt"}

@@ -38,12 +38,17 @@ def make_model(name: str, **changes: Any) -> nn.Module:
     so it would with Gemma 3's, which are multiplied, and BLOOM's, which are normalised.
     """
     kind, values = FAMILIES[name]
-    config = transformers.AutoConfig.for_model(kind, **(values | changes))
+    return make_uneven_model(kind, values | changes, width=0.22)
+
+
+def make_uneven_model(kind: str, values: dict[str, Any], width: float) -> nn.Module:
+    """Return a model of a type. width: the deviation of matrices."""
+    config = transformers.AutoConfig.for_model(kind, **values)
     torch.manual_seed(0)
     make: Any = transformers.AutoModelForCausalLM
     model: nn.Module = make.from_config(config, attn_implementation="eager").eval()
-    narrow = 0.02 if kind == "gemma3_text" else 0.07
-    make_uneven(model, _EMBEDDING, narrow_width=narrow, width=0.22)
+    narrow = 0.02 if kind.startswith("gemma3") else 0.07
+    make_uneven(model, _EMBEDDING, narrow_width=narrow, width=width)
     return model
 
 

@@ -21,6 +21,7 @@ from kvasir.model.importing.families.decoders import DECODERS, WITH_VISION
 from kvasir.model.importing.families.encoder_decoders import ENCODER_DECODERS
 from kvasir.model.importing.families.encoders import ENCODERS
 from kvasir.model.importing.families.family import Family
+from kvasir.model.importing.families.missing import MISSING
 from kvasir.model.importing.huggingface.pooling import (
     CLASSIFIER,
     add_pooling,
@@ -91,7 +92,11 @@ def _find_family(values: dict[str, Any], notes: list[str]) -> tuple[Family, dict
     if family is None:
         described = f"{CONFIG_FILE} describes {' '.join(names) or 'a model'} of model_type {kind!r}"
         if isinstance(kind, str) and (own := accepted.get(kind)):
-            raise UnsupportedError(f"{described}; supported are {', '.join(own)}")
+            raise UnsupportedError(f"{described}; supported are {', '.join(dict.fromkeys(own))}")
+        if isinstance(kind, str) and kind in MISSING:
+            raise UnsupportedError(
+                f"{described}, which {MISSING[kind]}; Kvasir does not compute it"
+            )
         near = nearest(str(kind), accepted)
         hint = "" if near is None else f"the nearest that is computed is {near!r}; "
         raise UnsupportedError(f"{described}; {hint}supported are {', '.join(sorted(accepted))}")

@@ -1,0 +1,49 @@
+"""The types of transformers that no family computes, each with what it has that is missing."""
+
+from __future__ import annotations
+
+# fmt: off
+MISSING: dict[str, str] = {  # a model_type: words for "config.json describes …, which …"
+    name: reason
+    for reason, names in {
+        "has recurrent layers (Mamba)":
+            "bamba falcon_h1 falcon_mamba jamba mamba mamba2 nemotron_h zamba zamba2",
+        "has recurrent layers (gated delta rule)":
+            "olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next",
+        "has recurrent layers (linear attention)":
+            "bailing_hybrid kimi_linear minimax recurrent_gemma rwkv xlstm",
+        "has layers of short convolutions": "inkling2_text inkling_text lfm2 lfm2_moe lfm3 zaya",
+        "has latent attention (MLA)":
+            "axk1 axk2 deepseek_v2 deepseek_v3 glm4_moe_lite hy_v4 longcat_flash minicpm3 youtu",
+        "attends to tokens that an indexer chooses":
+            "deepseek_v32 dots3_note dots3_note_text glm_moe_dsa minimax_m3_vl_text",
+        "attends to compressed tokens": "deepseek_v4",
+        "has several residual streams": "qwen4_exp qwen4_exp_text",
+        "has layers that share keys, and heads of two sizes":
+            "gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text",
+        "scales queries by layer, and attends in chunks": "llama4 llama4_text",
+        "has a gate on the output of attention": "afmoe beam laguna",
+        "has values of another size than keys": "mimo_v2_flash",
+        "has experts of attention heads": "jetmoe",
+        "draws its experts twice (sparse mixer)": "phimoe",
+        "has ternary weights, and norms within layers": "bitnet",
+        "subtracts one attention from another": "diffllama",
+        "computes its mask from values": "doge",
+        "runs its layers in loops": "hrm_text",
+        "has a head of several layers": "modernbert-decoder",
+        "has rotary positions in some kinds of layers only": "cohere_compass_text",
+        "has layers that only images use": "mllama",
+        "reads bytes in patches": "blt",
+        "only drafts for another model": "gemma4_assistant gemma4_unified_assistant",
+        "is the decoder of an encoder-decoder":
+            "bigbird_pegasus blenderbot blenderbot-small mvp plbart prophetnet",
+        "has the layers of an encoder that is not computed":
+            "bert-generation big_bird data2vec-text electra ernie megatron-bert rembert "
+            "roberta-prelayernorm roc_bert roformer xlm-roberta-xl xmod",
+        "hears, sees or makes music":
+            "git got_ocr2 moshi moss_transcribe_diarize musicgen musicgen_melody trocr whisper",
+        "has positions or attention of its own, of before 2022": "cpmant ctrl reformer xlm xlnet",
+    }.items()
+    for name in names.split()
+}
+# fmt: on

@@ -1,0 +1,41 @@
+"""The trial of a type of transformers: every end of it is an outcome, and a fault is seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from kvasir.model.importing.families.decoders import DECODERS, WITH_VISION
+from kvasir.model.importing.families.encoder_decoders import ENCODER_DECODERS
+from kvasir.model.importing.families.encoders import ENCODERS
+from kvasir.model.importing.families.missing import MISSING
+from tests.families import trial
+from tests.families.trial import TYPES, Outcome, try_type
+
+
+def test_what_is_said_to_be_missing_is_a_type_that_no_family_computes() -> None:
+    assert MISSING.keys() <= TYPES.keys()
+    assert not MISSING.keys() & {*DECODERS, *WITH_VISION, *ENCODERS, *ENCODER_DECODERS}
+
+
+def test_a_type_is_refused_with_a_reason_or_not_known_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = try_type("jamba")
+    assert refused.what == "refused"
+    assert MISSING["jamba"] in refused.why
+    monkeypatch.delitem(MISSING, "jamba")  # as if transformers had just added it
+    assert try_type("jamba") == Outcome("not yet")
+
+
+def test_other_tokens_and_exceptions_are_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "PROMPTS", (7,))
+    monkeypatch.setattr(trial, "_generate", lambda *_: [-1])
+    assert try_type("llama") == Outcome("different", "greedy tokens after 7 tokens are others")
+    assert try_type("llama").is_fault
+
+    def fail(*_: Any) -> None:
+        raise OSError("no such class")
+
+    monkeypatch.setattr(AutoConfig, "for_model", fail)
+    assert try_type("llama") == Outcome("failed", "OSError: no such class")
