@@ -125,19 +125,23 @@ class Settings(BaseSettings):
     allowed_hosts: Annotated[tuple[Host, ...], NoDecode, BeforeValidator(_split)] | None = None
     """Names that a server without keys answers to, beside localhost; *.a.org is a domain, * any."""
     tool_call_format: Literal[
-        "auto", "hermes", "llama", "mistral", "mistral_args", "granite", "deepseek", "deepseek_v31",
-        "qwen_coder", "pythonic", "none",
+        "auto", "hermes", "llama", "mistral", "mistral_args", "granite", "nemotron", "hunyuan",
+        "deepseek", "deepseek_v31", "kimi", "qwen_coder", "seed", "minimax", "glm", "pythonic",
+        "lfm", "gemma", "none",
     ] = Field(
         "auto",
         description="Format of the model's function calls, such as hermes, <tool_call>{…}"
         "</tool_call>, or llama, bare JSON; none finds no calls. Default: that of its chat "
         "template.",
     )  # fmt: skip
-    reasoning_format: Literal["auto", "think", "mistral", "seed", "none"] = Field(
+    reasoning_format: Literal[
+        "auto", "think", "mistral", "seed", "cohere", "gemma", "none",
+    ] = Field(
         "auto",
         description="Tags of the model's reasoning: think is <think>, mistral is [THINK], seed is "
-        "<seed:think>, none finds none. Default: those that its chat template names.",
-    )
+        "<seed:think>, cohere and gemma are those of these models, none finds none. Default: those "
+        "that its chat template names.",
+    )  # fmt: skip
     batch_dir: Path | None = None
     """Folder for /v1/files and /v1/batches, of this server alone. Default: neither is served."""
     batch_dir_bytes: ByteSize = Field(

@@ -41,7 +41,12 @@ _ROLES = ("system", "user", "assistant", "tool")
 _NO_CONTENT: tuple[Message, ...] = ({}, {"content": NULL}, {"content": ""})
 # The marks of formats in prompts that tell a model to use them.
 _SHOWN = {
+    ToolCallFormat.SEED: "<seed:tool_call>",
+    ToolCallFormat.MINIMAX: "<minimax:tool_call>",
     ToolCallFormat.QWEN_CODER: "<function=",
+    ToolCallFormat.GLM: "<arg_key>",
+    ToolCallFormat.NEMOTRON: "<TOOLCALL>",
+    ToolCallFormat.HUNYUAN: "<tool_calls>",
     ToolCallFormat.HERMES: "<tool_call>",
     ToolCallFormat.GRANITE: r"<\|tool_call\|>",
     ToolCallFormat.PYTHONIC: r"\[\w+\(\w+=",

@@ -11,15 +11,17 @@ class ReasoningFormat(Enum):
     THINK = ("<think>", "</think>")
     MISTRAL = ("[THINK]", "[/THINK]")
     SEED = ("<seed:think>", "</seed:think>")
+    COHERE = ("<|START_THINKING|>", "<|END_THINKING|>")
+    GEMMA = ("<|channel>thought\n", "<channel|>")
 
     def __init__(self, opening: str, closing: str) -> None:
         self.opening = opening
         self.closing = closing
-        self.tags = frozenset({opening, closing})
+        self.tags = frozenset({opening.removesuffix("thought\n"), closing})
 
     def is_begun(self, prompt: str) -> bool:
         """Return whether a prompt ends where reasoning begins."""
-        return prompt.rstrip().endswith(self.opening)
+        return prompt.rstrip().endswith(self.opening.rstrip())
 
     def leaves_open(self, text: str) -> bool:
         """Return whether the beginning of an answer ends inside its reasoning."""

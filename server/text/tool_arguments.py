@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import from_json
+
+_BARE_KEY = re.compile(r'([{,]\s*)([^\s{}\[\],:"]+)\s*:')
 
 
 @dataclass(slots=True)
@@ -67,6 +70,22 @@ def value_of(text: str, schema: Mapping[str, Any], key: str) -> Any:
     except ValueError:
         return text
     return text if "string" in (kinds or ()) and value is not None else value
+
+
+def json_of_bare(text: str, quote: str) -> str | None:
+    """Return an object in JSON, of one with bare keys and other quotes; None if it is none."""
+    parts = text.strip().split(quote)
+    for i, part in enumerate(parts):
+        if i % 2:
+            parts[i] = json.dumps(part, ensure_ascii=False)
+        else:
+            parts[i] = _BARE_KEY.sub(r'\1"\2":', part)
+    made = "".join(parts)
+    try:
+        is_object = isinstance(from_json(made, allow_inf_nan=False), dict)
+    except ValueError:
+        return None
+    return made if is_object else None
 
 
 def python_calls(text: str) -> list[tuple[str, str]]:

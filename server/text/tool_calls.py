@@ -17,26 +17,21 @@ from typing import Any
 from pydantic_core import from_json
 
 from kvasir.server.text.reasoning import begun
-from kvasir.server.text.tool_arguments import Scanner, json_call, python_calls, value_of
-from kvasir.server.text.tool_formats import CALL, END, SEP, ToolCallFormat
+from kvasir.server.text.tool_arguments import (
+    Scanner,
+    json_call,
+    json_of_bare,
+    python_calls,
+    value_of,
+)
+from kvasir.server.text.tool_formats import Bare, Named, Python, Tagged, ToolCallFormat
 
 Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments of each function, by its name
 
 _JSON_HEAD = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
-_NAMED_HEADS = {  # a name, and what leads to arguments in JSON
-    ToolCallFormat.MISTRAL_ARGS: re.compile(
-        r"([^\s\[\]{}]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)"
-    ),
-    ToolCallFormat.DEEPSEEK: re.compile(
-        rf"(?:{CALL})?\s*function{SEP}([^\s{{}}<]+)\s*```json\s*(?=\{{)"
-    ),
-    ToolCallFormat.DEEPSEEK_V31: re.compile(rf"(?:{CALL})?\s*([^\s{{}}<]+)\s*{SEP}\s*(?=\{{)"),
-}
 _MAX_HEAD = 512  # characters
-_FUNCTION = re.compile(r"<function=([^>\s]+)>")
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _PYTHON_HEAD = re.compile(r"\s*(?:[A-Za-z_][\w.]*\s*(?:\(|\Z)|\Z)")
 
 
@@ -96,12 +91,14 @@ class ToolCallParser:
                 if self._is_end:
                     break
                 yield
-            elif self._form is ToolCallFormat.PYTHONIC:
+            elif isinstance(inside := self._form.inside, Python):
                 yield from self._read_python(opening)
-            elif self._form is ToolCallFormat.QWEN_CODER:
-                yield from self._read_tagged(opening)
-            elif self._form in _NAMED_HEADS:
-                yield from self._read_named(opening, _NAMED_HEADS[self._form])
+            elif isinstance(inside, Tagged):
+                yield from self._read_tagged(opening, inside)
+            elif isinstance(inside, Named):
+                yield from self._read_named(opening, inside.head)
+            elif isinstance(inside, Bare):
+                yield from self._read_bare(opening, inside)
             else:
                 yield from self._read_call(opening)
 
@@ -125,7 +122,7 @@ class ToolCallParser:
                 return self._take(n_space)
             if following.startswith(start) and (self._is_cut or not self._is_end):
                 return None
-        is_content = self._form is ToolCallFormat.PYTHONIC and not (
+        is_content = tag == "[" and not (
             self._at_start and not self.n_calls and start.startswith(tag)
         )
         at = -1 if is_content else buffer.find(tag)
@@ -192,10 +189,11 @@ class ToolCallParser:
         self._begin_call(match[1], text[match.end() :])
         return (yield from self._read_arguments())
 
-    def _read_tagged(self, opening: str) -> Reading:
+    def _read_tagged(self, opening: str, tags: Tagged) -> Reading:
         """Read a call whose arguments have tags; each is passed on once it is complete."""
-        while (match := _FUNCTION.match(text := self._buffer.lstrip())) is None:
-            begins = "<function=".startswith(text[:10]) and ">" not in text
+        n, begin = len(tags.literal), tags.begin
+        while (match := tags.head.match(text := self._buffer.lstrip())) is None:
+            begins = tags.literal.startswith(text[:n]) and tags.rest.fullmatch(text[n:])
             if not begins or len(text) > _MAX_HEAD:
                 return self._show(opening)
             if self._is_end:
@@ -206,11 +204,11 @@ class ToolCallParser:
         self.is_in_call = True
         while self.is_in_call:
             text = self._buffer.lstrip()
-            if match := _PARAMETER.match(text):
+            if match := tags.argument.match(text):
                 argument = {match[1]: value_of(match[2], self._schemas.get(name, {}), match[1])}
                 self._add(before + json.dumps(argument, ensure_ascii=False)[1:-1])
                 self._buffer, before = text[match.end() :], ", "
-            elif "<parameter=".startswith(text[:11]):  # of which the end is to come
+            elif begin.startswith(text[: len(begin)]):  # of which the end is to come
                 if self._is_end:
                     self._buffer = ""
                     return None
@@ -218,7 +216,23 @@ class ToolCallParser:
             else:
                 self._add("}" if before == ", " else "{}")
                 self.is_in_call = False
-        return (yield from self._read_closing("</function>"))
+        return (yield from self._read_closing(*filter(None, [tags.end])))
+
+    def _read_bare(self, opening: str, form: Bare) -> Reading:
+        """Read a call with bare keys, which is passed on once it is complete."""
+        closing = self._form.closings[0]
+        while closing not in self._buffer and not self._is_end:
+            yield
+        text = self._buffer.partition(closing)[0]
+        match = form.head.match(text.lstrip())
+        arguments = match and json_of_bare(text.lstrip()[match.end() :], form.quote)
+        if match is None or arguments is None:
+            if self._is_end and closing not in self._buffer:
+                return self._end_early(opening)
+            return self._show(opening)
+        self._begin_call(match[1], self._buffer[len(text) :])
+        self._add(arguments)
+        return (yield from self._read_closing())
 
     def _read_python(self, opening: str) -> Reading:
         """Read a list of calls in Python, which is passed on once it is complete."""
@@ -262,7 +276,7 @@ class ToolCallParser:
                     return
                 yield
         self.is_in_call = False
-        if self._form in _NAMED_HEADS:
+        if isinstance(self._form.inside, Named):
             return (yield from self._read_closing())
         if self.n_calls != self._most:
             yield from self._skip_others()
@@ -296,5 +310,5 @@ class ToolCallParser:
                 yield
             if text.startswith(part):
                 self._buffer = text[len(part) :]
-                self._in_block &= part not in ("]", END)
+                self._in_block &= part not in self._form.ends
         self._at_start = True

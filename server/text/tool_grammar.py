@@ -11,7 +11,7 @@ from typing import Any
 
 from kvasir.server.engine.grammar.constraints import JSON_OPTIONS, enforceable_schema
 from kvasir.server.text.reasoning import ReasoningFormat
-from kvasir.server.text.tool_formats import DEEPSEEK_TAGS, ToolCallFormat
+from kvasir.server.text.tool_formats import DEEPSEEK_TAGS, KIMI_TAGS, ToolCallFormat
 
 Schema = Mapping[str, Any]
 Functions = Mapping[str, Schema]  # the schema of the arguments of each function, by its name
@@ -52,11 +52,22 @@ _CALLS = {
     ToolCallFormat.MISTRAL: replace(_LIST, before=("[TOOL_CALLS]", "[")),
     ToolCallFormat.MISTRAL_ARGS: _Calls(("[TOOL_CALLS]", _NAME, "[ARGS]", _ARGUMENTS)),
     ToolCallFormat.GRANITE: replace(_LIST, before=("<|tool_call|>", "[")),
+    ToolCallFormat.NEMOTRON: replace(_LIST, before=("<TOOLCALL>", "["), after=("]", "</TOOLCALL>")),
+    ToolCallFormat.HUNYUAN: replace(
+        _LIST, before=("<tool_calls>", "["), after=("]", "</tool_calls>")
+    ),
     ToolCallFormat.DEEPSEEK: _Calls(
         (_CALL, "function", _SEP, _NAME, "\n```json\n", _ARGUMENTS, "\n```", _CALL_END),
         ("\n",),
         (_BEGIN,),
         (_END,),
+    ),
+    # A call's number counts on in what a model writes; a grammar cannot count.
+    ToolCallFormat.KIMI: _Calls(
+        (KIMI_TAGS[1], "functions.", _NAME, ":0", KIMI_TAGS[2], _ARGUMENTS, KIMI_TAGS[3]),
+        (),
+        (KIMI_TAGS[0],),
+        (KIMI_TAGS[4],),
     ),
     ToolCallFormat.DEEPSEEK_V31: _Calls(
         (_CALL, _NAME, _SEP, _ARGUMENTS, _CALL_END), (), (_BEGIN,), (_END,)

@@ -10,8 +10,10 @@ import pytest
 from kvasir.model.template.chat_template import ChatTemplate, ChatTemplateError
 from kvasir.server.text.chat_format import ChatFormat
 from kvasir.server.text.reasoning import ReasoningFormat as Think
-from kvasir.server.text.tool_formats import DEEPSEEK_TAGS
+from kvasir.server.text.tool_formats import DEEPSEEK_TAGS, KIMI_TAGS
 from kvasir.server.text.tool_formats import ToolCallFormat as Form
+from tests.kit.chat_templates import by_transformers
+from tests.text.test_tool_calls import read
 
 BEGIN, CALL, SEP, CALL_END, END = DEEPSEEK_TAGS
 TURN = "{{ '<|' + m.role + '|>' }}"
@@ -127,6 +129,56 @@ PYTHONIC = """\
 {%- else %}{{ m.content }}{% endif %}<|eot|>
 {% endfor %}
 {% if add_generation_prompt %}{{ '<|h|>assistant<|/h|>\\n\\n' }}{% endif %}"""
+# The turns of published templates around calls as each family writes them.
+AROUND = """\
+{% macro text(value) %}{{ value if value is string else value | tojson }}{% endmacro %}
+{% for m in messages %}{{ '<|' + m.role + '|>\\n' }}{{ m.content or '' }}
+{%- if m.tool_calls %}CALLS{% endif %}<|end|>
+{% endfor %}
+{% if add_generation_prompt %}<|assistant|>
+{% endif %}{# REASONING #}"""
+EACH = "{% for call in m.tool_calls %}"
+PAIRS = "{% for key, value in call.function.arguments | items %}"
+LISTED = "{{ m.tool_calls | map(attribute='function') | list | tojson }}"
+COMMA = "{{ ', ' if not loop.last else '' }}"
+NAME = "{{ call.function.name }}"
+_, KIMI_BEGIN, KIMI_ARGUMENTS, KIMI_END, _ = KIMI_TAGS
+WRITTEN = {  # calls and the tag of reasoning, of templates published in 2025 and 2026
+    Form.GLM: (
+        f"{EACH}\n<tool_call>{NAME}{PAIRS}\n<arg_key>{{{{ key }}}}</arg_key>\n<arg_value>"
+        "{{ text(value) }}</arg_value>{% endfor %}\n</tool_call>{% endfor %}",
+        "</think>",
+    ),
+    Form.KIMI: (
+        f"{KIMI_TAGS[0]}{EACH}{KIMI_BEGIN}functions.{NAME}:{{{{ loop.index0 }}}}{KIMI_ARGUMENTS}"
+        f"{{{{ text(call.function.arguments) }}}}{KIMI_END}{{% endfor %}}{KIMI_TAGS[4]}",
+        "</think>",
+    ),
+    Form.MINIMAX: (
+        f'\n<minimax:tool_call>{EACH}\n<invoke name="{NAME}">{PAIRS}\n<parameter name="'
+        '{{ key }}">{{ text(value) }}</parameter>{% endfor %}\n</invoke>{% endfor %}\n'
+        "</minimax:tool_call>",
+        "</think>",
+    ),
+    Form.SEED: (
+        f"{EACH}\n<seed:tool_call>\n<function={NAME}>{PAIRS}\n<parameter={{{{ key }}}}>"
+        "{{ text(value) }}</parameter>{% endfor %}\n</function>\n</seed:tool_call>{% endfor %}",
+        "</seed:think>",
+    ),
+    Form.NEMOTRON: (f"<TOOLCALL>{LISTED}</TOOLCALL>", "</think>"),
+    Form.HUNYUAN: (f"<tool_calls>\n{LISTED}\n</tool_calls>", "</think>"),
+    Form.LFM: (
+        f"<|tool_call_start|>[{EACH}{NAME}({PAIRS}{{{{ key }}}}={{{{ value | tojson }}}}"
+        f"{COMMA}{{% endfor %}}){COMMA}{{% endfor %}}]<|tool_call_end|>",
+        "</think>",
+    ),
+    Form.GEMMA: (
+        f"{EACH}<|tool_call>call:{NAME}{{{{ '{{' }}}}{PAIRS}{{{{ key }}}}:<|\"|>{{{{ value }}}}"
+        f"<|\"|>{COMMA}{{% endfor %}}{{{{ '}}' }}}}<tool_call|>{{% endfor %}}",
+        "<channel|>",
+    ),
+}
+TAGS = {form.closing: form for form in Think}
 TEMPLATES: list[tuple[str, str, Form, Think | None]] = [
     ("r1-distill", R1_DISTILL, Form.DEEPSEEK, Think.THINK),
     ("deepseek 3.1", DEEPSEEK_V31, Form.DEEPSEEK_V31, Think.THINK),
@@ -137,6 +189,15 @@ TEMPLATES: list[tuple[str, str, Form, Think | None]] = [
     ("granite", GRANITE, Form.GRANITE, None),
     ("qwen coder", QWEN_CODER, Form.QWEN_CODER, None),
     ("pythonic", PYTHONIC, Form.PYTHONIC, None),
+]
+TEMPLATES += [
+    (
+        form.name.lower(),
+        AROUND.replace("CALLS", calls).replace("REASONING", closing),
+        form,
+        TAGS[closing],
+    )
+    for form, (calls, closing) in WRITTEN.items()
 ]
 SILENT = (SMOLLM3, GRANITE)  # they render no call
 USER = {"role": "user", "content": "Hi"}
@@ -176,6 +237,21 @@ def test_a_message_that_only_calls_is_rendered(
     assert "{'city'" not in text
 
 
+@pytest.mark.parametrize("form", WRITTEN, ids=lambda form: form.name.lower())
+def test_calls_are_rendered_as_transformers_renders_them(form: Form) -> None:
+    source = next(source for _, source, of, _ in TEMPLATES if of is form)
+    function = {"name": "f", "arguments": {"city": 'Ulm "é"', "more": "<b>"}}
+    calling = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}] * 2}
+    messages = [USER, calling, {"role": "tool", "content": "12 C"}]
+    ours = ChatTemplate(source).render(messages, add_generation_prompt=True)
+    assert ours == by_transformers(source, messages, add_generation_prompt=True)
+    content, calls = read(
+        form, [ours[ours.index("<|assistant|>") + 13 : ours.index("<|end|>", 30)]]
+    )
+    assert not content.strip()
+    assert [json.loads(arguments) for _, arguments in calls] == [function["arguments"]] * 2
+
+
 def test_roles_are_those_of_the_template() -> None:
     other = {"role": "critic", "content": "No."}
     with pytest.raises(ChatTemplateError, match="critic"):
@@ -192,6 +268,7 @@ def test_a_prompt_may_begin_the_reasoning_or_end_it() -> None:
         (SMOLLM3, {"enable_thinking": False}, False, True),
         (DEEPSEEK_V31, {}, False, True),
         (DEEPSEEK_V31, {"thinking": True}, True, False),
+        ("{{ 'a<|channel>thought' }}\n{# <channel|> #}", {}, True, False),
     ):
         chat = ChatFormat(ChatTemplate(source))
         prompt = chat.render([USER], add_generation_prompt=True, **options)

@@ -12,10 +12,21 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvasir.server.text.tool_calls import ToolCallParser, ToolCallPiece
-from kvasir.server.text.tool_formats import DEEPSEEK_TAGS, ToolCallFormat
+from kvasir.server.text.tool_formats import (
+    DEEPSEEK_TAGS,
+    KIMI_TAGS,
+    Bare,
+    Python,
+    Tagged,
+    ToolCallFormat,
+)
 
 HERMES, LLAMA = ToolCallFormat.HERMES, ToolCallFormat.LLAMA
 LISTS = (ToolCallFormat.MISTRAL, ToolCallFormat.GRANITE)
+LISTS += (ToolCallFormat.NEMOTRON, ToolCallFormat.HUNYUAN)
+# Their arguments have no quotation marks, or are no JSON.
+TAGGED = [form for form in ToolCallFormat if isinstance(form.inside, Tagged)]
+REWRITTEN = [form for form in ToolCallFormat if isinstance(form.inside, Tagged | Bare | Python)]
 Call = tuple[str, str]  # name, arguments
 SAME = None  # the content is the whole text
 
@@ -56,34 +67,63 @@ def written(form: ToolCallFormat, calls: list[Call]) -> str:
     in_list = ", ".join(
         f'{{"name": {json.dumps(n)}, "arguments": {a}, "id": "x}}"}}' for n, a in calls
     )
+    _, kimi_begin, kimi_arguments, kimi_end, _ = KIMI_TAGS
     parts: list[str] = []
-    for name, arguments in calls:
-        quoted = json.dumps(name)
-        if form is HERMES:
-            part = f'<tool_call>\n{{"name": {quoted}, "arguments": {arguments}}}\n</tool_call>\n'
-        elif form is LLAMA:
-            part = f'{{"name": {quoted}, "parameters": {arguments}}}; '
-        elif form is ToolCallFormat.MISTRAL_ARGS:
-            part = f"[TOOL_CALLS]{name}[ARGS]{arguments}"
-        elif form is ToolCallFormat.DEEPSEEK:
-            part = f"{call}function{sep}{name}\n```json\n{arguments}\n```{call_end}\n"
-        elif form is ToolCallFormat.DEEPSEEK_V31:
-            part = f"{call}{name}{sep}{arguments}{call_end}"
-        elif form is ToolCallFormat.QWEN_CODER:
-            values = "".join(
-                f"<parameter={k}>\n{v if isinstance(v, str) else json.dumps(v)}\n</parameter>\n"
-                for k, v in json.loads(arguments).items()
-            )
-            part = f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>\n"
-        elif form is ToolCallFormat.PYTHONIC:
-            part = f"{name}({', '.join(f'{k}={v!r}' for k, v in json.loads(arguments).items())})"
-        parts.append(part if form not in LISTS else "")
+    for name, arguments in calls if form not in LISTS else []:
+        quoted, values = json.dumps(name), json.loads(arguments)
+        if form in TAGGED:
+            parts.append(tagged(form, name, values))
+        elif isinstance(form.inside, Python):
+            parts.append(f"{name}({', '.join(f'{k}={v!r}' for k, v in values.items())})")
+        elif form is ToolCallFormat.GEMMA:
+            parts.append(f"<|tool_call>call:{name}{bare(values)}<tool_call|>")
+        else:
+            written_as = {
+                HERMES: (
+                    f'<tool_call>\n{{"name": {quoted}, "arguments": {arguments}}}\n</tool_call>\n'
+                ),
+                LLAMA: f'{{"name": {quoted}, "parameters": {arguments}}}; ',
+                ToolCallFormat.MISTRAL_ARGS: f"[TOOL_CALLS]{name}[ARGS]{arguments}",
+                ToolCallFormat.DEEPSEEK: (
+                    f"{call}function{sep}{name}\n```json\n{arguments}\n```{call_end}\n"
+                ),
+                ToolCallFormat.DEEPSEEK_V31: f"{call}{name}{sep}{arguments}{call_end}",
+                ToolCallFormat.KIMI: (
+                    f"{kimi_begin}functions.{name}:{len(parts)}"
+                    f"{kimi_arguments}{arguments}{kimi_end}"
+                ),
+            }
+            parts.append(written_as[form])
     if form in LISTS:
         return f"{form.opening}[{in_list}]"
-    if form is ToolCallFormat.PYTHONIC:
-        return f"[{', '.join(parts)}]"
+    if isinstance(form.inside, Python):
+        return f"{form.opening}{', '.join(parts)}]" + (form.closings[0] if form.tags else "")
     text = "".join(parts).rstrip("; \n")
+    if form in (ToolCallFormat.KIMI, ToolCallFormat.MINIMAX):
+        return f"{form.opening}\n{text}{form.closings[-1]}"
     return f"{begin}{text}{end}" if form.opening == begin else text
+
+
+def tagged(form: ToolCallFormat, name: str, values: dict[str, Any]) -> str:
+    texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in values.items()}
+    if form is ToolCallFormat.GLM:
+        pairs = "".join(
+            f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in texts.items()
+        )
+        return f"<tool_call>{name}\n{pairs}</tool_call>\n"
+    if form is ToolCallFormat.MINIMAX:
+        pairs = "".join(f'<parameter name="{k}">{v}</parameter>\n' for k, v in texts.items())
+        return f'<invoke name="{name}">\n{pairs}</invoke>\n'
+    pairs = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in texts.items())
+    return f"{form.opening}\n<function={name}>\n{pairs}</function>\n{form.closings[0]}\n"
+
+
+def bare(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{bare(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(bare, value)) + "]"
+    return f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +175,10 @@ FRAGMENTS = (
     '{"name": "g", "parameters": ', "{", "}", "}}", '"', "\\", ";", "\n", " ", "<", "a",
     '{"a": 1}', '"arguments"', '"name": "h"', ", ", ": ", "é", "[TOOL_CALLS]", "[", "]", "f", "(",
     "[ARGS]", "<|tool_call|>", *DEEPSEEK_TAGS, "```", "<function=f>", "<parameter=a>", "x=1", ")",
-    "</parameter>", "</function>",
+    "</parameter>", "</function>", *KIMI_TAGS, "<arg_key>", "</arg_key>", "<arg_value>",
+    "</arg_value>", "<minimax:tool_call>", '<invoke name="f">', '<parameter name="a">', "</invoke>",
+    "<|tool_call_start|>[", "<|tool_call>", "call:f{", '<|"|>', "<tool_call|>", "<TOOLCALL>",
+    "</minimax:tool_call>", "<seed:tool_call>", "f:",
 )  # fmt: skip
 texts = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
 
@@ -191,11 +234,13 @@ def test_calls_that_were_written_are_read(
     names = JSON_NAMES if form in (HERMES, LLAMA, *LISTS) else BARE_NAMES
     keys = st.sampled_from(["x", "yy", "z"])
     values_of = arguments
-    if form is ToolCallFormat.QWEN_CODER:  # which has no quotation marks
+    if form in TAGGED:  # which have no quotation marks
         words = st.text("a b<é\n", max_size=5).map(str.strip)
         values_of = st.dictionaries(keys, words | st.integers() | st.just([{"a": None}]))
-    elif form is ToolCallFormat.PYTHONIC:
+    elif isinstance(form.inside, Python):
         values_of = st.dictionaries(keys, values)
+    elif form is ToolCallFormat.GEMMA:  # whose keys are bare
+        values_of = st.dictionaries(keys, st.text('a"\\{}[]:,é\n') | st.lists(st.integers()))
     calls = data.draw(st.lists(st.tuples(names, values_of), min_size=1, max_size=3))
     separators = (", ", ": ") if spaced else (",", ":")
     given = [(n, json.dumps(v, ensure_ascii=False, separators=separators)) for n, v in calls]
@@ -207,7 +252,7 @@ def test_calls_that_were_written_are_read(
         content, found = read(form, [lead, text[:cut], text[cut:]], most, schemas=schemas)
         assert content == lead.rstrip()
         assert [(n, json.loads(a)) for n, a in found] == calls[:most]
-        if form not in (ToolCallFormat.QWEN_CODER, ToolCallFormat.PYTHONIC):
+        if form not in REWRITTEN:
             assert found == given[:most], "as the model wrote them"
     content, cut_short = read(form, [lead + text[:cut]], is_cut=True, schemas=schemas)
     if cut > 1 and lead:

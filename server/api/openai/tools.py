@@ -108,7 +108,9 @@ def _call_format(body: ChatBody, chat: ChatFormat) -> ToolCallFormat | None:
         return None
     if body.must_call:
         form = form or ToolCallFormat.LLAMA  # the grammar can enforce any format
-    elif form in (None, ToolCallFormat.PYTHONIC) and any(f.strict for f in body.functions):
+    elif any(f.strict for f in body.functions) and (
+        form is None or form.forced.opening != form.opening  # which starts a grammar
+    ):
         raise InvalidRequestError(
             "tools: strict cannot be held, for this model's chat template writes calls in no "
             "format that a grammar has; leave it out, or let tool_choice ask for a call",
