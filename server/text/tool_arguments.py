@@ -72,20 +72,21 @@ def value_of(text: str, schema: Mapping[str, Any], key: str) -> Any:
     return text if "string" in (kinds or ()) and value is not None else value
 
 
-def json_of_bare(text: str, quote: str) -> str | None:
-    """Return an object in JSON, of one with bare keys and other quotes; None if it is none."""
-    parts = text.strip().split(quote)
+def bare_call(text: str, head: re.Pattern[str], quote: str) -> tuple[str, str] | None:
+    """Return the name and arguments of a call with bare keys and other quotes; None if no call."""
+    text = text.strip()
+    if (match := head.match(text)) is None:
+        return None
+    parts = text[match.end() :].split(quote)
     for i, part in enumerate(parts):
-        if i % 2:
-            parts[i] = json.dumps(part, ensure_ascii=False)
-        else:
-            parts[i] = _BARE_KEY.sub(r'\1"\2":', part)
-    made = "".join(parts)
+        between_quotes = json.dumps(part, ensure_ascii=False)
+        parts[i] = between_quotes if i % 2 else _BARE_KEY.sub(r'\1"\2":', part)
+    arguments = "".join(parts)
     try:
-        is_object = isinstance(from_json(made, allow_inf_nan=False), dict)
+        is_object = isinstance(from_json(arguments, allow_inf_nan=False), dict)
     except ValueError:
         return None
-    return made if is_object else None
+    return (match[1], arguments) if is_object else None
 
 
 def python_calls(text: str) -> list[tuple[str, str]]:

@@ -17,13 +17,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from kvasir.server.text.reasoning import begun
-from kvasir.server.text.tool_arguments import (
-    Scanner,
-    json_call,
-    json_of_bare,
-    python_calls,
-    value_of,
-)
+from kvasir.server.text.tool_arguments import Scanner, bare_call, json_call, python_calls, value_of
 from kvasir.server.text.tool_formats import Bare, Named, Python, Tagged, ToolCallFormat
 
 Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments of each function, by its name
@@ -32,7 +26,6 @@ _JSON_HEAD = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 _MAX_HEAD = 512  # characters
-_PYTHON_HEAD = re.compile(r"\s*(?:[A-Za-z_][\w.]*\s*(?:\(|\Z)|\Z)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,54 +184,46 @@ class ToolCallParser:
 
     def _read_tagged(self, opening: str, tags: Tagged) -> Reading:
         """Read a call whose arguments have tags; each is passed on once it is complete."""
-        n, begin = len(tags.literal), tags.begin
         while (match := tags.head.match(text := self._buffer.lstrip())) is None:
-            begins = tags.literal.startswith(text[:n]) and tags.rest.fullmatch(text[n:])
-            if not begins or len(text) > _MAX_HEAD:
+            if not tags.may_begin(text) or len(text) > _MAX_HEAD:
                 return self._show(opening)
             if self._is_end:
                 return self._end_early(opening)
             yield
-        name, before = match[1], "{"
+        name, before, self.is_in_call = match[1], "{", True
         self._begin_call(name, text[match.end() :])
-        self.is_in_call = True
         while self.is_in_call:
             text = self._buffer.lstrip()
             if match := tags.argument.match(text):
                 argument = {match[1]: value_of(match[2], self._schemas.get(name, {}), match[1])}
                 self._add(before + json.dumps(argument, ensure_ascii=False)[1:-1])
                 self._buffer, before = text[match.end() :], ", "
-            elif begin.startswith(text[: len(begin)]):  # of which the end is to come
+            elif tags.begin.startswith(text[: len(tags.begin)]):  # of which the end is to come
                 if self._is_end:
                     self._buffer = ""
                     return None
                 yield
             else:
-                self._add("}" if before == ", " else "{}")
                 self.is_in_call = False
+        self._add("}" if before == ", " else "{}")
         return (yield from self._read_closing(*filter(None, [tags.end])))
 
     def _read_bare(self, opening: str, form: Bare) -> Reading:
         """Read a call with bare keys, which is passed on once it is complete."""
-        closing = self._form.closings[0]
-        while closing not in self._buffer and not self._is_end:
+        while self._form.closings[0] not in self._buffer and not self._is_end:
             yield
-        text = self._buffer.partition(closing)[0]
-        match = form.head.match(text.lstrip())
-        arguments = match and json_of_bare(text.lstrip()[match.end() :], form.quote)
-        if match is None or arguments is None:
-            if self._is_end and closing not in self._buffer:
-                return self._end_early(opening)
-            return self._show(opening)
-        self._begin_call(match[1], self._buffer[len(text) :])
-        self._add(arguments)
+        text, closing, rest = self._buffer.partition(self._form.closings[0])
+        if (call := bare_call(text, form.head, form.quote)) is None:
+            return self._show(opening) if closing else self._end_early(opening)
+        self._begin_call(call[0], closing + rest)
+        self._add(call[1])
         return (yield from self._read_closing())
 
     def _read_python(self, opening: str) -> Reading:
         """Read a list of calls in Python, which is passed on once it is complete."""
         scanner, end, n_scanned = Scanner(is_python=True, depth=1), None, 0
         while end is None:
-            if _PYTHON_HEAD.match(self._buffer) is None:
+            if Python.head.match(self._buffer) is None:
                 return self._show(opening)
             end = scanner.scan(self._buffer[n_scanned:])
             if end is None:

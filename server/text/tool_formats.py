@@ -41,6 +41,11 @@ class Tagged:
     argument: re.Pattern[str]
     end: str = ""
 
+    def may_begin(self, text: str) -> bool:
+        """Return whether more text could make a head of this one."""
+        n = len(self.literal)
+        return self.literal.startswith(text[:n]) and self.rest.fullmatch(text[n:]) is not None
+
 
 @dataclass(frozen=True, slots=True)
 class Bare:
@@ -52,6 +57,8 @@ class Bare:
 
 class Python:
     """A list of calls in Python, of which the opening is the first bracket."""
+
+    head = re.compile(r"\s*(?:[A-Za-z_][\w.]*\s*(?:\(|\Z)|\Z)")
 
 
 _FUNCTION = Tagged(
