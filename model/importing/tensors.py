@@ -123,6 +123,15 @@ def in_halves(module: str) -> Source:
     return Source((module,), join=join)
 
 
+def of_gates(gates: str, gated: str) -> Source:
+    """Return the source of experts' matrices [experts, out, in] of gates, and of what they gate."""
+
+    def shapes(shape: Shape, _: TransformerConfig) -> list[Shape]:
+        return [(shape[0], shape[1] // 2, *shape[2:])] * 2
+
+    return Source((gates, gated), shapes, part=lambda made, i: made[:, i::2])
+
+
 def halves_transposed(module: str) -> Source:
     """Return the source of experts' matrices [experts, in, out] of gates before what they gate."""
     halves_of = in_halves(module)

@@ -35,7 +35,27 @@ ARCHITECTURES = {
     "phi": gguf.MODEL_ARCH.PHI2,
     "stablelm": gguf.MODEL_ARCH.STABLELM,
     "starcoder2": gguf.MODEL_ARCH.STARCODER2,
+    "glm4": gguf.MODEL_ARCH.GLM4,
+    "exaone4": gguf.MODEL_ARCH.EXAONE4,
+    "cohere": gguf.MODEL_ARCH.COMMAND_R,
+    "cohere2": gguf.MODEL_ARCH.COHERE2,
+    "seed_oss": gguf.MODEL_ARCH.SEED_OSS,
+    "ernie4_5": gguf.MODEL_ARCH.ERNIE4_5,
+    "hunyuan_v1_dense": gguf.MODEL_ARCH.HUNYUAN_DENSE,
+    "nemotron": gguf.MODEL_ARCH.NEMOTRON,
+    "arcee": gguf.MODEL_ARCH.ARCEE,
+    "olmo": gguf.MODEL_ARCH.OLMO,
+    "mixtral": gguf.MODEL_ARCH.LLAMA,
+    "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "olmoe": gguf.MODEL_ARCH.OLMOE,
+    "granitemoe": gguf.MODEL_ARCH.GRANITE_MOE,
+    "granitemoeshared": gguf.MODEL_ARCH.GRANITE_MOE,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
+    "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
 }
+_PERMUTED = ("llama", "mistral", "smollm3", "granite", "arcee", "olmo", "mixtral", "granitemoe")
+_PERMUTED += ("granitemoeshared",)
 
 
 def write_gguf(
@@ -116,17 +136,27 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
     if hasattr(config, "use_parallel_residual"):
         writer.add_parallel_residual(config.use_parallel_residual)
     _write_own(writer, config)
+    _write_experts(writer, config)
 
 
 def _write_own(writer: gguf.GGUFWriter, config: Any) -> None:
     """Write the keys of single architectures."""
     kind = config.model_type
-    if kind == "granite":
+    if kind.startswith("granite"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+    if kind in ("cohere", "cohere2"):
+        writer.add_logit_scale(config.logit_scale)
+    if getattr(config, "clip_qkv", None):
+        writer.add_clamp_kqv(config.clip_qkv)
     rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("alpha"):
+        turned = config.head_dim
+        writer.kv_data[0].pop(f"{writer.arch}.rope.freq_base")
+        writer.add_rope_freq_base(rope["rope_theta"] * rope["alpha"] ** (turned / (turned - 2)))
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
     if rope.get("rope_type") == "longrope":
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
         stretch = config.max_position_embeddings / config.original_max_position_embeddings
@@ -138,15 +168,42 @@ def _write_own(writer: gguf.GGUFWriter, config: Any) -> None:
     if kind == "olmo3":
         factor = 0.1 * np.log(rope["full_attention"]["factor"]) + 1.0  # of attention
         writer.add_rope_scaling_attn_factors(float(factor))
-    if kind in ("gemma3_text", "olmo3"):
+    if kind in ("gemma3_text", "olmo3") or (kind == "exaone4" and config.sliding_window):
         writer.add_sliding_window_pattern(
             [layer == "sliding_attention" for layer in config.layer_types]
         )
-    if kind in ("phi3", "gemma2", "gemma3_text", "olmo3"):
+    windowed = ("phi3", "gemma2", "gemma3_text", "olmo3", "exaone4", "cohere2", "gpt_oss")
+    if kind in windowed:
         writer.add_sliding_window(config.sliding_window or 0)
     if kind == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
+
+
+def _write_experts(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Write the keys of architectures with experts, by those of config.json that there are."""
+    named = {
+        ("num_local_experts", "num_experts", "n_routed_experts"): writer.add_expert_count,
+        ("num_experts_per_tok",): writer.add_expert_used_count,
+        ("moe_intermediate_size",): writer.add_expert_feed_forward_length,
+        ("shared_expert_intermediate_size", "shared_intermediate_size"): (
+            writer.add_expert_shared_feed_forward_length
+        ),
+        ("n_shared_experts",): writer.add_expert_shared_count,
+        ("first_k_dense_replace",): writer.add_leading_dense_block_count,
+        ("routed_scaling_factor",): writer.add_expert_weights_scale,
+        ("n_group",): writer.add_expert_group_count,
+        ("topk_group",): writer.add_expert_group_used_count,
+    }
+    for names, write in named.items():
+        values = [
+            getattr(config, name) for name in names if getattr(config, name, None) is not None
+        ]
+        if values:
+            write(values[0])
+    if config.model_type == "glm4_moe":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
 
 
 def write_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, pre: str) -> None:
@@ -174,9 +231,7 @@ def _converted(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         tensor = given
         if name == "lm_head.weight" and tied:
             continue
-        if kind in ("llama", "mistral", "smollm3", "granite") and (
-            "q_proj" in name or "k_proj" in name
-        ):
+        if kind in _PERMUTED and ("q_proj" in name or "k_proj" in name):
             n = heads if "q_proj" in name else config.num_key_value_heads
             halves = tensor.unflatten(0, (n, 2, -1))
             tensor = halves.transpose(1, 2).flatten(0, 2)
@@ -188,6 +243,31 @@ def _converted(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             tensor = tensor.t()
         if kind == "gpt_neox" and "query_key_value" in name:
             tensor = tensor.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+        if kind == "nemotron" and name.endswith("norm.weight"):
+            tensor = tensor + 1.0
+        yield from _of_experts(kind, name, tensor)
+
+
+def _of_experts(kind: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield a tensor, or those of gates and of what they gate, with the names of a checkpoint."""
+    end = ".bias" if name.endswith("bias") else ".weight"
+    stem = name.removesuffix("_bias").replace("block_sparse_moe.experts", "mlp.experts")
+    if kind == "gpt_oss" and "mlp.experts." in name and end == ".weight":
+        tensor = tensor.transpose(1, 2)
+    if stem.endswith("experts.gate_up_proj"):
+        halves = (tensor[:, ::2], tensor[:, 1::2]) if kind == "gpt_oss" else tensor.chunk(2, dim=1)
+        for part, half in zip(("gate", "up"), halves, strict=True):
+            yield stem.replace("gate_up", part) + end, half.contiguous()
+    elif stem.endswith("experts.down_proj"):
+        yield stem + end, tensor.contiguous()
+    elif name.endswith("shared_mlp.input_linear.weight"):  # Granite's
+        for part, half in zip(("gate", "up"), tensor.chunk(2), strict=True):
+            yield name.replace("shared_mlp.input_linear", f"mlp.shared_expert.{part}_proj"), half
+    else:
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        if kind.startswith("granite"):
+            name = name.replace(".router.weight", ".router.layer.weight")
+            name = name.replace("shared_mlp.output_linear", "mlp.shared_expert.down_proj")
         yield name, tensor.contiguous()
 
 

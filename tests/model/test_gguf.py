@@ -66,6 +66,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("stablelm", {}),
     "stablelm parallel": ("stablelm parallel", {}),
     "starcoder2": ("starcoder2", {"sliding_window": None}),
+    **{
+        name: (name, {})
+        for name in (
+            *("glm4", "exaone4", "exaone4 without windows", "cohere", "cohere with norms of heads"),
+            *("seed_oss", "ernie4_5", "hunyuan_v1_dense", "nemotron", "arcee", "olmo"),
+            *("olmo clipped", "qwen2_moe", "olmoe", "granitemoe", "granitemoeshared"),
+            *("glm4_moe", "glm4_moe in groups"),
+        )
+    },
+    "cohere2": (
+        "cohere2",
+        {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        rope("yarn", factor=4.0, original_max_position_embeddings=32, truncate=False),
+    ),
+    "mixtral": ("mixtral", {"sliding_window": None}),
+    "qwen3_moe": ("qwen3_moe with shares of all experts", {"norm_topk_prob": True}),
 }
 
 
@@ -87,6 +106,9 @@ def test_a_file_is_its_folder(name: str, tmp_path: Path) -> None:
         assert ours_of is not None
         assert ours_of.attention_factor == pytest.approx(scaling.attention_factor)
         tokens["rope_scaling"] = replace(scaling, attention_factor=ours_of.attention_factor)
+    if name == "hunyuan_v1_dense":  # so is theta, which alpha multiplies
+        assert found.config.rope_theta == pytest.approx(expected.config.rope_theta)
+        tokens["rope_theta"] = found.config.rope_theta
     assert found.config == replace(expected.config, **tokens)
 
 
@@ -201,6 +223,21 @@ def test_an_int4_export_repeats_the_integers_and_scales_of_q4_0(least: int, tmp_
         assert np.array_equal(ours + 8, integers)
 
 
+def test_what_files_of_mixtures_leave_out_or_add(tmp_path: Path) -> None:
+    """Older ones have a vector for the gate of a shared expert; some have layers that predict."""
+    model: Any = make_model("qwen2_moe", num_hidden_layers=1)
+    gates = [name for name in model.state_dict() if name.endswith("shared_expert_gate.weight")]
+    expected = load_checkpoint(write_gguf(tmp_path / "x.gguf", model)).weights
+    for name in gates:
+        module = model.get_submodule(name.removesuffix(".weight"))
+        module.weight = torch.nn.Parameter(module.weight[0])
+    found = load_checkpoint(write_gguf(tmp_path / "y.gguf", model)).weights
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    model = make_model("glm4_moe", num_hidden_layers=3)
+    more = write_gguf(tmp_path / "z.gguf", model, glm4moe__nextn_predict_layers=1)
+    assert load_checkpoint(more).config.n_layer == 2
+
+
 def test_a_split_file_is_one_model(tmp_path: Path) -> None:
     model: Any = make_model("llama", num_hidden_layers=1)
     whole = load_checkpoint(write_gguf(tmp_path / "x.gguf", model))
@@ -233,8 +270,10 @@ def test_what_travels_with_the_weights(tmp_path: Path) -> None:
 WIDTHS = {"llama__attention__key_length": 16, "llama__attention__value_length": 32}
 # Keys of the metadata, and what a message says of them.
 REFUSALS: list[tuple[dict[str, Any], str]] = [
-    ({"general__architecture": "mamba"}, r"architecture 'mamba'; supported are gemma, gemma2,"),
-    ({"llama__expert_count": 8}, r"its key llama\.expert_count is 8, and Kvasir computes only"),
+    ({"general__architecture": "mamba"}, r"architecture 'mamba'; supported are arcee, cohere2,"),
+    ({"llama__expert_count": 8}, "a model of this shape has at least 126,976 weights"),
+    ({"llama__expert_gating_func": 2}, "expert_gating_func is 2, and Kvasir computes only None"),
+    ({"llama__leading_dense_block_count": 1}, "leading_dense_block_count is 1, and Kvasir"),
     ({"llama__rope__other": 1e6}, r"its key llama\.rope\.other is unknown, and may change"),
     ({"tokenizer__ggml__pre": "x"}, r"pre is 'x'; supported are llama-bpe,.* with tokenizer"),
     ({"tokenizer__ggml__model": "t5"}, r"model is 't5'; supported are 'gpt2' and 'llama'"),

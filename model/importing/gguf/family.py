@@ -8,7 +8,6 @@ queries, keys and values one after another. Names: gguf-py's constants.py and te
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,84 +19,34 @@ from kvasir.model.config import TransformerConfig
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.families.decoders import DECODERS
 from kvasir.model.importing.families.family import Family
+from kvasir.model.importing.gguf.architectures import (
+    ARCHITECTURES,
+    CLAMP,
+    EPSILONS,
+    EXPERT_WIDTH,
+    KNOWN,
+    MODULES,
+    NAMED_AFTER,
+    NEIGHBOURS,
+    NEUTRAL,
+    OF_SOME,
+    OPTIONAL,
+    PATTERN,
+    PERIODS,
+    REQUIRED,
+)
 from kvasir.model.importing.gguf.file import Gguf, shortest
-from kvasir.model.importing.tensors import Source, stacked
+from kvasir.model.importing.gguf.positions import (
+    FACTORS,
+    head_dim,
+    llama3_scaling,
+    rope_parameters,
+)
+from kvasir.model.importing.tensors import Source, of_gates, stacked
 from kvasir.model.tensor_files import StoredTensor
 
-_ARCHITECTURES = {  # general.architecture: the model_type of its config.json
-    **{name: name for name in ("llama", "smollm3", "qwen2", "qwen3", "phi3", "gpt2")},
-    **{name: name for name in ("gemma", "gemma2", "granite", "olmo2", "stablelm", "starcoder2")},
-    "gemma3": "gemma3_text",
-    "gptneox": "gpt_neox",
-    "phi2": "phi",
-}
-# Whose converter makes neighbours of the two channels of a rotary pair.
-_NEIGHBOURS = {"llama", "smollm3", "granite"}
-_REQUIRED = {
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "max_position_embeddings": "context_length",
-}
-_OPTIONAL = {
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "sliding_window": "attention.sliding_window",
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-    "use_parallel_residual": "use_parallel_residual",
-}
-_OF_SOME = {  # keys whose defaults are those of their families
-    "attention_multiplier": "attention.scale",
-    "embedding_multiplier": "embedding_scale",
-    "residual_multiplier": "residual_scale",
-    "logits_scaling": "logit_scale",
-    "rope_local_base_freq": "rope.freq_base_swa",
-    "sliding_window_pattern": "attention.sliding_window_pattern",
-}
-_EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
-_PATTERN = "attention.sliding_window_pattern"
-_PERIODS = {"gemma2": 2, "gemma3": 6, "olmo2": 4}  # the last layer of each has no window
-# Keys that are read below, or that change nothing: tensors tell the size of the vocabulary.
-_KNOWN = (
-    *("attention.value_length", "rope.dimension_count", "rope.freq_base", "rope.scale_linear"),
-    *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"),
-    *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.finetuned"),
-    *("vocab_size", "expert_used_count", "pooling_type", "tensor_data_layout", *_EPSILONS),
-)
-# Keys that change what is computed, and the values that do not.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "expert_count": (0,),
-    "attention.causal": (True,),
-    "nextn_predict_layers": (0,),
-    "attention.clamp_kqv": (0.0,),
-    "attention.max_alibi_bias": (0.0,),
-    "rope.scaling.attn_factor": (1.0,),
-    "rope.scaling.yarn_attn_factor": (1.0,),
-    "rope.scaling.yarn_ext_factor": (1.0,),
-    "rope.scaling.yarn_log_multiplier": (0.0,),
-    "rope.scaling.alpha": (0.0,),
-    "attention.temperature_length": (0,),
-}
-_MODULES: dict[str, tuple[str, ...]] = {  # our module: tensors, where there is one, and several
-    "embedding": ("token_embd",),
-    "position_embedding": ("position_embd",),
-    "norm": ("output_norm",),
-    "head": ("output",),
-    "blocks.*.attention_norm": ("attn_norm",),
-    "blocks.*.attention.qkv": ("attn_qkv", "attn_q", "attn_k", "attn_v"),
-    "blocks.*.attention.query_norm": ("attn_q_norm",),
-    "blocks.*.attention.key_norm": ("attn_k_norm",),
-    "blocks.*.attention.output": ("attn_output",),
-    "blocks.*.attention_output_norm": ("post_attention_norm",),
-    "blocks.*.feed_forward_norm": ("ffn_norm",),
-    "blocks.*.feed_forward.up": ("ffn_up", "ffn_gate", "ffn_up"),
-    "blocks.*.feed_forward.down": ("ffn_down",),
-    "blocks.*.feed_forward_output_norm": ("post_ffw_norm",),
-}
 _FIRST_NORM, _SECOND_NORM = "blocks.*.attention_norm", "blocks.*.feed_forward_norm"
-_FACTORS = "rope_freqs.weight"
+_FURTHER, _MOST_FURTHER = "nextn_predict_layers", 16
 _LONGROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # layers: these scale scores by d_model / n_head
 
@@ -111,36 +60,32 @@ def read_family(
     decoder does not compute, and ConfigError.
     """
     kind = gguf.values.get("general.architecture")
-    if not isinstance(kind, str) or kind not in _ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise UnsupportedError(
             f"it describes a model of general.architecture {kind!r}; supported are "
-            f"{', '.join(sorted(_ARCHITECTURES))}"
+            f"{', '.join(sorted(ARCHITECTURES))}"
         )
-    tensors = {tensor.name: tensor for tensor in gguf.tensors}
+    tensors = {tensor.name: _as_row(tensor) for tensor in gguf.tensors}
     values = _values(kind, gguf.values, tensors)
-    olmo3 = kind == "olmo2" and values[f"{kind}.attention.sliding_window"]
-    family, rope = DECODERS["olmo3" if olmo3 else _ARCHITECTURES[kind]], values["rope_parameters"]
+    family, rope = DECODERS[_model_type(kind, values)], values["rope_parameters"]
     longrope = [tensors.pop(name, None) for name in _LONGROPE]
     if all(longrope):
         short, long = ([shortest(n) for n in part.read().flatten()] for part in longrope if part)
         rope |= {"rope_type": "longrope", "short_factor": short, "long_factor": long}
     stated = f"{kind}.rope.scaling.attn_factor"
-    in_yarn = olmo3 and rope.get("rope_type") == "yarn" and values.get(stated) != 1.0
+    in_yarn = (
+        family is DECODERS["olmo3"]
+        and rope.get("rope_type") == "yarn"
+        and values.get(stated) != 1.0
+    )
     if all(longrope) or in_yarn:  # it is config.json's attention_factor
         rope["attention_factor"] = values.pop(stated, None)
-    factors = tensors.pop(_FACTORS, None)
+    factors = tensors.pop(FACTORS, None)
     if factors is not None:
-        values["rope_parameters"] |= _llama3(values, family, factors)
-    names = {key: f"{kind}.{name}" for key, name in (_REQUIRED | _OPTIONAL | _OF_SOME).items()}
-    neutral = {f"{kind}.{key}": (None, *allowed) for key, allowed in _NEUTRAL.items()}
-    read = family.options({})
-    neutral |= {names[key]: (None, 0) for key in (*_OPTIONAL, *_OF_SOME) if key not in read}
-    if "head_dim" not in read:
-        usual = _head_dim(kind, values | {names["head_dim"]: None})
-        neutral |= {names["head_dim"]: (None, usual)}
-    if kind in _PERIODS and "sliding_window_pattern" not in read:
-        neutral |= {f"{kind}.{_PATTERN}": (None, _PERIODS[kind])}
-    read_anyhow = {f"{kind}.{name}" for name in _KNOWN}
+        values["rope_parameters"] |= llama3_scaling(values, family, factors)
+    names = {key: f"{kind}.{name}" for key, name in (REQUIRED | OPTIONAL | OF_SOME).items()}
+    neutral = _neutral(kind, family, names, values)
+    read_anyhow = {f"{kind}.{name}" for name in KNOWN}
     for key in values:
         if key.startswith(f"{kind}.") and key not in {*read_anyhow, *names.values(), *neutral}:
             raise UnsupportedError(
@@ -154,6 +99,7 @@ def read_family(
         modules={module: _source(family, module, kind) for module in family.modules},
         prefixes=(),
         former_names={},
+        unused=tuple(f"blk.{layer}." for layer in _further_layers(kind, values)),
     )
     try:
         config = family.config(values, bos_token_id=bos, eos_token_ids=ends)
@@ -162,37 +108,89 @@ def read_family(
     return family.adapted(values), config, list(tensors.values())
 
 
+def _model_type(kind: str, values: Mapping[str, Any]) -> str:
+    """Return the model_type of an architecture, which some have two of."""
+    if kind == "olmo2" and values[f"{kind}.attention.sliding_window"]:
+        return "olmo3"
+    if kind == "llama" and values.get(f"{kind}.expert_count"):
+        return "mixtral"
+    return ARCHITECTURES[kind]
+
+
+def _neutral(
+    kind: str, family: Family, names: Mapping[str, str], values: Mapping[str, Any]
+) -> dict[str, tuple[Any, ...]]:
+    """Return the keys that a family does not read, and the values that change nothing."""
+    read = family.options({})
+    neutral = {f"{kind}.{key}": (None, *allowed) for key, allowed in NEUTRAL.items()}
+    neutral |= {names[key]: (None, 0) for key in (*OPTIONAL, *OF_SOME)}
+    if kind in PERIODS:
+        neutral[f"{kind}.{PATTERN}"] = (None, PERIODS[kind])
+    neutral[names["head_dim"]] = (None, head_dim(kind, {**values, names["head_dim"]: None}))
+    neutral[f"{kind}.{EXPERT_WIDTH}"] = (None, 0, values[names["intermediate_size"]])
+    neutral[f"{kind}.expert_gating_func"] = (None, 1 + ("router" in family.fields))
+    if kind == "glm4moe":
+        neutral[f"{kind}.{_FURTHER}"] = (None, *range(_MOST_FURTHER + 1))
+    for key in read:
+        neutral.pop(names.get(key, ""), None)
+    return neutral
+
+
+def _further_layers(kind: str, values: Mapping[str, Any]) -> range:
+    """Return the layers that predict further tokens, behind the others."""
+    n_layers, n_more = (values.get(f"{kind}.{name}") for name in ("block_count", _FURTHER))
+    if type(n_layers) is not int or type(n_more) is not int:
+        return range(0)
+    return range(n_layers, n_layers + min(n_more, _MOST_FURTHER))
+
+
+def _add_unsaid(kind: str, values: dict[str, Any]) -> None:
+    """Add what a config.json of an architecture says, and its files do not."""
+    if kind == "qwen3moe":
+        values.setdefault(f"{kind}.expert_weights_norm", True)
+    elif kind == "gpt-oss":
+        values["rope_parameters"]["truncate"] = False
+    elif kind == "glm4moe":  # which counts all layers
+        n_layers, n_more = (values.get(f"{kind}.{name}") for name in ("block_count", _FURTHER))
+        if type(n_layers) is int and type(n_more) is int and 0 < n_more < n_layers:
+            values[f"{kind}.block_count"] = n_layers - n_more
+    elif kind in _GEMMA_27B:
+        largest = values[f"{kind}.block_count"] == _GEMMA_27B[kind]
+        length = {f"{kind}.attention.key_length": None} if largest else {}
+        values["query_pre_attn_scalar"] = head_dim(kind, values | length)
+
+
 def _values(kind: str, given: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metadata, with what a config.json would say beside it."""
     values = {k: _single(value) for k, value in given.items() if k.startswith(f"{kind}.")}
-    for name in _REQUIRED.values():
+    for name in REQUIRED.values():
         if f"{kind}.{name}" not in values:
             raise UnsupportedError(f"it lacks the key {kind}.{name}; convert the model again")
-    for name in _OPTIONAL.values():
+    for name in OPTIONAL.values():
         values.setdefault(f"{kind}.{name}", None)
     if "token_embd.weight" not in tensors:
         raise UnsupportedError("it lacks the tensor 'token_embd.weight'; copy it again")
-    epsilons = (values.get(f"{kind}.{name}") for name in _EPSILONS)
+    epsilons = (values.get(f"{kind}.{name}") for name in EPSILONS)
     values |= {
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in tensors or kind == "gpt2",
-        "attention_bias": f"blk.0.attn_{'q' if kind == 'stablelm' else 'output'}.bias" in tensors,
+        "attention_bias": bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & tensors.keys()),
+        "attention_out_bias": "blk.0.attn_output.bias" in tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in tensors,
         "rms_norm_eps": next((epsilon for epsilon in epsilons if epsilon is not None), None),
-        "rope_parameters": _rope(kind, values),
+        "rope_parameters": rope_parameters(kind, values),
     }
-    if values[f"{kind}.attention.sliding_window"] == 0:
-        values[f"{kind}.attention.sliding_window"] = None
-    if kind in _GEMMA_27B:
-        largest = values[f"{kind}.block_count"] == _GEMMA_27B[kind]
-        length = {f"{kind}.attention.key_length": None} if largest else {}
-        values["query_pre_attn_scalar"] = _head_dim(kind, values | length)
-    pattern: Any = given.get(f"{kind}.{_PATTERN}")
-    if kind in _PERIODS and hasattr(pattern, "tolist"):  # a value for each layer
-        del values[f"{kind}.{_PATTERN}"]
+    for name in ("attention.sliding_window", CLAMP):
+        if values.get(f"{kind}.{name}") == 0:
+            values[f"{kind}.{name}"] = None
+    _add_unsaid(kind, values)
+    pattern: Any = given.get(f"{kind}.{PATTERN}")
+    if kind in PERIODS and hasattr(pattern, "tolist"):  # a value for each layer
+        del values[f"{kind}.{PATTERN}"]
         if len(pattern) != (n_layers := values[f"{kind}.block_count"]):
             raise UnsupportedError(
-                f"its key {kind}.{_PATTERN} has {len(pattern)} values for {n_layers} layers"
+                f"its key {kind}.{PATTERN} has {len(pattern)} values for {n_layers} layers"
             )
         types = ("full_attention", "sliding_attention")
         values["layer_types"] = [types[bool(slides)] for slides in pattern]
@@ -205,92 +203,47 @@ def _single(value: Any) -> Any:
     return many[0] if isinstance(many, list) and many and many.count(many[0]) == len(many) else many
 
 
-def _head_dim(kind: str, values: Mapping[str, Any]) -> int:
-    names = ("attention.key_length", "embedding_length", "attention.head_count")
-    given, width, heads = (values[f"{kind}.{name}"] for name in names)
-    for name, size in zip(names, (given, width, heads), strict=True):
-        if not (type(size) is int and size > 0) and not (size is None and size is given):
-            raise UnsupportedError(f"its key {kind}.{name} must be a positive number, not {size!r}")
-    length = values.get(f"{kind}.attention.value_length", given)
-    if given is not None and length != given:
-        raise UnsupportedError(
-            f"its key {kind}.attention.value_length is {length!r}, and Kvasir computes only "
-            f"the key_length, {given!r}"
-        )
-    return int(given or width // heads)
-
-
-def _rope(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rope_parameters, as a config.json has them."""
-    head_dim = _head_dim(kind, values)
-    turned = values.get(f"{kind}.rope.dimension_count", head_dim)
-    base = values.get(f"{kind}.rope.freq_base", 10000.0)
-    scaling = {
-        key.removeprefix(f"{kind}.rope.scaling."): value
-        for key, value in values.items()
-        if key.startswith(f"{kind}.rope.scaling.")
-    }
-    if type(turned) is not int or not 0 < turned <= head_dim:
-        raise UnsupportedError(
-            f"its key {kind}.rope.dimension_count is {turned!r}, not from 1 to {head_dim}"
-        )
-    if type(base) is not float or not base > 1.0:
-        raise UnsupportedError(f"its key {kind}.rope.freq_base is {base!r}, not more than 1.0")
-    rope: dict[str, Any] = {"rope_theta": base}
-    if turned < head_dim:  # the product with head_dim is rounded down again
-        rope["partial_rotary_factor"] = math.nextafter(turned / head_dim, 1.0)
-    rope["original_max_position_embeddings"] = scaling.get("original_context_length")
-    factor = scaling.get("factor", values.get(f"{kind}.rope.scale_linear"))  # the former key
-    # llama.cpp takes a factor without a type for a linear one.
-    scaled = scaling.get("type", "none" if factor in (None, 0.0, 1.0) else "linear")
-    if scaled != "none":
-        rope |= {
-            "rope_type": scaled,
-            "factor": factor,
-            "beta_fast": scaling.get("yarn_beta_fast"),
-            "beta_slow": scaling.get("yarn_beta_slow"),
-        }
-    return rope
-
-
-def _llama3(values: Mapping[str, Any], family: Family, factors: StoredTensor) -> dict[str, Any]:
-    """Return the scaling of rotary positions that llama.cpp stores as a divisor of each frequency.
-
-    Llama 3.1 and those after it differ only in the factor of the lowest frequencies.
-    """
-    divisors = factors.read().double().flatten()
-    base, original = values["rope_parameters"]["rope_theta"], 8192
-    rope = {"rope_type": "llama3", "factor": float(divisors.max())}
-    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    rope |= {"original_max_position_embeddings": original}
-    turns = original * base ** -(torch.arange(len(divisors)) / len(divisors)) / (2 * math.pi)
-    part = ((turns - 1.0) / 3.0).clamp(0.0, 1.0).double()  # between the lowest and the highest
-    expected = 1.0 / ((1.0 - part) / rope["factor"] + part)
-    if not torch.allclose(divisors, expected, rtol=1e-3) or "llama3" not in family.scalings:
-        raise UnsupportedError(
-            f"tensor {_FACTORS!r} in {factors.file.name} does not scale rotary positions as Llama "
-            "3.1 does; use the model's folder with config.json"
-        )
-    return rope
+def _places(family: Family, module: str, kind: str) -> tuple[str, ...]:
+    """Return the modules of a GGUF file that hold one of ours."""
+    several = len(family.source(module).modules) > 1
+    names = MODULES[module]
+    if module.endswith((".qkv", "forward.up")):
+        names = names[1:] if several else names[:1]
+    if module == _SECOND_NORM and kind in NAMED_AFTER:
+        names = ("post_attention_norm",)
+    places = tuple(f"blk.*.{name}" if module.startswith("blocks.") else name for name in names)
+    if module == _SECOND_NORM:  # one norm may serve both sublayers
+        first, own = family.source(_FIRST_NORM).modules, family.source(module).modules[0].split("|")
+        shared = ["blk.*.attn_norm"] if {*first} & {*own} else []
+        return ("|".join([*places, *shared][[own[0]] == [*first] :]),)
+    return places
 
 
 def _source(family: Family, module: str, kind: str) -> Source:
     """Return the place of a module of ours in a GGUF file."""
-    source, names = family.source(module), _MODULES[module]
-    names = names[1:] if len(source.modules) > 1 else names[:1]
-    places = tuple(f"blk.*.{name}" if module.startswith("blocks.") else name for name in names)
-    if module == _SECOND_NORM:  # one norm may serve both sublayers
-        first, own = family.source(_FIRST_NORM).modules[0], source.modules[0].split("|")
-        shared = ["blk.*.attn_norm"] if first in own else []
-        return Source(("|".join([*places, *shared][own[0] == first :]),))
+    source = family.source(module)
+    if not source.modules:  # of what no file holds
+        return source
+    places = _places(family, module, kind)
     if module.endswith(("query_norm", "key_norm")):  # to one in float32, 1 is added already
         kept = Source(source.modules, source.shapes) if source.in_float32 else source
         return replace(kept, modules=places)
     if len(places) == 1:
         return Source(places)
-    if module.endswith(".qkv") and kind in _NEIGHBOURS:
-        return replace(stacked(*places), join=_join_neighbours)
-    return stacked(*places)
+    if module.endswith("expert_up"):
+        return of_gates(*places)
+    if not module.endswith(".qkv"):
+        return stacked(*places)
+    return replace(
+        source, modules=places, join=_join_neighbours if kind in NEIGHBOURS else source.join
+    )
+
+
+def _as_row(tensor: StoredTensor) -> StoredTensor:
+    """Return the gate of a shared expert as a row [1, d_model], where a file has a vector."""
+    if not tensor.name.endswith("ffn_gate_inp_shexp.weight") or len(tensor.shape) != 1:
+        return tensor
+    return replace(tensor, shape=(1, *tensor.shape), read=lambda: tensor.read()[None])
 
 
 def _join_neighbours(tensors: list[Tensor], config: TransformerConfig) -> Tensor:
