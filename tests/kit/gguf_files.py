@@ -53,6 +53,9 @@ ARCHITECTURES = {
     "granitemoeshared": gguf.MODEL_ARCH.GRANITE_MOE,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
     "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
+    "dots1": gguf.MODEL_ARCH.DOTS1,
+    "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
+    "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
 }
 _PERMUTED = ("llama", "mistral", "smollm3", "granite", "arcee", "olmo", "mixtral", "granitemoe")
 _PERMUTED += ("granitemoeshared",)
@@ -184,7 +187,7 @@ def _write_experts(writer: gguf.GGUFWriter, config: Any) -> None:
     """Write the keys of architectures with experts, by those of config.json that there are."""
     named = {
         ("num_local_experts", "num_experts", "n_routed_experts"): writer.add_expert_count,
-        ("num_experts_per_tok",): writer.add_expert_used_count,
+        ("num_experts_per_tok", "moe_topk"): writer.add_expert_used_count,
         ("moe_intermediate_size",): writer.add_expert_feed_forward_length,
         ("shared_expert_intermediate_size", "shared_intermediate_size"): (
             writer.add_expert_shared_feed_forward_length
@@ -201,9 +204,12 @@ def _write_experts(writer: gguf.GGUFWriter, config: Any) -> None:
         ]
         if values:
             write(values[0])
-    if config.model_type == "glm4_moe":
+    if config.model_type in ("glm4_moe", "dots1", "minimax_m2"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if config.model_type in ("glm4_moe", "dots1"):
         writer.add_expert_weights_norm(config.norm_topk_prob)
+    if config.model_type == "hunyuan_v1_moe":
+        writer.add_expert_shared_feed_forward_length(config.intermediate_size)
 
 
 def write_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, pre: str) -> None:

@@ -72,7 +72,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             *("glm4", "exaone4", "exaone4 without windows", "cohere", "cohere with norms of heads"),
             *("seed_oss", "ernie4_5", "hunyuan_v1_dense", "nemotron", "arcee", "olmo"),
             *("olmo clipped", "qwen2_moe", "olmoe", "granitemoe", "granitemoeshared"),
-            *("glm4_moe", "glm4_moe in groups"),
+            *("glm4_moe", "glm4_moe in groups", "hunyuan_v1_moe", "minimax_m2"),
         )
     },
     "cohere2": (
@@ -83,6 +83,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_oss",
         rope("yarn", factor=4.0, original_max_position_embeddings=32, truncate=False),
     ),
+    "dots1": ("dots1", {"sliding_window": None}),
     "mixtral": ("mixtral", {"sliding_window": None}),
     "qwen3_moe": ("qwen3_moe with shares of all experts", {"norm_topk_prob": True}),
 }

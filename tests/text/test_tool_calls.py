@@ -22,8 +22,10 @@ from kvasir.server.text.tool_formats import (
 )
 
 HERMES, LLAMA = ToolCallFormat.HERMES, ToolCallFormat.LLAMA
-LISTS = (ToolCallFormat.MISTRAL, ToolCallFormat.GRANITE)
-LISTS += (ToolCallFormat.NEMOTRON, ToolCallFormat.HUNYUAN)
+LISTS = (
+    *(ToolCallFormat.MISTRAL, ToolCallFormat.GRANITE),
+    *(ToolCallFormat.NEMOTRON, ToolCallFormat.HUNYUAN),
+)
 # Their arguments have no quotation marks, or are no JSON.
 TAGGED = [form for form in ToolCallFormat if isinstance(form.inside, Tagged)]
 REWRITTEN = [form for form in ToolCallFormat if isinstance(form.inside, Tagged | Bare | Python)]

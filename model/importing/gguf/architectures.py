@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-_SAME = ("llama", "smollm3", "qwen2", "qwen3", "phi3", "gpt2", "gemma", "gemma2", "granite")
-_SAME += ("olmo", "olmo2", "stablelm", "starcoder2", "glm4", "exaone4", "cohere2", "seed_oss")
-_SAME += ("ernie4_5", "nemotron", "arcee", "olmoe")
+_SAME = (
+    *("llama", "smollm3", "qwen2", "qwen3", "phi3", "gpt2", "gemma", "gemma2", "granite", "olmo"),
+    *("olmo2", "stablelm", "starcoder2", "glm4", "exaone4", "cohere2", "seed_oss", "ernie4_5"),
+    *("nemotron", "arcee", "olmoe", "dots1"),
+)
 ARCHITECTURES = {  # general.architecture: the model_type of its config.json
     **{name: name for name in _SAME},
     "gemma3": "gemma3_text",
@@ -22,6 +24,8 @@ ARCHITECTURES = {  # general.architecture: the model_type of its config.json
     "granitemoe": "granitemoeshared",
     "gpt-oss": "gpt_oss",
     "glm4moe": "glm4_moe",
+    "hunyuan-moe": "hunyuan_v1_moe",
+    "minimax-m2": "minimax_m2",
 }
 # Whose converter makes neighbours of the two channels of a rotary pair.
 NEIGHBOURS = {"llama", "smollm3", "granite", "granitemoe", "arcee", "olmo"}
@@ -43,7 +47,8 @@ OPTIONAL = {
     "use_parallel_residual": "use_parallel_residual",
 }
 PATTERN = "attention.sliding_window_pattern"
-CLAMP, EXPERT_WIDTH = "attention.clamp_kqv", "expert_feed_forward_length"
+CLAMP = "attention.clamp_kqv"
+EXPERT_WIDTH, SHARED_WIDTH = "expert_feed_forward_length", "expert_shared_feed_forward_length"
 OF_SOME = {  # keys whose defaults are those of their families
     "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale",
@@ -56,8 +61,7 @@ OF_SOME = {  # keys whose defaults are those of their families
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), "expert_count"),
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": EXPERT_WIDTH,
-    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
-    "shared_intermediate_size": "expert_shared_feed_forward_length",
+    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), SHARED_WIDTH),
     "n_shared_experts": "expert_shared_count",
     "routed_scaling_factor": "expert_weights_scale",
     "norm_topk_prob": "expert_weights_norm",

@@ -34,6 +34,7 @@ from kvasir.model.importing.gguf.architectures import (
     PATTERN,
     PERIODS,
     REQUIRED,
+    SHARED_WIDTH,
 )
 from kvasir.model.importing.gguf.file import Gguf, shortest
 from kvasir.model.importing.gguf.positions import (
@@ -127,7 +128,8 @@ def _neutral(
     if kind in PERIODS:
         neutral[f"{kind}.{PATTERN}"] = (None, PERIODS[kind])
     neutral[names["head_dim"]] = (None, head_dim(kind, {**values, names["head_dim"]: None}))
-    neutral[f"{kind}.{EXPERT_WIDTH}"] = (None, 0, values[names["intermediate_size"]])
+    for width in (EXPERT_WIDTH, SHARED_WIDTH):  # else as wide as a layer without experts
+        neutral[f"{kind}.{width}"] = (None, 0, values[names["intermediate_size"]])
     neutral[f"{kind}.expert_gating_func"] = (None, 1 + ("router" in family.fields))
     if kind == "glm4moe":
         neutral[f"{kind}.{_FURTHER}"] = (None, *range(_MOST_FURTHER + 1))
