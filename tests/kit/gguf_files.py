@@ -57,8 +57,10 @@ ARCHITECTURES = {
     "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
     "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
 }
-_PERMUTED = ("llama", "mistral", "smollm3", "granite", "arcee", "olmo", "mixtral", "granitemoe")
-_PERMUTED += ("granitemoeshared",)
+_PERMUTED = (
+    *("llama", "mistral", "mixtral", "smollm3", "arcee", "olmo"),
+    *("granite", "granitemoe", "granitemoeshared"),
+)
 
 
 def write_gguf(

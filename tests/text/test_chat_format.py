@@ -242,7 +242,7 @@ def test_calls_are_rendered_as_transformers_renders_them(form: Form) -> None:
     source = next(source for _, source, of, _ in TEMPLATES if of is form)
     function = {"name": "f", "arguments": {"city": 'Ulm "é"', "more": "<b>"}}
     calling = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}] * 2}
-    messages = [USER, calling, {"role": "tool", "content": "12 C"}]
+    messages: list[dict[str, Any]] = [USER, calling, {"role": "tool", "content": "12 C"}]
     ours = ChatTemplate(source).render(messages, add_generation_prompt=True)
     assert ours == by_transformers(source, messages, add_generation_prompt=True)
     content, calls = read(
