@@ -42,15 +42,19 @@ def try_all(kinds: list[str]) -> dict[str, Outcome]:
     """Try types, as many at once as there are CPUs."""
     _CONTEXT.set_forkserver_preload(["tests.families.trial"])
     outcomes: dict[str, Outcome] = {}
-    with ProgressBar(takes_minutes=True) as progress, ThreadPoolExecutor(usable_cpus()) as threads:
-        futures = {threads.submit(_in_own_process, kind): kind for kind in kinds}
-        for done, future in enumerate(as_completed(futures), 1):
-            kind = futures[future]
-            outcome = outcomes[kind] = future.result()
-            kl = " ".join(f"{name} {value:.1e}" for name, value in outcome.mean_kl.items())
-            line = f"{kind:26} {outcome.what:10} {outcome.seconds:5.1f} s  {kl}{outcome.why}"
-            progress.lines.print(line, markup=False, highlight=False, soft_wrap=True)
-            progress("trying types", done, len(kinds), kind)
+    threads = ThreadPoolExecutor(usable_cpus())
+    with ProgressBar(takes_minutes=True) as progress:
+        try:
+            futures = {threads.submit(_in_own_process, kind): kind for kind in kinds}
+            for done, future in enumerate(as_completed(futures), 1):
+                kind = futures[future]
+                outcome = outcomes[kind] = future.result()
+                kl = " ".join(f"{name} {value:.1e}" for name, value in outcome.mean_kl.items())
+                line = f"{kind:26} {outcome.what:10} {outcome.seconds:5.1f} s  {kl}{outcome.why}"
+                progress.lines.print(line, markup=False, highlight=False, soft_wrap=True)
+                progress("trying types", done, len(kinds), kind)
+        finally:
+            threads.shutdown(cancel_futures=True)  # types that are being tried end first
     return {kind: outcomes[kind] for kind in kinds}
 
 
