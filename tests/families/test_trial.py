@@ -36,7 +36,7 @@ def test_other_tokens_and_exceptions_are_faults(monkeypatch: pytest.MonkeyPatch)
     assert outcome == Outcome("different", "greedy tokens after 7 tokens are others")
     assert outcome.is_fault
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise OSError("no such class")
 
     monkeypatch.setattr(AutoConfig, "for_model", fail)
