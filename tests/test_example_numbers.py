@@ -11,6 +11,7 @@ import httpx
 from examples.number_pairs import draw
 from kvasir.model.directory import load_model_dir
 from kvasir.server.process.local_server import serve_locally
+from tests.kit.fake_runner import TIMEOUT
 
 EXAMPLE = Path(__file__).parent.parent / "examples/numbers"
 
@@ -27,7 +28,7 @@ def test_it_answers_exactly() -> None:
     generator = random.Random(1)
     pairs = [draw(generator) for _ in range(10)]
     pairs += [(digits, words) for words, digits in pairs]
-    with serve_locally(EXAMPLE) as url, httpx.Client(base_url=url) as client:
+    with serve_locally(EXAMPLE) as url, httpx.Client(base_url=url, timeout=TIMEOUT) as client:
         for fields in ({}, {"num_beams": 4}):
             body = {"prompt": [source for source, _ in pairs], "temperature": 0, **fields}
             answer = client.post("/v1/completions", content=json.dumps(body)).json()

@@ -81,7 +81,9 @@ def use_instructor(url: str, model: str, key: str) -> int:
     import openai  # noqa: PLC0415
 
     headers = {"authorization": f"Bearer {key}"}
-    tokens = httpx.post(f"{url}/tokenize", json={"prompt": "}"}, headers=headers).json()["tokens"]
+    tokens = httpx.post(
+        f"{url}/tokenize", json={"prompt": "}"}, headers=headers, timeout=60
+    ).json()["tokens"]
     empty = {"logit_bias": {str(tokens[-1]): 100}}  # "{}", of the objects that may come
     day = '```json\n{"day": "tue"}\n```'
     mode = instructor.Mode

@@ -210,7 +210,7 @@ def test_a_process_that_loads_its_model_shows_its_page_and_ends_on_a_signal(
         warning = next(line for line in started.popen.stderr if '"warning"' in line)
         assert "--allowed-hosts" in warning
         page = started.log_until("listening")["playground"]
-        assert httpx.get(page).headers["content-type"].startswith("text/html")
+        assert httpx.get(page, timeout=TIMEOUT).headers["content-type"].startswith("text/html")
         started.popen.send_signal(signal.SIGTERM)
         assert started.popen.wait() == 0
 
