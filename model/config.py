@@ -113,6 +113,24 @@ class RopeScaling:
 
 @_raising_config_error
 @dataclass(
+    config=ConfigDict(extra="forbid", title="latents"), frozen=True, slots=True, kw_only=True
+)
+class Latents:
+    """What makes all heads' keys and values of one vector a token (DeepSeek-V2, 2024).
+
+    rank: numbers of the latent, of which a head makes key_dim channels of a key, that are not
+    turned, and value_dim of a value. query_rank: queries are made of a latent of their own, of so
+    many numbers; None is none.
+    """
+
+    rank: Size
+    key_dim: Size
+    value_dim: Size
+    query_rank: Size | None = None
+
+
+@_raising_config_error
+@dataclass(
     config=ConfigDict(extra="forbid", title="projections"), frozen=True, slots=True, kw_only=True
 )
 class Projection:
@@ -163,6 +181,9 @@ class TransformerConfig:
     (OLMo 2, 2025), or a LayerNorm over each, as `qk_norm_kind` says; `qk_norm_after_rotary`: once
     these are turned. qkv_clip: queries, keys and values lie between -qkv_clip and qkv_clip (DBRX,
     2024). attention_scale multiplies query · key; None is 1 / sqrt(head_dim).
+    latents: keys and values are latents: attention has one key-value head, whose key is a token's
+    latent and rotary_dim channels that are turned, together head_dim, and whose value is the
+    latent. attention_scale is then 1 / sqrt(key_dim + rotary_dim), unless given.
     attention_softcap, logit_softcap: c in c · tanh(x / c), on scores and on logits (Gemma 2, 2024).
     sliding_window: in the layers of `sliding_window_layers` (None: in all) a token sees those that
     are less than so many positions away (Beltagy et al. 2020). attention_sinks: each head has a
@@ -193,8 +214,9 @@ class TransformerConfig:
     logits; with `normalize_expert_shares` those of the chosen sum to 1. expert_scale multiplies
     them. choice_bias: of what a learned bias is added to for the choice alone (DeepSeek-V3, 2024).
     n_expert_groups: experts are chosen from as many groups of these as `n_groups_per_token` says,
-    those whose two best sum to most. d_shared_expert: the width of one more expert, of every token;
-    with `shared_expert_gate` it is multiplied by the sigmoid of a number of the token's.
+    those whose `n_best_of_group` best sum to most. d_shared_expert: the width of one more expert,
+    of every token; with `shared_expert_gate` it is multiplied by the sigmoid of a number of the
+    token's. mixture_norm: what a mixture makes is normalised.
     qkv_bias, output_bias, feed_forward_bias, head_bias: a bias on the linear layers of that name.
     embedding_scale multiplies token embeddings. dropout (of residuals and embeddings) and
     attention_dropout act in training only. The constructor raises ConfigError.
@@ -229,6 +251,7 @@ class TransformerConfig:
     qk_norm_kind: Norm = "rmsnorm"
     qk_norm_after_rotary: StrictBool = False
     qkv_clip: Positive | None = None
+    latents: Latents | None = None
     attention_sinks: StrictBool = False
     attention_scale: Positive | None = None
     attention_softcap: Positive | None = None
@@ -251,8 +274,10 @@ class TransformerConfig:
     choice_bias: Chosen | None = None
     n_expert_groups: Size | None = None
     n_groups_per_token: Size | None = None
+    n_best_of_group: Size = 2
     d_shared_expert: Size | None = None
     shared_expert_gate: StrictBool = False
+    mixture_norm: StrictBool = False
     dense_layers: tuple[StrictInt, ...] = ()
     qkv_bias: StrictBool = False
     output_bias: StrictBool = False
@@ -277,7 +302,18 @@ class TransformerConfig:
     @property
     def query_scale(self) -> float:
         """The factor of query · key."""
-        return self.attention_scale or 1.0 / math.sqrt(self.head_dim)
+        own = self.latents and self.latents.key_dim + (self.rotary_dim or 0)
+        return self.attention_scale or 1.0 / math.sqrt(own or self.head_dim)
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int, bool]:
+        """Layers, key-value heads, channels of a head, and whether values are the keys."""
+        return self.n_layer, self.n_kv_head, self.head_dim, self.latents is not None
+
+    @property
+    def turns_outside(self) -> bool:
+        """Tell whether heads are turned before attention's operator gets them."""
+        return self.qk_norm_after_rotary or self.latents is not None
 
     @property
     def has_plain_head_norms(self) -> bool:

@@ -13,7 +13,7 @@ _LAYERS = (
 _OF_EXPERTS = (
     *("n_experts_per_token", "d_expert", "normalize_expert_shares", "dense_layers"),
     *("choice_bias", "n_expert_groups", "n_groups_per_token"),
-    *("d_shared_expert", "shared_expert_gate"),
+    *("d_shared_expert", "shared_expert_gate", "mixture_norm"),
 )
 Rule = tuple[str, bool, str]  # a field, whether its value is valid, and what it must be
 
@@ -56,9 +56,23 @@ def _heads(config: Any) -> Iterator[Rule]:
         yield name, config.qk_norm or not getattr(config, name), "left out without qk_norm"
     by_head = config.qk_norm and not config.qk_norm_across_heads
     yield "qk_norm_kind", by_head or config.qk_norm_kind == "rmsnorm", "rmsnorm here"
+    if config.latents is not None:
+        yield from _latents(config)
     encoded = config.encoder is not None or not config.causal
     for name in ("qkv_clip", "qk_norm_after_rotary"):
         yield name, not (encoded and getattr(config, name)), "left out in and with an encoder"
+
+
+def _latents(config: Any) -> Iterator[Rule]:
+    rotary = config.position == "rotary" and config.rotary_dim is not None
+    yield "latents", rotary, "left out without rotary positions of rotary_dim channels"
+    width = config.latents.rank + config.rotary_dim
+    yield "head_dim", config.head_dim == width, f"its rank and rotary_dim, {width}, with latents"
+    yield "n_kv_head", config.n_kv_head == 1, "1 with latents"
+    growing = config.rope_scaling is not None and config.rope_scaling.query_growth is not None
+    yield "rope_scaling", not growing, "one without query_growth with latents"
+    for name in ("qk_norm", "qkv_clip", "qkv_bias", "encoder", "sliding_window_rope_theta"):
+        yield name, not getattr(config, name), "left out with latents"
 
 
 def _positions(config: Any) -> Iterator[Rule]:
@@ -105,10 +119,12 @@ def _experts(config: Any) -> Iterator[Rule]:
         fits = bool(getattr(config, name)) and getattr(config, name) % _EXPERT_MULTIPLE == 0
         yield name, fits, f"a multiple of {_EXPERT_MULTIPLE} with experts"
     n_groups, n_kept = config.n_expert_groups or 1, config.n_groups_per_token or 1
-    of_two = config.n_experts % n_groups == 0 and (
-        n_groups == 1 or config.n_experts >= 2 * n_groups
+    n_best = config.n_best_of_group
+    of_some = config.n_experts % n_groups == 0 and (
+        n_groups == 1 or config.n_experts >= n_best * n_groups
     )
-    yield "n_expert_groups", of_two, f"a part of {config.n_experts} experts, in groups of 2 or more"
+    allowed = f"a part of {config.n_experts} experts, in groups of {n_best} or more"
+    yield "n_expert_groups", of_some, allowed
     yield "n_groups_per_token", n_kept <= n_groups, f"at most n_expert_groups, {n_groups}"
     enough = (config.n_experts_per_token or 0) <= n_kept * config.n_experts // n_groups
     yield "n_experts_per_token", enough, "at most the experts of n_groups_per_token groups"

@@ -22,6 +22,7 @@ from torch.onnx._internal._lazy_import import onnxscript_apis  # type: ignore[at
 from torch.onnx._internal.exporter import _decomp
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
+from kvasir.model.config import Latents
 from kvasir.model.directory import GRAPH_FILE
 from kvasir.server.telemetry.logs import QueuedHandler
 from tests.kit.random_models import RandomModel, export_random, make_config, make_decoder
@@ -165,6 +166,22 @@ random_int4_mixture_model = _shared(
     qkv_bias=True,
     output_bias=True,
     feed_forward_bias=True,
+)
+# One latent a token is all heads' keys and values; experts in groups, and a shared one.
+random_latent_model = _shared(
+    "int8",
+    **MIXTURE,
+    n_kv_head=1,
+    rotary_dim=16,
+    latents=Latents(rank=16, key_dim=24, value_dim=40),
+    dense_layers=(0,),
+    d_shared_expert=64,
+    n_expert_groups=3,
+    n_groups_per_token=2,
+    n_best_of_group=1,
+    router="sigmoid",
+    choice_bias="scores",
+    mixture_norm=True,
 )
 # Scores with a learned bias by distance, over int8 rows; both sublayers read one input.
 random_biased_model = _shared(

@@ -144,7 +144,8 @@ def _query_scales(
     n_rows = config.n_head if by_head else n_heads * config.head_dim
     factors = np.ones(n_rows, dtype=np.float32)
     factors[: config.n_head * config.head_dim] = config.query_scale
-    of_parts = {part: factors, of_source: np.full(1, config.query_scale, dtype=np.float32)}
+    alike = np.full(1, config.query_scale, dtype=np.float32)
+    of_parts = {part: factors, of_source: alike, ".attention.query.": alike}
     # [rows, 1] for matrices
     return {
         name: scales[:, None] if rank > 1 else scales

@@ -14,8 +14,8 @@ positions grow.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 import onnx_ir as ir
@@ -25,11 +25,12 @@ from numpy.typing import NDArray
 from kvasir.export.rewrite import PROMPT, constant, copy_node
 from kvasir.export.rounding.quantize import products
 from kvasir.export.rounding.weights import Weights
-from kvasir.model.config import TransformerConfig
+from kvasir.model.config import Latents, TransformerConfig
 from kvasir.model.directory import DECODE_INPUT
 from kvasir.model.network.attention import LayerCache
 
 _SMALLEST_SCALE = 1e-8  # for a channel of zeros
+_LAYER = re.compile(r"blocks\.\d+\.")  # begins the names of its parameters
 _N_INPUTS = 14  # of GroupQueryAttention; the last two are the scales of keys and values
 
 Floats = NDArray[np.float32]
@@ -39,6 +40,8 @@ class KVScales:
     """The worth of an int8 step of each channel's keys and values, from all that are observed."""
 
     def __init__(self, config: TransformerConfig) -> None:
+        # Channels before those that are turned in pairs.
+        self._n_still = 0 if config.latents is None else config.latents.rank
         self._rotates = config.position == "rotary"
         self._largest = torch.zeros(config.n_layer, 2, config.n_kv_head, config.head_dim)
 
@@ -46,7 +49,10 @@ class KVScales:
         """Take a row's keys and values [n_kv_head, tokens, head_dim] into account."""
         keys, values = cache
         if self._rotates:  # sqrt(x_c² + x_c'²) for both channels of every pair
-            keys = torch.hypot(*keys.chunk(2, dim=-1)).repeat(1, 1, 2)
+            still, turned = keys.tensor_split([self._n_still], dim=-1)
+            keys = torch.cat((still, torch.hypot(*turned.chunk(2, dim=-1)).repeat(1, 1, 2)), dim=-1)
+        if self._n_still:  # the cache has one of both
+            values = keys
         # A NaN or an infinity is for verification to find.
         magnitudes = [rows.abs().nan_to_num(0.0, 0.0).amax(dim=1) for rows in (keys, values)]
         largest = torch.maximum(self._largest[layer], torch.stack(magnitudes).cpu())
@@ -64,6 +70,9 @@ def scale_kv_channels(weights: Weights, config: TransformerConfig, scales: Float
         keys, values = scales[2 * layer : 2 * layer + 2]  # [n_kv_head, head_dim]
         by_query, by_output = (steps.repeat(config.n_groups, axis=0) for steps in (keys, values))
         prefix = f"blocks.{layer}.attention"
+        if config.latents is not None:
+            _scale_latents(weights, config, config.latents, keys[0], prefix)
+            continue
         if config.qk_norm and config.qkv_clip is None:
             for kind in ("weight", "bias")[: 2 if config.has_head_norm_bias else 1]:
                 weights.scale(f"{prefix}.query_norm.{kind}", by_query)
@@ -77,6 +86,20 @@ def scale_kv_channels(weights: Weights, config: TransformerConfig, scales: Float
             if config.qkv_bias:
                 weights.scale(f"{prefix}.qkv.bias", factors)
         weights.scale(f"{prefix}.output.weight", by_output.reshape(1, -1))
+
+
+def _scale_latents(
+    weights: Weights, config: TransformerConfig, latents: Latents, steps: Floats, prefix: str
+) -> None:
+    """Divide a layer's latents and turned channels by steps [head_dim], as `scale_kv_channels`."""
+    of_latent, of_turned = steps[: latents.rank], steps[latents.rank :]
+    weights.scale(f"{prefix}.latent_norm.weight", 1 / of_latent)
+    weights.scale(f"{prefix}.key_up.weight", of_latent[None, None])
+    weights.scale(f"{prefix}.value_up.weight", of_latent[None, :, None])
+    rows = np.concatenate([np.ones_like(of_latent), 1 / of_turned])
+    weights.scale(f"{prefix}.latent.weight", rows[:, None])
+    of_head = np.concatenate([np.ones(latents.key_dim, dtype=np.float32), of_turned])
+    weights.scale(f"{prefix}.query.weight", np.tile(of_head, config.n_head)[:, None])
 
 
 def quantize_kv_cache(model: ir.Model, config: TransformerConfig, *, whole_layers: bool) -> None:
@@ -123,19 +146,16 @@ def quantize_kv_cache(model: ir.Model, config: TransformerConfig, *, whole_layer
 
 
 def _layers(graph: ir.Graph) -> list[list[ir.Node]]:
-    """Return each layer's nodes from the product before attention to the last one.
+    """Return each layer's nodes from its first product to its last one.
 
     Mixtures of experts follow it: they are outside, so that prompts and decoding share them.
     """
-    nodes, matrices = list(graph), [node for node in products(graph) if node.op_type == "MatMul"]
-    places = [i for i, node in enumerate(nodes) if node in matrices]
-    attentions = [i for i, node in enumerate(nodes) if node.op_type == "GroupQueryAttention"]
-
-    def last(before: int) -> int:
-        return max(place for place in places if place < before)
-
-    starts = [last(i) for i in attentions]
-    return [nodes[start : last(end) + 1] for start, end in pairwise([*starts, len(nodes)])]
+    nodes, layers = list(graph), dict[str, list[int]]()
+    places = {node: i for i, node in enumerate(nodes)}
+    for node in products(graph):
+        if (weight := node.inputs[1]) and (match := _LAYER.match(str(weight.name))):
+            layers.setdefault(match[0], []).append(places[node])
+    return [nodes[min(found) : max(found) + 1] for found in layers.values()]
 
 
 def _branch(

@@ -18,6 +18,7 @@ from kvasir.model.config import TransformerConfig
 from kvasir.model.network.skeleton import parameter_shapes
 
 Factors = NDArray[np.float32]
+_OF_HEADS = ".value_up.weight"  # ends the name of a matrix [n_in, n_out] for each head
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -56,6 +57,9 @@ class Place:
         columns = self.columns(factors)
         result = {name: _along(columns, -1, shapes[name]) for name in self.readers}
         for name, first, step in self.makers:
+            if name.endswith(_OF_HEADS):
+                result[name] = (1.0 / factors).reshape(shapes[name][0], 1, -1)
+                continue
             axis = -2 if name.endswith("weight") and len(shapes[name]) > 1 else -1
             outputs = np.ones(shapes[name][axis], dtype=np.float32)
             outputs[first : first + step * self.n_channels : step] = 1.0 / factors
@@ -87,15 +91,23 @@ def _of_blocks(config: TransformerConfig, shapes: Shapes, prefix: str) -> Iterat
         up, down = ("expert_up", "expert_down") if is_mixture else ("up", "down")
         if config.norm_placement in ("pre", "both"):
             if f"{attention}_norm.weight" in shapes:
-                yield _after_norm(config, shapes, f"{attention}_norm", f"{attention}.qkv.weight")
+                names = (f"{attention}.{part}.weight" for part in _first_products(config))
+                yield _after_norm(config, shapes, f"{attention}_norm", *names)
             if f"{cross}_norm.weight" in shapes:
                 yield _after_norm(config, shapes, f"{cross}_norm", f"{cross}.query.weight")
             modules = (up, "router", "shared.up", "shared_gate") if is_mixture else (up,)
             readers = [name for module in modules if (name := f"{feed}.{module}.weight") in shapes]
             yield _after_norm(config, shapes, f"{feed}_norm", *readers)
         groups = n_values, config.head_dim, config.n_groups
-        qkv = f"{attention}.{'qkv' if config.qkv_clip is None else 'clip'}"
-        yield _between(shapes, qkv, f"{attention}.output", before_values, 1, *groups)
+        if config.latents is None:
+            qkv = f"{attention}.{'qkv' if config.qkv_clip is None else 'clip'}"
+            yield _between(shapes, qkv, f"{attention}.output", before_values, 1, *groups)
+        else:
+            values = config.n_head * config.latents.value_dim
+            yield _between(shapes, f"{attention}.value_up", f"{attention}.output", 0, 1, values)
+            if (rank := config.latents.query_rank) is not None:
+                makers = f"{attention}.query_latent_norm", f"{attention}.query"
+                yield _between(shapes, *makers, 0, 1, rank)
         if f"{cross}.key_value.weight" in shapes:
             yield _between(shapes, f"{cross}.key_value", f"{cross}.output", n_values, 1, *groups)
         match config.feed_forward:
@@ -113,12 +125,19 @@ def _of_blocks(config: TransformerConfig, shapes: Shapes, prefix: str) -> Iterat
                 yield _between(shapes, f"{feed}.{up}", f"{feed}.{down}", 0, 1, config.d_ff)
 
 
+def _first_products(config: TransformerConfig) -> tuple[str, ...]:
+    """Return the modules of attention that read its input."""
+    if config.latents is None:
+        return ("qkv",)
+    return ("query" if config.latents.query_rank is None else "query_latent", "latent")
+
+
 def _after_norm(config: TransformerConfig, shapes: Shapes, norm: str, *readers: str) -> Place:
     return Place(_makers(shapes, norm, 0, 1), readers, config.d_model)
 
 
 def _between(shapes: Shapes, maker: str, reader: str, first: int, step: int, *sizes: int) -> Place:
-    """Return the place between two products; sizes: its channels, group and repeats."""
+    """Return the place between a product, or norm, and another; sizes: channels, group, repeats."""
     return Place(_makers(shapes, maker, first, step), (f"{reader}.weight",), *sizes)
 
 

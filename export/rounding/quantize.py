@@ -207,8 +207,9 @@ class _Int8:
         zero_point = constant(self._graph, "quantize.zero_point", np.array(128, dtype=np.uint8))
         inputs = [quantized, matrix, one, scales, zero_point]
         product = tape.op("MatMulIntegerToFloat", inputs, domain=MICROSOFT)
-        splits = [user for user, _ in node.outputs[0].uses() if user.op_type == "Split"]
-        if not splits or len(splits[0].outputs) != 2:
+        users = [user for user, _ in node.outputs[0].uses()]
+        splits = [user for user in users if user.op_type == "Split" and len(user.inputs) == 1]
+        if not splits or len(splits[0].outputs) != 2:  # of sizes that are given: no gate
             scaled = tape.op("Mul", [product, scale])
             replace_node(node, tape.nodes, scaled)
             return

@@ -106,7 +106,11 @@ def smooth(
     chosen = [
         place
         for place in places(config)
-        if not (keeps_values and place.readers[0].endswith(".attention.output.weight"))
+        if not (
+            keeps_values
+            and config.latents is None
+            and place.readers[0].endswith(".attention.output.weight")
+        )
     ]
     activations.report |= {"places": len(chosen), "smoothed": 0}
     for place in with_progress(chosen, "smoothing outliers", progress):

@@ -158,7 +158,7 @@ def check_engine(folder: Path, smallest: float = 0.9) -> float:
     """Return the share of tokens as in the sequence's run alone; see `check_promises`."""
     model_dir = load_model_dir(folder)
     config, sequences = model_dir.config, _SEQUENCES[model_dir.manifest.device]
-    shape = KVShape(config.n_layer, config.n_kv_head, config.head_dim)
+    shape = KVShape(*config.cache_shape)
     alone, together = (n * KV_BLOCK_SIZE * shape.token_bytes(2) for n in sequences.n_blocks)
     longest = min(2048, config.max_model_len)
     options = {"max_model_len": longest, "chunk_size": sequences.chunk_size}

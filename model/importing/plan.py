@@ -18,6 +18,7 @@ from kvasir.model.network.skeleton import check_size, parameter_shapes
 from kvasir.model.tensor_files import Shape, StoredTensor
 
 _LAYER = re.compile(r"(?<=\bblocks\.)\d+")
+_NUMBER = re.compile(r"\.\d+\.")
 _TURNED = re.compile(r"\.attention\.(qkv|query_norm|key_norm)\.")
 _ENCODER = "encoder."
 _LOGIT_BIAS = "final_logits_bias.bias"
@@ -45,7 +46,7 @@ def plan_parameters(
     }
     for name in held.keys() - taken:
         tensor, (module, _, kind) = held[name], name.rpartition(".")
-        if name.startswith(family.unused):
+        if name.startswith(family.unused) or _NUMBER.sub(".*.", name).startswith(family.unused):
             continue
         # AutoGPTQ stores a bias of zeros for every layer.
         if kind == "bias" and f"{module}.weight" in taken and not tensor.read().any():

@@ -59,6 +59,8 @@ def module_and_kind(name: str) -> tuple[str, str]:
 
 _PARENTS = {  # our modules of a layer that are within another one
     **dict.fromkeys(("qkv", "output", "query_norm", "key_norm", "clip", "sinks"), "attention."),
+    **dict.fromkeys(("query_latent", "query_latent_norm"), "attention."),
+    **dict.fromkeys(("latent", "latent_norm", "key_up", "value_up"), "attention."),
     **dict.fromkeys(("up", "down", "router", "expert_up", "expert_down"), "feed_forward."),
     **dict.fromkeys(("choice_bias", "shared_gate"), "feed_forward."),
     **dict.fromkeys(("shared.up", "shared.down"), "feed_forward."),
@@ -224,6 +226,40 @@ def pairs_apart(source: Source) -> Source:
     return _reordered(source, _pairs_first)
 
 
+def last_pairs_apart(source: Source, n_heads: str) -> Source:
+    """Return the source of rows whose last rotary_dim channels of each head are pairs (2i, 2i + 1).
+
+    n_heads: the field of the configuration with the number of heads.
+    """
+
+    def join(tensors: list[Tensor], config: TransformerConfig) -> Tensor:
+        heads = source.join(tensors, config).unflatten(0, (getattr(config, n_heads), -1))
+        n_turned = config.rotary_dim or 0
+        channels = torch.arange(heads.shape[1])
+        channels[-n_turned:] = channels[-n_turned:].view(-1, 2).t().flatten()
+        return heads[:, channels].flatten(0, 1)
+
+    return replace(source, join=join)
+
+
+def of_latents(module: str, *, values: bool) -> Source:
+    """Return the source of what makes keys, or values, of latents: rows [key, value] by head."""
+
+    def widths(config: TransformerConfig) -> tuple[int, int]:
+        assert config.latents is not None
+        return config.latents.key_dim, config.latents.value_dim
+
+    def shapes(_: Shape, config: TransformerConfig) -> list[Shape]:
+        assert config.latents is not None
+        return [(config.n_head * sum(widths(config)), config.latents.rank)]
+
+    def join(tensors: list[Tensor], config: TransformerConfig) -> Tensor:
+        parts = tensors[0].unflatten(0, (config.n_head, -1)).split(widths(config), dim=1)
+        return parts[1].transpose(1, 2) if values else parts[0]
+
+    return Source((module,), shapes, join)
+
+
 def pairs_of_norm(module: str) -> Source:
     """Return the source of a norm over each head, of queries or keys that `pairs_apart` moves."""
 
@@ -270,6 +306,11 @@ def fairseq_sinusoids(n_positions: int, d_model: int) -> Tensor:
     steps = torch.arange(d_model // 2, dtype=torch.float64) / (d_model // 2 - 1)
     places = torch.arange(2, n_positions + 2, dtype=torch.float64)
     return halves(torch.outer(places, 10000.0**-steps))
+
+
+def or_zeros(module: str) -> Source:
+    """Return the source of a bias that a file may leave out."""
+    return Source((module,), zeros_if_absent=True)
 
 
 def all_ones() -> Source:

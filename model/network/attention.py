@@ -46,21 +46,25 @@ class Attention(nn.Module):
     def __init__(self, config: TransformerConfig, layer: int) -> None:
         super().__init__()
         self.config = config
-        self.turns = config.rotates(layer) and config.qk_norm_after_rotary  # before its operator
+        self.turns = config.rotates(layer) and config.turns_outside
         self.rotates = config.rotates(layer) and not self.turns
         self.window = config.window_of(layer)
         self.has_own_theta = self.window is not None and bool(config.sliding_window_rope_theta)
         self.widths = [n * config.head_dim for n in (config.n_head, *[config.n_kv_head] * 2)]
+        self.sinks = nn.Parameter(torch.zeros(config.n_head)) if config.attention_sinks else None
+        # The exporter for CUDA sets this where each norm has one weight for all heads, as
+        # published models do: the operator then normalises heads itself.
+        self.norms_in_operator = False
+        self.add_projections(config)
+
+    def add_projections(self, config: TransformerConfig) -> None:
+        """Make the modules before and after attention."""
         self.qkv = nn.Linear(config.d_model, sum(self.widths), bias=config.qkv_bias)
         if config.qk_norm:
             self.query_norm = HeadNorm(config.n_head, config)
             self.key_norm = HeadNorm(config.n_kv_head, config)
         clip = config.qkv_clip
         self.clip = nn.Identity() if clip is None else Clip(clip, sum(self.widths))
-        self.sinks = nn.Parameter(torch.zeros(config.n_head)) if config.attention_sinks else None
-        # The exporter for CUDA sets this where each norm has one weight for all heads, as
-        # published models do: the operator then normalises heads itself.
-        self.norms_in_operator = False
         self.output = nn.Linear(self.widths[0], config.d_model, bias=config.output_bias)
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
@@ -93,8 +97,7 @@ class Attention(nn.Module):
             attended = attend(
                 query, key, value, visible, positions.bias, self.config, dropout, self.sinks
             )
-        projected: Tensor = self.output(merge_heads(attended))
-        return projected
+        return self.lower(merge_heads(attended))
 
     def step(
         self, x: Tensor, positions: Positions, inputs: RunInputs, cache: LayerCache
@@ -102,7 +105,7 @@ class Attention(nn.Module):
         """Append x [..., d_model] to `cache` and attend over it."""
         positions = self._own(positions)
         attended, present = inputs.attend(self, self.project(x, positions), positions, cache)
-        return self.output(attended), present
+        return self.lower(attended), present
 
     def _own(self, positions: Positions) -> Positions:
         """Return what this layer has to know of positions."""
@@ -124,6 +127,11 @@ class Attention(nn.Module):
             qkv = torch.cat((self.query_norm(query), self.key_norm(key), value), dim=-1)
         clipped: Tensor = self.clip(qkv)
         return clipped
+
+    def lower(self, attended: Tensor) -> Tensor:
+        """Return the sublayer's output of what is attended, [..., n_head · head_dim]."""
+        lowered: Tensor = self.output(attended)
+        return lowered
 
     def _turn(self, x: Tensor, angles: RotaryTable) -> Tensor:
         of_heads = RotaryTable(*(part[..., None, :] for part in angles))

@@ -9,6 +9,7 @@ from kvasir.model.config import TransformerConfig
 from kvasir.model.network.attention import Attention, LayerCache, RunInputs
 from kvasir.model.network.cross_attention import CrossAttention, Source, SourceRows
 from kvasir.model.network.feed_forward import FeedForward, Mixture
+from kvasir.model.network.latent_attention import LatentAttention
 from kvasir.model.network.norm import make_norm
 from kvasir.model.network.positions import Positions
 
@@ -28,7 +29,8 @@ class Block(nn.Module):
         before, after = self.placement != "output", self.placement in ("both", "output")
         normed = before and layer not in config.layers_without_attention_norm
         self.attention_norm = make_norm(config) if normed else nn.Identity()
-        self.attention = Attention(config, layer)
+        kind = Attention if config.latents is None else LatentAttention
+        self.attention = kind(config, layer)
         self.cross_attention = None
         if config.encoder is not None:
             self.cross_attention_norm = make_norm(config)
@@ -36,6 +38,7 @@ class Block(nn.Module):
         self.feed_forward_norm = make_norm(config) if before else nn.Identity()
         self.feed_forward = Mixture(config) if config.has_experts(layer) else FeedForward(config)
         self.attention_output_norm = make_norm(config) if after else nn.Identity()
+        after = after or (config.mixture_norm and config.has_experts(layer))
         self.feed_forward_output_norm = make_norm(config) if after else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
 

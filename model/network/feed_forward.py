@@ -157,8 +157,8 @@ class Mixture(nn.Module):
         if n_groups is None or n_groups == n_kept:
             return wanted
         grouped = wanted.unflatten(-1, (n_groups, -1))
-        best, second = grouped.topk(2)[0].unbind(-1)
-        kept = (best + second).topk(n_kept or 1)[1]  # [..., n_kept]
+        best = grouped.topk(self.config.n_best_of_group)[0].unbind(-1)
+        kept = reduce(torch.add, best).topk(n_kept or 1)[1]  # [..., n_kept]
         mine = (kept[..., None, :] == torch.arange(n_groups, device=kept.device)[:, None]).any(
             dim=-1
         )

@@ -39,10 +39,11 @@ class Positions(NamedTuple):
 def rotary_table(config: TransformerConfig, *, in_windows: bool = False) -> RotaryTable:
     """Return angles p · θ^(-2i/d) for every position p and pair i, scaled as the model wants.
 
-    Su et al. 2021, section 3.2.2. The pairs beyond `rotary_dim` do not turn. in_windows: those by
-    `sliding_window_rope_theta`.
+    Su et al. 2021, section 3.2.2. The pairs beyond `rotary_dim` do not turn, and with latents are
+    left out. in_windows: those by `sliding_window_rope_theta`.
     """
     rotary_dim = config.rotary_dim or config.head_dim
+    n_still = 0 if config.latents else (config.head_dim - rotary_dim) // 2
     pairs = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
     theta, scaling = config.rope_theta, config.rope_scaling
     if in_windows:
@@ -59,7 +60,7 @@ def rotary_table(config: TransformerConfig, *, in_windows: bool = False) -> Rota
         if scaling.kind == "yarn":
             amplitude = scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
     angles = torch.outer(torch.arange(config.max_model_len, dtype=torch.float64), frequencies)
-    still = (config.max_model_len, (config.head_dim - rotary_dim) // 2)
+    still = config.max_model_len, n_still
     cos = torch.cat((angles.cos() * amplitude, torch.ones(still)), dim=1)
     sin = torch.cat((angles.sin() * amplitude, torch.zeros(still)), dim=1)
     return RotaryTable(cos.float(), sin.float())

@@ -68,7 +68,9 @@ def _least_weights(config: TransformerConfig) -> int:
     n_mixtures = sum(map(config.has_experts, range(config.n_layer)))
     widths = config.d_ff * (config.n_layer - n_mixtures)
     widths += (config.n_experts or 0) * (config.d_expert or 0) * n_mixtures
-    matrices = 2 * (widths + config.n_head * config.head_dim * config.n_layer)
+    latents = config.latents
+    per_head = 2 * config.head_dim if latents is None else latents.value_dim
+    matrices = 2 * widths + config.n_head * per_head * config.n_layer
     rows = config.vocab_size + config.max_model_len * config.has_learned_positions
     least = (matrices + rows) * config.d_model
     if config.has_relative_bias:

@@ -14,6 +14,7 @@ from kvasir.model.network.attention import LayerCache
 from kvasir.model.network.block import Block
 from kvasir.model.network.cross_attention import Source, SourceRows
 from kvasir.model.network.feed_forward import ExpertLinear
+from kvasir.model.network.latent_attention import HeadLinear
 from kvasir.model.network.norm import make_norm
 from kvasir.model.network.pooling import Pooler
 from kvasir.model.network.positions import (
@@ -106,7 +107,7 @@ class Transformer(nn.Module):
         for name, table in position_tables(config).items():
             self.register_buffer(name, table, persistent=False)
         for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding | ExpertLinear):
+            if isinstance(module, nn.Linear | nn.Embedding | ExpertLinear | HeadLinear):
                 nn.init.normal_(module.weight, std=0.02)
             if isinstance(module, nn.Linear | ExpertLinear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
@@ -209,7 +210,7 @@ class Transformer(nn.Module):
             scale = self.query_scales[of_queries] if hasattr(self, "query_scales") else None
             rotary = RotaryTable(self.rotary_cos, self.rotary_sin)
             of_tokens = None
-            if self.config.qk_norm_after_rotary:
+            if self.config.turns_outside:
                 of_tokens = RotaryTable(*(part[of_queries] for part in rotary))
             return Positions(rotary, rotary_in_windows=own, query_scale=scale, of_tokens=of_tokens)
         if self.config.position != "alibi" and not self.config.has_relative_bias:

@@ -75,7 +75,9 @@ class OnnxRunner:
         n_bytes = kv_cache_bytes
         if n_bytes is None:
             n_bytes = available_memory() // (2 * n_models)
-        shape = KVShape(config.n_layer, config.n_kv_head, config.head_dim)
+        shape = KVShape(
+            config.n_layer, config.n_kv_head, config.head_dim, config.latents is not None
+        )
         itemsize = min(kv.itemsize for kv in kv_inputs(self._session))
         per_token, per_prompt_token = shape.token_bytes(itemsize), shape.token_bytes()
         least = 2 * (per_token + per_prompt_token)
@@ -239,7 +241,7 @@ class RowBinding:
         for kv in kv_inputs(session):
             if kv.itemsize == memory.dtype.itemsize:
                 shape = (batch, *memory.row_shape)
-                address = memory.array[kv.block, row].ctypes.data
+                address = memory.address(kv.block, row)
                 self._io.bind_output(kv.present, "cpu", 0, kv.element_type, shape, address)
             else:
                 shape, address = self._placeholder.shape, self._placeholder.ctypes.data

@@ -70,7 +70,7 @@ def make_request(model: RandomModel, i: int) -> Sequence:
 MODELS = [
     *("random_model", "random_int8_model", "random_int4_model", "random_windowed_model"),
     *("random_biased_model", "random_mixture_model", "random_int8_mixture_model"),
-    "random_int4_mixture_model",
+    *("random_int4_mixture_model", "random_latent_model"),
 ]
 
 

@@ -85,10 +85,11 @@ def expected_features(config: TransformerConfig, n_bits: int) -> Counter[str]:
     norms_first = config.norm_placement in ("pre", "both")
     adds_outputs = config.norm_placement in ("pre", "post")
     n_shared = n_experts * bool(config.d_shared_expert)  # with gates, whose residuals stay
-    products = 2 * (n_layer + n_dense + n_shared)
+    more = 2 * n_layer * (config.latents is not None)  # products, each after a norm
+    products = 2 * (n_layer + n_dense + n_shared) + more
     n_known = (n_dense + n_shared) * (config.feed_forward not in ("relu2", "xielu"))
     counts = Counter(
-        norm=norms_first * (n_layer + n_dense),
+        norm=norms_first * (n_layer + n_dense) + more,
         activation=n_known,
         gated=n_known * config.feed_forward.startswith(("swiglu", "geglu")),
         bias=(config.qkv_bias + config.output_bias) * n_layer

@@ -322,6 +322,23 @@ _FURTHER |= {
     "phi4_multimodal": {"eos_token_id": 1, "vision_config": _VISION}
     | {"audio_config": {"hidden_size": 32, "intermediate_size": 32, "num_blocks": 1}},
 }
+_LATENTS = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 8}
+_LATENTS |= {"v_head_dim": 12, "num_key_value_heads": 4, "rms_norm_eps": 1e-4}
+_YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.7}
+_YARN |= {"mscale_all_dim": 1.3}
+_FURTHER |= {
+    "deepseek_v2": _BALANCED | _LATENTS | {"q_lora_rank": None} | rope("yarn", **_YARN),
+    "deepseek_v2 in groups": _BALANCED
+    | _LATENTS
+    | {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2},
+    "deepseek_v3": _BALANCED | _LATENTS | {"n_group": 3, "topk_group": 2} | rope("yarn", **_YARN),
+    "glm4_moe_lite": _BALANCED | _LATENTS | {"rope_interleave": False},
+    "axk1": _BALANCED | _LATENTS | {"n_group": 1, "topk_group": 1},
+    "minicpm3": _LATENTS | {"scale_emb": 3.0, "scale_depth": 0.7, "dim_model_base": 32},
+    "minicpm3 without scales": _LATENTS
+    | {"v_head_dim": None, "scale_depth": None, "dim_model_base": None},
+    "youtu": _LATENTS,
+}
 _EVERY_HEAD_ITS_OWN = {"biogpt", "codegen", "gpt_bigcode", "gpt_neo", "mpt", "openai-gpt"}
 _EVERY_HEAD_ITS_OWN |= {"gpt_neox_japanese", "persimmon", "xglm"}
 

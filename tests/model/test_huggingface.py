@@ -36,9 +36,10 @@ def test_logits_of_a_family(name: str, tmp_path: Path) -> None:
     assert (ours - theirs).abs().max() < 1e-4 * theirs.std()
 
 
-def test_greedy_text_of_the_served_graph(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["gemma3", "deepseek_v3", "minicpm3"])
+def test_greedy_text_of_the_served_graph(name: str, tmp_path: Path) -> None:
     """End to end; every feature of a graph is compared with PyTorch in tests/export."""
-    model: Any = make_model("gemma3")
+    model: Any = make_model(name)
     decoder = load_checkpoint(save_checkpoint(tmp_path / "theirs", model)).decoder
     torch.manual_seed(4)
     prompt = torch.randint(decoder.config.vocab_size, (1, LENGTH - N_NEW - 2))

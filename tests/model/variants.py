@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvasir.model.config import RopeScaling
+from kvasir.model.config import Latents, RopeScaling
 
 BIASES = {"qkv_bias": True, "output_bias": True, "feed_forward_bias": True}
 GPT2 = {"position": "learned", "norm": "layernorm", "n_kv_head": 4, **BIASES}
@@ -121,6 +121,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "qk_norm_kind": "layernorm",
         "qk_norm_after_rotary": True,
         "feed_forward": "relu2",
+    },
+    "deepseek": {
+        "n_kv_head": 1,
+        "head_dim": 32,
+        "rotary_dim": 16,
+        "latents": Latents(rank=16, key_dim=8, value_dim=12, query_rank=24),
+        "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_model_len=24),
+        "layers_without_rotary": (0,),
+        "output_bias": True,
     },
     "hunyuan mixture": {
         "d_model": 64,

@@ -116,6 +116,25 @@ _CLOVA_SCALES = {"norm": lambda options: options.number("logits_scaling")} | {
 }
 
 
+def _minicpm_residual(options: Options) -> float:
+    depth = math.sqrt(options.whole("num_hidden_layers"))
+    factor: float = options.number("scale_depth", depth) / depth
+    return factor
+
+
+def _minicpm_logits(options: Options) -> float:
+    width = options.whole("hidden_size")
+    factor: float = options.number("dim_model_base", width) / width
+    return factor
+
+
+_MINICPM_SCALES = {
+    "blocks.*.attention.output": _minicpm_residual,
+    "blocks.*.feed_forward.down": _minicpm_residual,
+    "norm": _minicpm_logits,
+}
+
+
 # fmt: off
 LLAMAS: dict[str, Family] = {
     "llama": t.llama("Llama", _7B_SHAPE, (1, 2), t.BIASES),
@@ -268,6 +287,17 @@ LLAMAS: dict[str, Family] = {
         t.LAYER_NORM, t.ATTENTION_BIAS, COHERE, t.ROTARY_IN_WINDOWS,
         t.windows(4096, t.all_but_every(4, "sliding_window_pattern"), sliding_window_pattern=None),
         keys={"rope_theta": 10000.0}, only={"use_qk_norm": (False,)}),
+    "minicpm3": t.llama(
+        "MiniCPM3", (73448, 2560, 6400, 62, 40, 40, 32768), (1, 2), t.LATENTS,
+        keys={"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "head_dim": 32,
+              "kv_lora_rank": 256, "q_lora_rank": 768, "qk_nope_head_dim": 64, "v_head_dim": None,
+              "rope_interleave": False, "embedding_multiplier": 12, "scale_depth": 1.4,
+              "dim_model_base": 256},
+        names={"embedding_multiplier": "scale_emb"}, only={"mlp_bias": (False,)},
+        scalings=("linear", "llama3", "yarn", "longrope"), scales=_MINICPM_SCALES),
+    "youtu": t.llama(
+        "Youtu", (128256, 2048, 6144, 32, 16, 16, 131072), (128000, 128001), t.LATENTS,
+        keys={"tie_word_embeddings": True}),
     "granite": t.llama("Granite", _7B_SHAPE, (1, 2), t.BIASES, t.MULTIPLIERS),
     "hyperclovax": t.llama(
         "HyperCLOVAX", _7B_SHAPE, (1, 2), t.BIASES, t.MULTIPLIERS,

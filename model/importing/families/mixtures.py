@@ -5,17 +5,19 @@ As in `llamas.py`, a row of MIXTURES says how a family differs from Llama.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
 from kvasir.model.importing.families import traits as t
 from kvasir.model.importing.families.family import Family
 from kvasir.model.importing.families.llamas import COHERE, qwen_windows
-from kvasir.model.importing.families.options import Options, refuse
+from kvasir.model.importing.families.options import Options, only, refuse
 from kvasir.model.importing.families.positions import window_fields
 from kvasir.model.importing.tensors import (
     halves_transposed,
     in_halves,
+    or_zeros,
     transposed_experts,
     without_first_axis,
 )
@@ -97,6 +99,20 @@ _BALANCED: t.Trait = _BIASED | {
     "keys": {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
     "only": {"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)},
     "layers": {"choice_bias": "mlp.gate.e_score_correction_bias"}}
+_V2_ROUTING = ("greedy", "group_limited_greedy")
+
+
+def _of_groups(key: str) -> Callable[[Options], Any]:
+    """Return the field of groups, which the greedy router of DeepSeek-V2 leaves aside."""
+
+    def field(options: Options) -> Any:
+        if (method := options["topk_method"]) not in _V2_ROUTING:
+            raise refuse("topk_method", method, only(_V2_ROUTING))
+        return None if method == "greedy" else options[key]
+
+    return field
+
+
 _SHARED = t.shared_expert("mlp.shared_experts", count="n_shared_experts")
 _GRANITE_EXPERTS: t.Trait = t.experts(
     8, 2, count="num_local_experts", normalize_expert_shares=True,
@@ -250,6 +266,34 @@ MIXTURES: dict[str, Family] = {
         t.HEAD_NORMS, t.windows(1024, lambda _: ()), t.experts(64, 8, 896), _EITHER_COUNT, _TYPES,
         keys={"head_dim": 128, "norm_topk_prob": True, "rope_theta": 500000.0,
               "rope_local_base_freq": 10000.0}),
+    "deepseek_v2": t.llama(
+        "DeepseekV2", (102400, 4096, 11008, 32, 32, None, 2048), (1, 2), t.LATENTS,
+        t.experts(64, None, 1407, count="n_routed_experts"), _SHARED, _FIRST_DENSE,
+        keys={"n_shared_experts": 2, "routed_scaling_factor": 1.0, "n_group": None,
+              "topk_group": None, "topk_method": "greedy"},
+        only={"scoring_func": ("softmax", None), "norm_topk_prob": (False, None),
+              "mlp_bias": (False,)},
+        fields={"n_best_of_group": 1, "n_expert_groups": _of_groups("n_group"),
+                "n_groups_per_token": _of_groups("topk_group")}),
+    "deepseek_v3": t.llama(
+        "DeepseekV3", (129280, 7168, 18432, 61, 128, 128, 4096), (0, 1), t.LATENTS,
+        t.experts(256, 8, 2048, count="n_routed_experts"), _BALANCED, _SHARED, _FIRST_DENSE,
+        keys={"n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
+              "first_k_dense_replace": 3}),
+    "glm4_moe_lite": t.llama(
+        "Glm4MoeLite", (154880, 2048, 10240, 47, 20, 20, 202752), (0, 1), t.LATENTS,
+        t.experts(64, 4, 1536, count="n_routed_experts"), _BALANCED, _SHARED, _TYPES,
+        keys={"rms_norm_eps": 1e-5, "n_shared_experts": 1, "routed_scaling_factor": 1.8,
+              "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256,
+              "first_k_dense_replace": 1}),
+    "axk1": t.llama(
+        "AXK1", (163840, 7168, 18432, 61, 64, 64, 32768), (163691, 163691), t.LATENTS,
+        t.experts(192, 8, 2048, count="n_routed_experts"), _BALANCED, _SHARED, _TYPES,
+        keys={"n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
+              "first_k_dense_replace": 1}, fields={"mixture_norm": True},
+        layers={"feed_forward_output_norm": "post_mlp_layernorm",
+                "choice_bias": or_zeros("mlp.gate.e_score_correction_bias")},
+        unused=("layers.*.post_mlp_layernorm.",)),
     "gpt_oss": t.llama(
         "GptOss", (201088, 2880, 2880, 36, 64, 8, 131072), (None, None),
         t.windows(128, t.all_but_every(2)),

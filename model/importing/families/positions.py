@@ -128,6 +128,21 @@ def _rope_scaling(
     }
 
 
+def latent_scale(options: Options, width: int) -> float:
+    """Return attention's scale for keys of so many channels, made of latents.
+
+    yarn multiplies it by the square of its weight m, 0.1 m ln(factor) + 1 (DeepSeek-V2).
+    """
+    given = options["rope_scaling"] or options["rope_parameters"] or {}
+    scale = 1.0 / math.sqrt(width)
+    if (given.get("rope_type") or given.get("type")) != "yarn" or not given.get("mscale_all_dim"):
+        return scale
+    rope = Options(given, {})
+    logarithm = math.log(max(rope.number("factor"), 1.0))
+    factor: float = 0.1 * rope.number("mscale_all_dim") * logarithm + 1.0
+    return scale * factor * factor
+
+
 def window_fields(
     options: Options,
     windowed: Callable[[Options], Iterable[int]],

@@ -18,25 +18,32 @@ _MAP_NORESERVE = 0x4000  # Linux; the mmap module of Python 3.11 does not name i
 
 
 class KVShape(NamedTuple):
-    """The shape of a model's keys and values."""
+    """The shape of a model's keys and values; shared: a layer's values are its keys."""
 
     n_layer: int
     n_kv_head: int
     head_dim: int
+    shared: bool = False
+
+    @property
+    def n_parts(self) -> int:
+        """The arrays of a layer: its keys and its values, or one that is both."""
+        return 1 if self.shared else 2
 
     def token_bytes(self, itemsize: int = 4) -> int:
         """Return the size of one token's keys and values in all layers."""
-        return 2 * self.n_layer * self.n_kv_head * self.head_dim * itemsize
+        return self.n_parts * self.n_layer * self.n_kv_head * self.head_dim * itemsize
 
 
 class RowMemory:
     """`n_rows` rows of `max_model_len` positions in one private anonymous mapping.
 
     array: [2 * n_layer, n_rows, n_kv_head, n_positions, head_dim]; block 2i holds layer i's keys,
-    block 2i + 1 its values. n_positions is max_model_len rounded up to whole pages, so that
-    releasing a row leaves its neighbour alone. reserved: tokens that the holder of each row may
-    write, 0 of a free one. committed: tokens whose pages each row holds, or may take at any time.
-    weight: tokens of a budget that each of these takes.
+    block 2i + 1 its values. Where these are the same it is [n_layer, …]. n_positions is
+    max_model_len rounded up to whole pages, so that releasing a row leaves its neighbour alone.
+    reserved: tokens that the holder of each row may write, 0 of a free one. committed: tokens whose
+    pages each row holds, or may take at any time. weight: tokens of a budget that each of these
+    takes.
     """
 
     def __init__(
@@ -55,10 +62,16 @@ class RowMemory:
         step = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, per_position)
         self.n_positions = math.ceil(max_model_len / step) * step
         self.row_shape = (shape.n_kv_head, self.n_positions, shape.head_dim)
-        n_blocks = 2 * shape.n_layer
+        self.n_parts = shape.n_parts
+        n_blocks = self.n_parts * shape.n_layer
         self._memory = map_memory(n_blocks * n_rows * per_position * self.n_positions)
         self.array: NDArray[Any] = np.frombuffer(self._memory, dtype=self.dtype)
         self.array = self.array.reshape(n_blocks, n_rows, *self.row_shape)
+
+    def address(self, block: int, row: int) -> int:
+        """Return the address of a row's keys, block 2i of layer i, or values, block 2i + 1."""
+        address: int = self.array[block * self.n_parts // 2, row].ctypes.data
+        return address
 
     def reserve(self, row: int, n_tokens: int) -> None:
         """Change a row's reservation; its pages stay if it shrinks."""

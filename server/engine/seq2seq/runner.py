@@ -63,7 +63,7 @@ class Seq2SeqRunner:
         )
         self._decoder = open_session(decoder, threads, library=library)
         check_shape(self._decoder, config)
-        shape = KVShape(config.n_layer, config.n_kv_head, config.head_dim)
+        shape = KVShape(*config.cache_shape)
         n_bytes = kv_cache_bytes
         if n_bytes is None:
             n_bytes = available_memory() // (2 * n_models)
