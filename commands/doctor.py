@@ -103,6 +103,9 @@ def _memory(model: Path) -> list[str]:
     words = f"{model.name}: a token of context takes {kv.token_bytes:,} bytes"
     if kv.prompt_token_bytes:
         words += f", and {kv.prompt_token_bytes:,} more while its prompt is computed"
+    if (latents := config.latents) is not None:
+        full = config.n_head * (latents.key_dim + (config.rotary_dim or 0) + latents.value_dim)
+        words += f" ({full / config.head_dim:.1f} times that without latents)"
     n_tokens = available_memory() // 2 // kv.token_bytes
     return [f"{words}; the default of kv_cache_memory holds {n_tokens:,} tokens here"]
 

@@ -114,7 +114,7 @@ void append(const Heads& heads, const Caches& caches, const float* x, const Stre
         for (size_t d = 0; d < size; d += 4)
             memcpy(to + d * 16, bytes + d, 4);
     }
-    for (size_t head = 0; head < heads.kv_count; ++head, x += size) {
+    for (size_t head = 0; head < heads.kv_count && !heads.shared; ++head, x += size) {
         const size_t place = stretch.place(heads, caches, head, position);
         round(x, caches.value_scales[place]);
         uint8_t* const to = caches.values + place / 4 * 4 * size + place % 4;
@@ -136,12 +136,33 @@ struct Places {
             const bool is_new = i == 0 || (i < groups && position == from + i * lane_count);
             token[i] = is_new ? stretch.place(heads, caches, kv_head, position) : token[i - 1];
             byte[i] = token[i] * heads.size;
+            value_byte[i] = heads.shared ? lesser(position - from, section_tokens - lane_count) * heads.size : byte[i];
+            if (heads.shared && is_new)
+                reorder(caches.keys + byte[i], heads.size, turned_keys + value_byte[i]);
         }
+        values = heads.shared ? turned_keys : caches.values;
     }
 
     static constexpr size_t spare = 2;  // for prefetching
     size_t token[groups + spare];
     size_t byte[groups + spare];
+    const uint8_t* values;
+    size_t value_byte[groups + spare];
+
+private:
+    // Bring a group of keys into the order of values: four elements of four positions trade places.
+    static void reorder(const uint8_t* keys, size_t size, uint8_t* to) {
+        using Square = uint8_t __attribute__((vector_size(16)));
+        for (size_t d = 0; d < size; d += 4)
+            for (size_t t = 0; t < lane_count; t += 4) {
+                Square square;
+                memcpy(&square, keys + d * lane_count + t * 4, sizeof square);
+                square = __builtin_shufflevector(square, square, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+                memcpy(to + t * size + d * 4, &square, sizeof square);
+            }
+    }
+
+    alignas(64) static thread_local inline uint8_t turned_keys[section_tokens * most_head_size];
 };
 
 // Where products find the keys of groups: a panel has 16 positions, its inputs are elements.
@@ -307,7 +328,7 @@ private:
     template <int panels>
     void weigh(size_t d, const Softmax& softmax) {
         Ints whole[R * planes<P>][panels];
-        const ValueGroups<P> values{caches.values + d * 4, places.byte + group, heads.size};
+        const ValueGroups<P> values{places.values + d * 4, places.value_byte + group, heads.size};
         multiply_all<P>(probabilities[0], section_tokens, values, stop - start, whole);
         for (int r = 0; r < R; ++r) {
             if (!sees(r))

@@ -6,8 +6,7 @@
 #include <numeric>
 
 #include "memory.h"
-#include "node.h"
-#include "run.h"
+#include "operator.h"
 
 namespace kvasir {
 
@@ -55,6 +54,9 @@ public:
                 places[op.inputs[i]] = int(i);
         if (has(Op::cosines) != has(Op::sines))
             node.refuse("the inputs cos and sin have to be there together");
+        if (has(Op::values) != has(Op::value_scales))
+            node.refuse("the inputs values and value_scales have to be there together");
+        fixed.shared = op.has_blocks && !has(Op::values);
     }
 
     void compute(const Run& run) const {
@@ -127,6 +129,10 @@ private:
         caches.block_tokens = size_t(shape[2]);
         caches.keys = kept<uint8_t>(run, Op::keys, "keys", shape);
         caches.key_scales = kept<float>(run, Op::key_scales, "key_scales", scales);
+        if (fixed.shared) {
+            caches.value_scales = caches.key_scales;
+            return caches;
+        }
         caches.values = kept<uint8_t>(run, Op::values, "values", shape);
         caches.value_scales = kept<float>(run, Op::value_scales, "value_scales", scales);
         return caches;
@@ -371,8 +377,7 @@ AttentionOperator::AttentionOperator(const Runtime& runtime, const Path& path, b
       has_blocks(has_blocks),
       name(has_blocks ? "Attention" : "TextAttention"),
       inputs(has_blocks ? block_inputs : text_inputs) {
-    GetName = [](const OrtCustomOp* op) { return as_attention(op).name; };
-    GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };
+    describe_operator<AttentionOperator, AttentionKernel>(*this);
     GetInputType = [](const OrtCustomOp* op, size_t index) {
         const Input input = as_attention(op).inputs[index];
         return input == keys || input == values                      ? element_int8
@@ -385,19 +390,10 @@ AttentionOperator::AttentionOperator(const Runtime& runtime, const Path& path, b
     };
     GetOutputTypeCount = [](const OrtCustomOp* op) -> size_t { return as_attention(op).has_blocks ? value_scales + 1 : 1; };
     GetInputCharacteristic = [](const OrtCustomOp* op, size_t index) {
-        return as_attention(op).inputs[index] <= table ? required : optional;
+        const Input input = as_attention(op).inputs[index];
+        return input <= table && input != values && input != value_scales ? required : optional;
     };
-    GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return required; };
-    GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };  // where the provider has its memory
-    CreateKernelV2 = [](const OrtCustomOp* op, const OrtApi*, const OrtKernelInfo* info, void** kernel) {
-        const AttentionOperator& self = as_attention(op);
-        return guarded(self.runtime, [&] { *kernel = new AttentionKernel(self, Node(self.runtime, info, self.name)); });
-    };
-    KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
-        const auto& self = *static_cast<const AttentionKernel*>(kernel);
-        return guarded(self.runtime, [&] { self.compute(Run(self.runtime, context)); });
-    };
-    KernelDestroy = [](void* kernel) { delete static_cast<AttentionKernel*>(kernel); };
+    GetOutputCharacteristic = [](const OrtCustomOp*, size_t index) { return index < values ? required : optional; };
 }
 
 }  // namespace kvasir

@@ -41,7 +41,7 @@ from kvasir.kernels.graph import (
 )
 from kvasir.kernels.texts import STARTS, add_starts, attend_over_texts
 
-_PRODUCTS = ("MatMulIntegerToFloat", "MatMulNBits")
+_PRODUCTS = ("MatMulIntegerToFloat", "MatMulNBits", "Einsum")
 _TWO = np.array([[1, 1], [1, -1]])
 _HADAMARD = np.kron(_TWO, np.kron(_TWO, _TWO))
 _N_INPUTS, _BIAS, _NORM, _NORM_BIAS, _RESIDUAL = 7, 3, 4, 5, 6  # of both
@@ -319,6 +319,16 @@ def _length_one(values: Values, quotient: NodeProto) -> None:
     set_attributes(quotient, norm="l2", epsilon=epsilon)
 
 
+def _head_product(values: Values, product: NodeProto) -> None:
+    """Make a product of floats with a matrix for each head `HeadLinear`, in a graph with ours."""
+    require(values.has_linears, "nothing is rounded")
+    weight = values.constants.get(product.input[1], TensorProto())
+    is_of_heads = attribute(product, "equation") == b"...hi,hio->...ho"
+    require(is_of_heads and len(weight.dims) == 3, "it is no product with a matrix for each head")
+    product.op_type, product.domain = "HeadLinear", DOMAIN
+    product.attribute.clear()
+
+
 _Rule = Callable[[Values, NodeProto], None]
 # In the order of the rounds: operators, and what is done to each of their nodes.
 _RULES: tuple[tuple[tuple[str, ...], _Rule], ...] = (
@@ -331,6 +341,7 @@ _RULES: tuple[tuple[tuple[str, ...], _Rule], ...] = (
     (("GroupQueryAttention",), attend_over_texts),
     (("RMSNormalization", "LayerNormalization"), _norm_alone),
     (("Div",), _length_one),
+    (("Einsum",), _head_product),
 )
 
 

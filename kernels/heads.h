@@ -11,7 +11,7 @@ namespace kvasir {
 // A softmax is taken in sections of this many positions, from 0, each with its own largest score. A section's sum of
 // probabilities of 15 bits times values below 256 just fits int32.
 constexpr size_t section_tokens = 256;
-constexpr size_t most_head_size = 512;
+constexpr size_t most_head_size = 640;
 constexpr float log2_e = 1.44269504f;
 // Positions are counted in floats as well, exactly up to here.
 constexpr size_t most_tokens = 1 << 24;
@@ -23,6 +23,7 @@ struct Heads {
     float scale;      // of scores; times log2(e), but where there is a softcap
     float softcap;    // or 0
     size_t window;    // positions that a token attends to on a side, its own among them
+    bool shared;       // whether values are the keys
     bool looks_ahead;  // whether it attends to later ones as well
     bool interleaved;  // whether a rotary pair is (2i, 2i + 1), not (i, i + rotated / 2)
     size_t rotated;    // elements of a head that are rotated
@@ -39,7 +40,7 @@ struct Heads {
         const size_t end = looks_ahead ? position + window : position + 1;
         return end < length ? end : length;
     }
-    size_t row_width() const { return (count + 2 * kv_count) * size; }
+    size_t row_width() const { return (count + (shared ? 1 : 2) * kv_count) * size; }
     size_t group() const { return count / kv_count; }  // query heads that share a key and value
 };
 
@@ -48,7 +49,7 @@ struct Caches {
     size_t block_tokens;  // B, a multiple of 16
     uint8_t* keys;        // [N][G][B / 16][D / 4][16][4]
     float* key_scales;    // [N][G][B]
-    uint8_t* values;      // [N][G][B / 4][D][4]
+    uint8_t* values;      // [N][G][B / 4][D][4]; null where they are the keys
     float* value_scales;  // [N][G][B]
 };
 

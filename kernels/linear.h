@@ -101,3 +101,30 @@ template <class P>
 constexpr Product product() {
     return {sizeof(typename P::Input), P::zero_point, prepare<typename P::Input>, multiply<P>};
 }
+
+// Path::multiply_floats, R rows at a time. Each is a sum over k in order, whatever rows are beside it.
+template <int R>
+void multiply_floats(const FloatRows& from, size_t m, size_t last, const float* weights, size_t outputs, float* out,
+                     size_t stride) {
+    constexpr size_t panels = 2;
+    for (; m + R <= last; m += R)
+        for (size_t column = 0; column < outputs; column += panels * lane_count) {
+            Floats sums[R * panels];
+            for (Floats& sum : sums)
+                sum = all(0.0f);
+            for (size_t k = 0; k < from.inputs; ++k)
+                unrolled<panels>([&](auto p) {
+                    const size_t at = lesser(column + p * lane_count, outputs - 1);
+                    const Floats weight = load(weights + k * outputs + at, outputs - at);
+                    unrolled<R>([&](auto r) {
+                        Floats& sum = sums[r * panels + p];
+                        sum = fma(all(from.x[(m + r) * from.stride + k]), weight, sum);
+                    });
+                });
+            for (size_t i = 0; i < R * panels; ++i)
+                if (const size_t at = column + i % panels * lane_count; at < outputs)
+                    store(out + (m + i / panels) * stride + at, sums[i], outputs - at);
+        }
+    if constexpr (R > 1)
+        multiply_floats<R / 2>(from, m, last, weights, outputs, out, stride);
+}

@@ -3,10 +3,9 @@
 #include <cstring>
 
 #include "memory.h"
-#include "node.h"
 #include "pack.h"
 #include "pages.h"
-#include "run.h"
+#include "operator.h"
 
 namespace kvasir {
 
@@ -179,8 +178,6 @@ private:
     Lines weights, scale_values, bias_values, norm_weights, norm_biases;
 };
 
-const LinearOperator& as_linear(const OrtCustomOp* op) { return *static_cast<const LinearOperator*>(op); }
-
 }  // namespace
 
 LinearOperator::LinearOperator(const Runtime& runtime, const Path& path, bool has_nibbles)
@@ -188,28 +185,13 @@ LinearOperator::LinearOperator(const Runtime& runtime, const Path& path, bool ha
       product(has_nibbles ? path.nibbles : path.bytes),
       has_nibbles(has_nibbles),
       name(has_nibbles ? "Linear4" : "Linear") {
-    GetName = [](const OrtCustomOp* op) { return as_linear(op).name; };
-    GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };
+    describe_operator<LinearOperator, LinearKernel>(*this);
     GetInputType = [](const OrtCustomOp* op, size_t index) {
-        return index != weight ? element_float : as_linear(op).has_nibbles ? element_uint8 : element_int8;
+        const bool is_nibbles = static_cast<const LinearOperator*>(op)->has_nibbles;
+        return index != weight ? element_float : is_nibbles ? element_uint8 : element_int8;
     };
     GetInputTypeCount = [](const OrtCustomOp*) -> size_t { return input_count; };
-    GetOutputType = [](const OrtCustomOp*, size_t) { return element_float; };
-    GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return 1; };
     GetInputCharacteristic = [](const OrtCustomOp*, size_t index) { return index <= scales ? required : optional; };
-    GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return required; };
-    GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };  // where the provider has its memory
-    CreateKernelV2 = [](const OrtCustomOp* op, const OrtApi*, const OrtKernelInfo* info, void** kernel) {
-        const LinearOperator& linear = as_linear(op);
-        return guarded(linear.runtime, [&] {
-            *kernel = new LinearKernel(linear, Node(linear.runtime, info, linear.name));
-        });
-    };
-    KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
-        const auto& linear = *static_cast<const LinearKernel*>(kernel);
-        return guarded(linear.runtime, [&] { linear.compute(Run(linear.runtime, context)); });
-    };
-    KernelDestroy = [](void* kernel) { delete static_cast<LinearKernel*>(kernel); };
 }
 
 }  // namespace kvasir

@@ -3,9 +3,8 @@
 #include <algorithm>
 
 #include "memory.h"
-#include "node.h"
+#include "operator.h"
 #include "pack.h"
-#include "run.h"
 
 namespace kvasir {
 
@@ -14,7 +13,6 @@ namespace {
 enum Input : size_t { x, weight, bias, input_count };
 
 constexpr size_t task_inputs = 1 << 13;  // of one task, about
-const char* const name = "Norm";
 
 class NormKernel {
 public:
@@ -35,7 +33,7 @@ public:
         Layer layer = fixed;
         layer.inputs = input.shape.empty() ? 0 : size_t(input.shape.back());
         if (layer.inputs < 1 || (width && layer.inputs != width))
-            throw Refusal(std::string("kvasir.") + name + ": x is " + describe(input) + "; its last dimension has to be " +
+            throw Refusal(std::string("kvasir.Norm") + ": x is " + describe(input) + "; its last dimension has to be " +
                           (width ? std::to_string(width) : "at least 1"));
         const float* const from = input.floats();
         float* const to = run.output<float>(0, input.shape);
@@ -68,29 +66,12 @@ private:
     Lines weights, biases;
 };
 
-const NormOperator& as_norm(const OrtCustomOp* op) { return *static_cast<const NormOperator*>(op); }
-
 }  // namespace
 
 NormOperator::NormOperator(const Runtime& runtime, const Path& path) : runtime(runtime), path(path) {
-    GetName = [](const OrtCustomOp*) { return name; };
-    GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };
-    GetInputType = [](const OrtCustomOp*, size_t) { return element_float; };
+    describe_operator<NormOperator, NormKernel>(*this);
     GetInputTypeCount = [](const OrtCustomOp*) -> size_t { return input_count; };
-    GetOutputType = [](const OrtCustomOp*, size_t) { return element_float; };
-    GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return 1; };
     GetInputCharacteristic = [](const OrtCustomOp*, size_t index) { return index == x ? required : optional; };
-    GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return required; };
-    GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };  // where the provider has its memory
-    CreateKernelV2 = [](const OrtCustomOp* op, const OrtApi*, const OrtKernelInfo* info, void** kernel) {
-        const NormOperator& self = as_norm(op);
-        return guarded(self.runtime, [&] { *kernel = new NormKernel(self, Node(self.runtime, info, name)); });
-    };
-    KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
-        const auto& self = *static_cast<const NormKernel*>(kernel);
-        return guarded(self.runtime, [&] { self.compute(Run(self.runtime, context)); });
-    };
-    KernelDestroy = [](void* kernel) { delete static_cast<NormKernel*>(kernel); };
 }
 
 }  // namespace kvasir

@@ -11,6 +11,7 @@ struct NormOperator : OrtCustomOp {
 
     const Runtime& runtime;
     const Path& path;
+    static constexpr const char* name = "Norm";
 };
 
 }  // namespace kvasir

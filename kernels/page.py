@@ -26,7 +26,7 @@ from onnx.helper import (
 from kvasir.kernels.graph import DOMAIN, Mismatch, replace_all
 
 BLOCK_SIZE = 64  # tokens
-MOST_CHANNELS = 512  # of a head
+MOST_CHANNELS = 640  # of a head
 _DECODE = "decode"
 _TOKENS, _ROW, _AXIS = ("input_ids", "position_ids"), ".row", "row.axis"
 _RUN = ("cumulative_sequence_length", "past_seqlens", "block_table")
@@ -57,15 +57,19 @@ def page(model: ModelProto) -> ModelProto:
         if node.op_type in _OF_FLOATS and node.input[0] not in constants:
             raise Mismatch(f"{node.op_type} gives a lone token other bits than one beside others")
     given = {value.name: value for value in graph.input}
-    for node in attentions:
-        _attend_over_blocks(node, given)
+    makers = {name: node for node in nodes for name in node.output}
+    unread = {name for node in attentions for name in _attend_over_blocks(node, given, makers)}
     in_one_row = [make_node("Unsqueeze", [name, _AXIS], [name + _ROW]) for name in _TOKENS]
     for node in nodes:
         node.input[:] = [name + _ROW if name in _TOKENS else name for name in node.input]
     replace_all(graph.node, [*in_one_row, *nodes])
     graph.initializer.append(make_tensor(_AXIS, TensorProto.INT64, [1], [0]))
-    replace_all(graph.input, _inputs(list(graph.input)))
-    replace_all(graph.output, _outputs(list(graph.output)))
+    kept = [
+        [value for value in values if value.name not in unread]
+        for values in (graph.input, graph.output)
+    ]
+    replace_all(graph.input, _inputs(kept[0]))
+    replace_all(graph.output, _outputs(kept[1]))
     paged.opset_import.append(make_opsetid(DOMAIN, 1))
     return paged
 
@@ -89,8 +93,13 @@ def _decoding(graph: GraphProto) -> Iterator[NodeProto]:
             yield inner
 
 
-def _attend_over_blocks(node: NodeProto, given: dict[str, ValueInfoProto]) -> None:
-    """Make GroupQueryAttention over rows of int8 an `Attention`."""
+def _attend_over_blocks(
+    node: NodeProto, given: dict[str, ValueInfoProto], makers: dict[str, NodeProto]
+) -> list[str]:
+    """Make GroupQueryAttention over rows of int8 an `Attention`.
+
+    Returns the names of its values before and after the run where these are its keys: they go.
+    """
     inputs = [*node.input, *[""] * (_STEP + 2 - len(node.input))]
     keys, values = inputs[_KEYS : _KEYS + 2]
     attributes = {a.name: get_attribute_value(a) for a in node.attribute}
@@ -105,6 +114,11 @@ def _attend_over_blocks(node: NodeProto, given: dict[str, ValueInfoProto]) -> No
     rotation = inputs[_COSINES : _SINES + 1] if attributes.get("do_rotary") else ["", ""]
     cached = [keys, f"{keys}_scales", values, f"{values}_scales"]
     attended, *present = node.output
+    unread: list[str] = []
+    joined = makers.get(inputs[_QKV], node)
+    if joined.op_type == "Concat" and len({*joined.input[-2:]}) == 1:  # keys twice
+        del joined.input[-1]
+        unread, cached[2:] = [values, present.pop()], ["", ""]
     made = [name for output in present for name in (output, f"{output}_scales")]
     node.Clear()
     node.op_type, node.domain = "Attention", DOMAIN
@@ -119,6 +133,7 @@ def _attend_over_blocks(node: NodeProto, given: dict[str, ValueInfoProto]) -> No
         "interleaved": attributes.get("rotary_interleaved", 0),
     }
     node.attribute.extend(make_attribute(name, value) for name, value in options.items())
+    return unread
 
 
 def _inputs(given: list[ValueInfoProto]) -> Iterator[ValueInfoProto]:

@@ -6,6 +6,12 @@
 
 namespace kvasir {
 
+// Rows of floats: row m begins at x + m * stride.
+struct FloatRows {
+    const float* x;
+    size_t stride, inputs;
+};
+
 struct Path {
     const char* name;
     Product bytes;    // weights of int8
@@ -14,6 +20,10 @@ struct Path {
 
     // The norm of a layer: y [inputs] of x [inputs].
     void (*normalise)(const Layer&, const float* x, float* y);
+
+    // Multiply rows [first, last) by weights [inputs][outputs] into out, whose row m begins at out + m * stride.
+    void (*multiply_floats)(const FloatRows&, size_t first, size_t last, const float* weights, size_t outputs, float* out,
+                            size_t stride);
 };
 
 extern const Path scalar_path;

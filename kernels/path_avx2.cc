@@ -29,6 +29,7 @@ const Path avx2_path = {
     avx2::product<avx2::NibblesProduct>(),
     avx2::attention<avx2::BytesProduct>(),
     avx2::normalise,
+    avx2::multiply_floats<4>,
 };
 }
 

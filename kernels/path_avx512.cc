@@ -30,6 +30,7 @@ const Path avx512_path = {
     avx512::product<avx512::NibblesProduct>(),
     avx512::attention<avx512::BytesProduct>(),
     avx512::normalise,
+    avx512::multiply_floats<4>,
 };
 }
 

@@ -30,6 +30,7 @@ const Path neon_path = {
     neon::product<neon::NibblesProduct>(),
     neon::attention<neon::BytesProduct>(),
     neon::normalise,
+    neon::multiply_floats<4>,
 };
 }
 

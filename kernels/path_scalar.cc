@@ -23,5 +23,6 @@ const Path scalar_path = {
     scalar::product<scalar::NibblesProduct>(),
     scalar::attention<scalar::BytesProduct>(),
     scalar::normalise,
+    scalar::multiply_floats<4>,
 };
 }

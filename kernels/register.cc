@@ -2,6 +2,7 @@
 #include <string>
 
 #include "attention_operator.h"
+#include "head_linear_operator.h"
 #include "linear_operator.h"
 #include "node.h"
 #include "norm_operator.h"
@@ -46,11 +47,12 @@ struct Domain {
           linear4(runtime, path, true),
           attention(runtime, path, true),
           text_attention(runtime, path, false),
-          norm(runtime, path) {
+          norm(runtime, path),
+          head_linear(runtime, path) {
         check(runtime.CreateCustomOpDomain("kvasir", &domain));
         for (const OrtCustomOp* op : {static_cast<OrtCustomOp*>(&linear), static_cast<OrtCustomOp*>(&linear4),
                                       static_cast<OrtCustomOp*>(&attention), static_cast<OrtCustomOp*>(&text_attention),
-                                      static_cast<OrtCustomOp*>(&norm)})
+                                      static_cast<OrtCustomOp*>(&norm), static_cast<OrtCustomOp*>(&head_linear)})
             check(runtime.CustomOpDomain_Add(domain, op));
     }
 
@@ -58,6 +60,7 @@ struct Domain {
     LinearOperator linear, linear4;
     AttentionOperator attention, text_attention;
     NormOperator norm;
+    HeadLinearOperator head_linear;
 };
 
 }  // namespace

@@ -29,8 +29,8 @@ from tests.kit.engine_driver import Result, assert_same, run_at_random, run_to_e
 from tests.kit.random_models import RandomModel, export_random
 from tests.model.variants import VARIANTS
 
-# With norms of queries and keys, and with norms after sublayers and soft caps.
-OF_VARIANTS = ("qwen3", "gemma")
+# With norms of queries and keys; with norms after sublayers and soft caps; over latents.
+OF_VARIANTS = ("qwen3", "gemma", "deepseek")
 MODELS = ["random_int8_model", "random_int4_model", *OF_VARIANTS]
 PATHS = usable_paths()
 pytestmark = needs_library

@@ -142,6 +142,7 @@ public:
         heads.window = draw(3) ? most_tokens : 1 + draw(400);
         heads.interleaved = draw(2);
         heads.rotated = 2 * draw(uint32_t(heads.size / 2 + 1));
+        heads.shared = !is_text && draw(3) == 0;
         stretch.position = draw(is_text ? 300 : 700);
         stretch.count = 1 + draw(12);
         length = stretch.position + stretch.count + (is_text ? draw(300) : 0);
@@ -187,7 +188,8 @@ public:
         placed.slopes = slopes.empty() ? nullptr : slope_page.floats();
         const auto as_bytes = [](const Guarded& page) { return reinterpret_cast<uint8_t*>(page.data); };
         placed.biases = biases.empty() ? nullptr : bias_page.floats();
-        const Caches caches{block_tokens, as_bytes(keys), key_scale_page.floats(), as_bytes(values), value_scale_page.floats()};
+        const Caches caches{block_tokens, as_bytes(keys), key_scale_page.floats(), as_bytes(values),
+                            (heads.shared ? key_scale_page : value_scale_page).floats()};
         Stretch here = stretch;
         here.blocks = reinterpret_cast<const int32_t*>(table_page.data);
         const RoundedRows all{rounded.data, scales.floats(), reinterpret_cast<int32_t*>(sums.data)};

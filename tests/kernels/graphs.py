@@ -5,7 +5,7 @@ python -m tests.kernels.graphs writes the graph of the trial, kernels/self_test.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,11 +52,13 @@ ATTENTION_INPUTS = {
 CACHES = ("keys", "key_scales", "values", "value_scales")
 
 
-def attention_graph(attributes: dict[str, Any], constants: dict[str, Any]) -> bytes:
+def attention_graph(
+    attributes: dict[str, Any], constants: dict[str, Any], caches: Sequence[str] = CACHES
+) -> bytes:
     """Return a model of one `Attention`, whose outputs are y and new_ before a cache's name."""
-    variables = list(ATTENTION_INPUTS)[:8]
+    variables = ["qkv", *caches, *list(ATTENTION_INPUTS)[5:8]]
     names = [name if name in (*constants, *variables) else "" for name in ATTENTION_INPUTS]
-    outputs = {"y": TensorProto.FLOAT} | {f"new_{name}": ATTENTION_INPUTS[name] for name in CACHES}
+    outputs = {"y": TensorProto.FLOAT} | {f"new_{name}": ATTENTION_INPUTS[name] for name in caches}
     node = helper.make_node("Attention", names, list(outputs), domain="kvasir", **attributes)
     inputs, results = (
         [helper.make_tensor_value_info(name, of_type, None) for name, of_type in values.items()]
@@ -80,6 +82,12 @@ def norm_graph(attributes: dict[str, Any], constants: dict[str, Any]) -> bytes:
     """Return a model of one `Norm`."""
     names = ("x", "weight", "bias")
     return _one_node("Norm", names, attributes, constants, {"x": TensorProto.FLOAT})
+
+
+def head_linear_graph(weight: FLOATS) -> bytes:
+    """Return a model of one `HeadLinear`."""
+    types = {"x": TensorProto.FLOAT}
+    return _one_node("HeadLinear", ("x", "weight"), {}, {"weight": weight}, types)
 
 
 def _one_node(

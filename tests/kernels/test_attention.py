@@ -176,6 +176,21 @@ def test_neighbours_change_no_bits(path: str) -> None:
     assert same_bits(cube, together.reshape(2, -1, 6 * SIZE))
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_values_may_be_the_keys(path: str) -> None:
+    random = np.random.default_rng(5)
+    places = places_of(random, [(300, 1), (0, 40), (520, 9)], 32)
+    caches = unwritten(random, places.table.size, 2, 32, SIZE)
+    caches.key_scales[:] = random.random(caches.key_scales.shape, dtype=np.float32) / 64
+    caches.values, caches.value_scales = caches.keys, caches.key_scales
+    x = floats(random, int(places.starts[-1]), 8 * SIZE)
+    twice = np.concatenate((x, x[:, 6 * SIZE :]), axis=1)
+    expected = run(session(attention_graph(HEADS, {}), path, 2), twice, caches.packed(), places)
+    packed = {name: caches.packed()[name] for name in CACHES[:2]}
+    found = run(session(attention_graph(HEADS, {}, CACHES[:2]), path, 2), x, packed, places)
+    assert all(map(same_bits, found, expected))
+
+
 def test_caches_change_where_they_lie_if_bound_twice() -> None:
     """And elsewhere if not: then a run leaves its inputs as they were."""
     random = np.random.default_rng(3)

@@ -79,7 +79,7 @@ def test_an_unfit_constant(constants: dict[str, Any], message: str) -> None:
         ({"keys": _KEYS[:, :, :8]}, "multiples of 16"),
         ({"keys": _KEYS[:, :, :0]}, "multiples of 16"),
         ({"keys": _KEYS[..., :24]}, "multiples of 16"),
-        ({"keys": np.zeros((3, 2, 16, 528), np.int8)}, "D at most 512"),
+        ({"keys": np.zeros((3, 2, 16, 656), np.int8)}, "D at most 640"),
         ({"keys": _KEYS[0]}, r"\[2, 16, 32\]"),
         ({"values": _KEYS[:2]}, r"values is int8\[2, 2, 16, 32\]; its shape has to be \[3, 2, 16,"),
         ({"key_scales": _SCALES[:2]}, r"key_scales is float\[2, 2, 16\]"),

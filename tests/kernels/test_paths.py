@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HASH = "e075af1edbdaffe4"  # of all results, on every CPU
+HASH = "0"  # of all results, on every CPU
 
 
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")

@@ -107,9 +107,9 @@ ONES = np.ones((1, 4, 9, 9), dtype=np.float32)
         ({}, [0, 2], 256, "is from 0 to 2; it has to be from 0 to 3"),
         ({}, [0, 4, 3], 256, "sequence 1 has -1 tokens"),
         ({}, [], 256, r"int32\[0\]; its shape has to be \[1\]"),
-        ({}, [0, 3], 250, "its last dimension has to be 8 times a multiple of 16, at most 512"),
+        ({}, [0, 3], 250, "its last dimension has to be 8 times a multiple of 16, at most 640"),
         ({}, [0, 3], 8 * 24, "a multiple of 16"),
-        ({}, [0, 3], 8 * 528, "at most 512"),
+        ({}, [0, 3], 8 * 656, "at most 640"),
         ({}, [0, 3], 0, "a multiple of 16"),
     ],
 )
