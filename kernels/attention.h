@@ -149,7 +149,6 @@ struct Places {
     const uint8_t* values;
     size_t value_byte[groups + spare];
 
-private:
     // Bring a group of keys into the order of values: four elements of four positions trade places.
     static void reorder(const uint8_t* keys, size_t size, uint8_t* to) {
         using Square = uint8_t __attribute__((vector_size(16)));

@@ -129,12 +129,8 @@ private:
         caches.block_tokens = size_t(shape[2]);
         caches.keys = kept<uint8_t>(run, Op::keys, "keys", shape);
         caches.key_scales = kept<float>(run, Op::key_scales, "key_scales", scales);
-        if (fixed.shared) {
-            caches.value_scales = caches.key_scales;
-            return caches;
-        }
-        caches.values = kept<uint8_t>(run, Op::values, "values", shape);
-        caches.value_scales = kept<float>(run, Op::value_scales, "value_scales", scales);
+        caches.values = fixed.shared ? nullptr : kept<uint8_t>(run, Op::values, "values", shape);
+        caches.value_scales = fixed.shared ? caches.key_scales : kept<float>(run, Op::value_scales, "value_scales", scales);
         return caches;
     }
 

@@ -109,9 +109,7 @@ void multiply_floats(const FloatRows& from, size_t m, size_t last, const float* 
     constexpr size_t panels = 2;
     for (; m + R <= last; m += R)
         for (size_t column = 0; column < outputs; column += panels * lane_count) {
-            Floats sums[R * panels];
-            for (Floats& sum : sums)
-                sum = all(0.0f);
+            Floats sums[R * panels] = {};
             for (size_t k = 0; k < from.inputs; ++k)
                 unrolled<panels>([&](auto p) {
                     const size_t at = lesser(column + p * lane_count, outputs - 1);

@@ -179,8 +179,9 @@ class TransformerConfig:
     between is grouped-query (Ainslie et al. 2023). qk_norm: RMSNorm over each head of queries and
     keys (Henry et al. 2020), or, with `qk_norm_across_heads`, over all of a token's heads together
     (OLMo 2, 2025), or a LayerNorm over each, as `qk_norm_kind` says; `qk_norm_after_rotary`: once
-    these are turned. qkv_clip: queries, keys and values lie between -qkv_clip and qkv_clip (DBRX,
-    2024). attention_scale multiplies query · key; None is 1 / sqrt(head_dim).
+    these are turned; not in layers_without_qk_norm. qkv_clip: queries, keys and values lie between
+    -qkv_clip and qkv_clip (DBRX, 2024). attention_scale multiplies query · key; None is
+    1 / sqrt(head_dim).
     latents: keys and values are latents: attention has one key-value head, whose key is a token's
     latent and rotary_dim channels that are turned, together head_dim, and whose value is the
     latent. attention_scale is then 1 / sqrt(key_dim + rotary_dim), unless given.
@@ -212,7 +213,8 @@ class TransformerConfig:
     router chooses `n_experts_per_token` for each token (Shazeer et al. 2017), except in the layers
     of `dense_layers`, whose feed-forward is `d_ff` wide. The experts' shares are `router` of their
     logits; with `normalize_expert_shares` those of the chosen sum to 1. expert_scale multiplies
-    them. choice_bias: of what a learned bias is added to for the choice alone (DeepSeek-V3, 2024).
+    them. shares_scale_inputs: they multiply what experts read instead (Llama 4, 2025). choice_bias:
+    of what a learned bias is added to for the choice alone (DeepSeek-V3, 2024).
     n_expert_groups: experts are chosen from as many groups of these as `n_groups_per_token` says,
     those whose `n_best_of_group` best sum to most. d_shared_expert: the width of one more expert,
     of every token; with `shared_expert_gate` it is multiplied by the sigmoid of a number of the
@@ -250,6 +252,7 @@ class TransformerConfig:
     qk_norm_across_heads: StrictBool = False
     qk_norm_kind: Norm = "rmsnorm"
     qk_norm_after_rotary: StrictBool = False
+    layers_without_qk_norm: tuple[StrictInt, ...] = ()
     qkv_clip: Positive | None = None
     latents: Latents | None = None
     attention_sinks: StrictBool = False
@@ -271,6 +274,7 @@ class TransformerConfig:
     router: Router = "softmax"
     normalize_expert_shares: StrictBool = False
     expert_scale: Positive = 1.0
+    shares_scale_inputs: StrictBool = False
     choice_bias: Chosen | None = None
     n_expert_groups: Size | None = None
     n_groups_per_token: Size | None = None
@@ -339,6 +343,10 @@ class TransformerConfig:
     def rotates(self, layer: int) -> bool:
         """Tell whether a layer turns its queries and keys by their positions."""
         return self.position == "rotary" and layer not in self.layers_without_rotary
+
+    def norms_heads(self, layer: int) -> bool:
+        """Tell whether a layer normalises queries and keys."""
+        return self.qk_norm and layer not in self.layers_without_qk_norm
 
     def window_of(self, layer: int) -> int | None:
         """Return how many positions away the nearest unseen token of a layer is; None is none."""

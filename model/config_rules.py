@@ -8,12 +8,12 @@ from typing import Any
 _EXPERT_MULTIPLE = 32  # of experts' sizes: ONNX Runtime rounds their weights in blocks of as many
 _LAYERS = (
     *("layers_without_rotary", "sliding_window_layers"),
-    *("dense_layers", "layers_without_attention_norm"),
+    *("dense_layers", "layers_without_attention_norm", "layers_without_qk_norm"),
 )
 _OF_EXPERTS = (
     *("n_experts_per_token", "d_expert", "normalize_expert_shares", "dense_layers"),
     *("choice_bias", "n_expert_groups", "n_groups_per_token"),
-    *("d_shared_expert", "shared_expert_gate", "mixture_norm"),
+    *("d_shared_expert", "shared_expert_gate", "mixture_norm", "shares_scale_inputs"),
 )
 Rule = tuple[str, bool, str]  # a field, whether its value is valid, and what it must be
 
@@ -52,7 +52,7 @@ def _heads(config: Any) -> Iterator[Rule]:
     yield "head_dim", config.head_dim % multiple == 0, allowed
     fits = (config.rotary_dim or 0) <= config.head_dim
     yield "rotary_dim", fits, f"at most head_dim, {config.head_dim}"
-    for name in ("qk_norm_across_heads", "qk_norm_after_rotary"):
+    for name in ("qk_norm_across_heads", "qk_norm_after_rotary", "layers_without_qk_norm"):
         yield name, config.qk_norm or not getattr(config, name), "left out without qk_norm"
     by_head = config.qk_norm and not config.qk_norm_across_heads
     yield "qk_norm_kind", by_head or config.qk_norm_kind == "rmsnorm", "rmsnorm here"

@@ -134,22 +134,20 @@ def _query_scales(
 
     ranks: the number of each parameter's dimensions.
     """
-    part, of_source = ".attention.qkv.", ".cross_attention.query."
-    by_head = config.qk_norm and config.qkv_clip is None
-    if config.qkv_clip is not None:
-        part = ".attention.clip."
-    elif by_head:
-        part = ".attention.query_norm."
-    n_heads = config.n_head + 2 * config.n_kv_head
-    n_rows = config.n_head if by_head else n_heads * config.head_dim
-    factors = np.ones(n_rows, dtype=np.float32)
-    factors[: config.n_head * config.head_dim] = config.query_scale
+    rows = np.ones((config.n_head + 2 * config.n_kv_head) * config.head_dim, dtype=np.float32)
+    rows[: config.n_head * config.head_dim] = config.query_scale
     alike = np.full(1, config.query_scale, dtype=np.float32)
-    of_parts = {part: factors, of_source: alike, ".attention.query.": alike}
+    of_parts = {".attention.query.": alike, ".cross_attention.query.": alike}
+    if config.qkv_clip is not None:
+        of_parts[".attention.clip."] = rows
+    else:
+        of_parts |= {".attention.query_norm.": alike, ".attention.qkv.": rows}
+    normed = (layer for layer in range(config.n_layer) if config.norms_heads(layer))
+    before_norms = tuple(f"blocks.{layer}.attention.qkv." for layer in normed)
     # [rows, 1] for matrices
     return {
         name: scales[:, None] if rank > 1 else scales
         for name, rank in ranks.items()
         for part, scales in of_parts.items()
-        if part in name
+        if part in name and not name.startswith(before_norms)
     }

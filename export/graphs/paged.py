@@ -103,7 +103,7 @@ def export_paged_graph(
     progress("tracing PyTorch", 0, 0)
     decoder = make_skeleton(config, dtype)
     for name, module in decoder.named_modules():
-        if isinstance(module, Attention) and config.has_plain_head_norms:
+        if isinstance(module, Attention) and module.norms_heads and config.has_plain_head_norms:
             norms = (converted.read(f"{name}.{kind}_norm.weight") for kind in ("query", "key"))
             module.norms_in_operator = all(bool((norm == norm[0]).all()) for norm in norms)
     kv_dtype = dtype if kv_cache is None else KV_DTYPES[kv_cache]

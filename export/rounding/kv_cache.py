@@ -73,7 +73,7 @@ def scale_kv_channels(weights: Weights, config: TransformerConfig, scales: Float
         if config.latents is not None:
             _scale_latents(weights, config, config.latents, keys[0], prefix)
             continue
-        if config.qk_norm and config.qkv_clip is None:
+        if config.norms_heads(layer) and config.qkv_clip is None:
             for kind in ("weight", "bias")[: 2 if config.has_head_norm_bias else 1]:
                 weights.scale(f"{prefix}.query_norm.{kind}", by_query)
                 weights.scale(f"{prefix}.key_norm.{kind}", 1 / keys)
@@ -93,7 +93,7 @@ def _scale_latents(
 ) -> None:
     """Divide a layer's latents and turned channels by steps [head_dim], as `scale_kv_channels`."""
     of_latent, of_turned = steps[: latents.rank], steps[latents.rank :]
-    weights.scale(f"{prefix}.latent_norm.weight", 1 / of_latent)
+    weights.scale(f"{prefix}.latent_norm.weight", np.reciprocal(of_latent))
     weights.scale(f"{prefix}.key_up.weight", of_latent[None, None])
     weights.scale(f"{prefix}.value_up.weight", of_latent[None, :, None])
     rows = np.concatenate([np.ones_like(of_latent), 1 / of_turned])

@@ -237,7 +237,8 @@ def last_pairs_apart(source: Source, n_heads: str) -> Source:
         n_turned = config.rotary_dim or 0
         channels = torch.arange(heads.shape[1])
         channels[-n_turned:] = channels[-n_turned:].view(-1, 2).t().flatten()
-        return heads[:, channels].flatten(0, 1)
+        rows: Tensor = heads[:, channels].flatten(0, 1)
+        return rows
 
     return replace(source, join=join)
 
@@ -254,8 +255,9 @@ def of_latents(module: str, *, values: bool) -> Source:
         return [(config.n_head * sum(widths(config)), config.latents.rank)]
 
     def join(tensors: list[Tensor], config: TransformerConfig) -> Tensor:
-        parts = tensors[0].unflatten(0, (config.n_head, -1)).split(widths(config), dim=1)
-        return parts[1].transpose(1, 2) if values else parts[0]
+        heads: Tensor = tensors[0].unflatten(0, (config.n_head, -1))
+        keys, of_values = heads.split(widths(config), dim=1)
+        return of_values.transpose(1, 2) if values else keys
 
     return Source((module,), shapes, join)
 

@@ -48,6 +48,7 @@ class Attention(nn.Module):
         self.config = config
         self.turns = config.rotates(layer) and config.turns_outside
         self.rotates = config.rotates(layer) and not self.turns
+        self.norms_heads = config.norms_heads(layer)
         self.window = config.window_of(layer)
         self.has_own_theta = self.window is not None and bool(config.sliding_window_rope_theta)
         self.widths = [n * config.head_dim for n in (config.n_head, *[config.n_kv_head] * 2)]
@@ -60,7 +61,7 @@ class Attention(nn.Module):
     def add_projections(self, config: TransformerConfig) -> None:
         """Make the modules before and after attention."""
         self.qkv = nn.Linear(config.d_model, sum(self.widths), bias=config.qkv_bias)
-        if config.qk_norm:
+        if self.norms_heads:
             self.query_norm = HeadNorm(config.n_head, config)
             self.key_norm = HeadNorm(config.n_kv_head, config)
         clip = config.qkv_clip
@@ -120,7 +121,7 @@ class Attention(nn.Module):
         if (scale := positions.query_scale) is not None:
             query, *others = qkv.split(self.widths, dim=-1)
             return torch.cat((query * scale[..., None], *others), dim=-1)
-        if self.config.qk_norm and not self.norms_in_operator:
+        if self.norms_heads and not self.norms_in_operator:
             query, key, value = qkv.split(self.widths, dim=-1)
             if self.turns and (angles := positions.of_tokens):
                 query, key = (self._turn(heads, angles) for heads in (query, key))

@@ -117,9 +117,11 @@ class Mixture(nn.Module):
         # First, so that in the exported graph a layer's products stand before its experts.
         shared = None if self.shared is None else self.shared(x)
         shares, chosen = self._route(self.router(x))
-        exported = torch.onnx.is_in_onnx_export()
-        rows = self._emit(x, chosen) if exported else self._compute(x, chosen)
-        weighted = rows * shares[..., None]  # [..., n_chosen, d_model]
+        exported, scales_inputs = torch.onnx.is_in_onnx_export(), self.config.shares_scale_inputs
+        rows = x[..., None, :].expand(*chosen.shape, x.shape[-1])  # [..., n_chosen, d_model]
+        rows = rows * shares[..., None] if scales_inputs else rows
+        rows = self._emit(rows, chosen) if exported else self._compute(rows, chosen)
+        weighted = rows if scales_inputs else rows * shares[..., None]
         # One after the other: how a reduction adds may depend on the place of a row in memory.
         result: Tensor = reduce(torch.add, weighted.chunk(self.n_chosen, dim=-2)).flatten(-2)
         if shared is not None and self.shared_gate is not None:
@@ -166,12 +168,12 @@ class Mixture(nn.Module):
         return within.flatten(-2)
 
     def _compute(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """Return what each chosen expert [..., n_chosen] makes of its token."""
-        rows = x.new_zeros(*chosen.shape, x.shape[-1])
+        """Return what each chosen expert [..., n_chosen] makes of its row x [..., n_chosen, d]."""
+        rows = torch.zeros_like(x)
         for expert in range(self.router.out_features):
-            *token, place = (chosen == expert).nonzero(as_tuple=True)
-            made = self.expert_down(self._activate(self.expert_up(x[tuple(token)], expert)), expert)
-            rows[(*token, place)] = made.to(rows.dtype)
+            mine = (chosen == expert).nonzero(as_tuple=True)
+            made = self.expert_down(self._activate(self.expert_up(x[mine], expert)), expert)
+            rows[mine] = made.to(rows.dtype)
         return rows
 
     def _activate(self, hidden: Tensor) -> Tensor:
@@ -187,7 +189,7 @@ class Mixture(nn.Module):
         Left to choose several, the operator would add them in an order that depends on the other
         tokens.
         """
-        rows = x[..., None, :].expand(*chosen.shape, x.shape[-1]).flatten(0, -2)
+        rows = x.flatten(0, -2)
         routes = (chosen.flatten()[:, None] == torch.arange(self.router.out_features)).to(x.dtype)
         attributes: dict[str, Any] = {
             "k": 1,
@@ -209,4 +211,4 @@ class Mixture(nn.Module):
             shape=rows.shape,
             version=1,
         )
-        return made.view(*chosen.shape, x.shape[-1])
+        return made.view(x.shape)

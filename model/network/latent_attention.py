@@ -8,6 +8,8 @@ cache has to hold. A step thus reads head_dim numbers a token and not those of e
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -31,7 +33,8 @@ class HeadLinear(nn.Module):
         if not torch.onnx.is_in_onnx_export():
             return torch.einsum(equation, x, self.weight)
         shape = [*x.shape[:-1], self.weight.shape[2]]
-        inputs, attributes = [x, self.weight], {"equation": equation}
+        inputs = [x, self.weight]
+        attributes: dict[str, Any] = {"equation": equation}
         return torch.onnx.ops.symbolic("Einsum", inputs, attributes, dtype=x.dtype, shape=shape)
 
 

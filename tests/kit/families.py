@@ -322,9 +322,14 @@ _FURTHER |= {
     "phi4_multimodal": {"eos_token_id": 1, "vision_config": _VISION}
     | {"audio_config": {"hidden_size": 32, "intermediate_size": 32, "num_blocks": 1}},
 }
-_LATENTS = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 8}
+_LATENTS: dict[str, Any] = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 8,
+}
 _LATENTS |= {"v_head_dim": 12, "num_key_value_heads": 4, "rms_norm_eps": 1e-4}
-_YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.7}
+_YARN: dict[str, Any] = {"factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.7}
 _YARN |= {"mscale_all_dim": 1.3}
 _FURTHER |= {
     "deepseek_v2": _BALANCED | _LATENTS | {"q_lora_rank": None} | rope("yarn", **_YARN),
@@ -338,6 +343,14 @@ _FURTHER |= {
     "minicpm3 without scales": _LATENTS
     | {"v_head_dim": None, "scale_depth": None, "dim_model_base": None},
     "youtu": _LATENTS,
+}
+_LLAMA4: dict[str, Any] = _EXPERTS | {"num_experts_per_tok": 1, "head_dim": 32}
+_LLAMA4 |= {"intermediate_size_mlp": 48, "num_local_experts": 5, "no_rope_layer_interval": 2}
+_FURTHER |= {
+    "llama4_text": _LLAMA4 | {"moe_layers": [1]},
+    "llama4_text without norms of heads": _LLAMA4 | {"use_qk_norm": False, "attention_bias": True},
+    "llama4_text with two experts": _LLAMA4 | {"num_experts_per_tok": 2},
+    "llama4": {"text_config": _GROUPED | _LLAMA4, "vision_config": {"num_hidden_layers": 1}},
 }
 _EVERY_HEAD_ITS_OWN = {"biogpt", "codegen", "gpt_bigcode", "gpt_neo", "mpt", "openai-gpt"}
 _EVERY_HEAD_ITS_OWN |= {"gpt_neox_japanese", "persimmon", "xglm"}

@@ -98,6 +98,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "d_expert": 32,
         "dense_layers": (0,),
         "qk_norm": True,
+        "layers_without_qk_norm": (0,),
+        "shares_scale_inputs": True,
     },
     "gpt-oss": {
         **BIASES,

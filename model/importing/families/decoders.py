@@ -12,6 +12,7 @@ from operator import itemgetter
 from typing import Any
 
 from kvasir.model.importing.families.family import Family
+from kvasir.model.importing.families.latents import LATENTS
 from kvasir.model.importing.families.llamas import LLAMAS
 from kvasir.model.importing.families.mixtures import MIXTURES
 from kvasir.model.importing.families.options import Options, refuse
@@ -128,7 +129,7 @@ _GPTJ_MODULES = {"embedding": "wte", "norm": "ln_f", "head": "lm_head"} | in_lay
     "h.*.", attention_norm="ln_1", feed_forward_norm="ln_1",
     qkv=pairs_apart(stacked(*(f"attn.{part}_proj" for part in "qkv"))),
     output="attn.out_proj", up="mlp.fc_in", down="mlp.fc_out")
-DECODERS: dict[str, Family] = LLAMAS | MIXTURES | {
+DECODERS: dict[str, Family] = LLAMAS | MIXTURES | LATENTS | {
     "gpt2": Family(
         architectures=("GPT2LMHeadModel", "GPT2Model"),
         shape=(50257, 768, None, 12, 12, None, 1024), tokens=(50256, 50256),
@@ -341,6 +342,7 @@ WITH_VISION: dict[str, tuple[str, str]] = {
     "emu3": ("Emu3ForConditionalGeneration", "emu3_text_model"),
     "fuyu": ("FuyuForCausalLM", "persimmon"),
     "gemma3": ("Gemma3ForConditionalGeneration", "gemma3_text"),
+    "llama4": ("Llama4ForConditionalGeneration", "llama4_text"),
     "mistral3": ("Mistral3ForConditionalGeneration", "mistral"),
 }
 # fmt: on

@@ -23,11 +23,6 @@ from kvasir.model.importing.tensors import (
     turned_back,
 )
 
-# Of tensors, alone or within a model that also sees images.
-_PREFIXES = (
-    *("language_model.model.", "model.language_model.", "language_model."),
-    *("text_model.model.", "model.text_model.", "text_model.", "model."),
-)
 _PHI3: t.Trait = {
     "keys": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "sliding_window": None},
     "scalings": ("longrope",),
@@ -116,25 +111,6 @@ _CLOVA_SCALES = {"norm": lambda options: options.number("logits_scaling")} | {
 }
 
 
-def _minicpm_residual(options: Options) -> float:
-    depth = math.sqrt(options.whole("num_hidden_layers"))
-    factor: float = options.number("scale_depth", depth) / depth
-    return factor
-
-
-def _minicpm_logits(options: Options) -> float:
-    width = options.whole("hidden_size")
-    factor: float = options.number("dim_model_base", width) / width
-    return factor
-
-
-_MINICPM_SCALES = {
-    "blocks.*.attention.output": _minicpm_residual,
-    "blocks.*.feed_forward.down": _minicpm_residual,
-    "norm": _minicpm_logits,
-}
-
-
 # fmt: off
 LLAMAS: dict[str, Family] = {
     "llama": t.llama("Llama", _7B_SHAPE, (1, 2), t.BIASES),
@@ -148,7 +124,7 @@ LLAMAS: dict[str, Family] = {
         keys={"rms_norm_eps": 1e-5, "head_dim": 128}),
     "emu3_text_model": t.llama(
         "Emu3", (184622, 4096, 14336, 32, 32, 8, 9216), (151849, 151850), t.BIASES, body="Emu3Text",
-        keys={"rms_norm_eps": 1e-5, "rope_theta": 1000000.0}, prefixes=_PREFIXES),
+        keys={"rms_norm_eps": 1e-5, "rope_theta": 1000000.0}, prefixes=t.WITHIN),
     "cwm": t.llama(
         "Cwm", (128256, 6144, 21504, 64, 48, 8, 131072), (128000, [128001, 128008, 128009]),
         t.windows(8192, t.all_but_every(4, first=0)),
@@ -172,7 +148,7 @@ LLAMAS: dict[str, Family] = {
               "no_rope_layer_interval": 4},
         fields={"layers_without_rotary": layers_without_rotary}),
     "mistral": t.llama(
-        "Mistral", _MISTRAL_SHAPE, keys={"sliding_window": 4096}, prefixes=_PREFIXES),
+        "Mistral", _MISTRAL_SHAPE, keys={"sliding_window": 4096}, prefixes=t.WITHIN),
     "ministral": t.llama("Ministral", _MISTRAL_SHAPE, (1, 2), t.windows(4096, t.every_layer)),
     "ministral3": t.llama(
         "Ministral3", (131072, 4096, 14336, 34, 32, 8, 262144),
@@ -181,7 +157,7 @@ LLAMAS: dict[str, Family] = {
               "rope_parameters": {
                   "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384,
                   "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}},
-        prefixes=_PREFIXES),
+        prefixes=t.WITHIN),
     "qwen2": t.llama("Qwen2", _QWEN_SHAPE, (None, None), QWEN_WINDOWS, fields={"qkv_bias": True}),
     "qwen3": t.llama(
         "Qwen3", _QWEN_SHAPE, (None, None), QWEN_WINDOWS, t.ATTENTION_BIAS, t.HEAD_NORMS,
@@ -223,7 +199,7 @@ LLAMAS: dict[str, Family] = {
                 "activation.alpha_n": "mlp.act_fn.alpha_n"}),
     "persimmon": t.llama(
         "Persimmon", (262144, 4096, 16384, 36, 64, None, 16384), (1, 2), t.LAYER_NORM, t.UNGATED,
-        t.HEAD_LAYER_NORMS, norm="final_layernorm", prefixes=_PREFIXES,
+        t.HEAD_LAYER_NORMS, norm="final_layernorm", prefixes=t.WITHIN,
         keys={"hidden_act": "relu2", "partial_rotary_factor": 0.5, "qk_layernorm": True},
         fields=dict.fromkeys(("qkv_bias", "output_bias", "feed_forward_bias"), True),
         layers={"qkv": interleaved_by_head("self_attn.query_key_value"),
@@ -254,7 +230,7 @@ LLAMAS: dict[str, Family] = {
     "gemma3_text": t.llama(
         "Gemma3", (262208, 2304, 9216, 26, 8, 4, 131072), (2, 1), _GEMMA, _SOFTCAPS,
         t.NORMS_BEFORE_AND_AFTER, _GEMMA_LAST, t.HEAD_NORMS, t.windows(4096, _gemma3_windows),
-        body="Gemma3Text", prefixes=_PREFIXES,
+        body="Gemma3Text", prefixes=t.WITHIN,
         keys={"rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
               "sliding_window_pattern": None, "_sliding_window_pattern": None,
               "use_bidirectional_attention": False, "final_logit_softcapping": None,
@@ -287,17 +263,6 @@ LLAMAS: dict[str, Family] = {
         t.LAYER_NORM, t.ATTENTION_BIAS, COHERE, t.ROTARY_IN_WINDOWS,
         t.windows(4096, t.all_but_every(4, "sliding_window_pattern"), sliding_window_pattern=None),
         keys={"rope_theta": 10000.0}, only={"use_qk_norm": (False,)}),
-    "minicpm3": t.llama(
-        "MiniCPM3", (73448, 2560, 6400, 62, 40, 40, 32768), (1, 2), t.LATENTS,
-        keys={"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "head_dim": 32,
-              "kv_lora_rank": 256, "q_lora_rank": 768, "qk_nope_head_dim": 64, "v_head_dim": None,
-              "rope_interleave": False, "embedding_multiplier": 12, "scale_depth": 1.4,
-              "dim_model_base": 256},
-        names={"embedding_multiplier": "scale_emb"}, only={"mlp_bias": (False,)},
-        scalings=("linear", "llama3", "yarn", "longrope"), scales=_MINICPM_SCALES),
-    "youtu": t.llama(
-        "Youtu", (128256, 2048, 6144, 32, 16, 16, 131072), (128000, 128001), t.LATENTS,
-        keys={"tie_word_embeddings": True}),
     "granite": t.llama("Granite", _7B_SHAPE, (1, 2), t.BIASES, t.MULTIPLIERS),
     "hyperclovax": t.llama(
         "HyperCLOVAX", _7B_SHAPE, (1, 2), t.BIASES, t.MULTIPLIERS,

@@ -5,19 +5,19 @@ As in `llamas.py`, a row of MIXTURES says how a family differs from Llama.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
 from kvasir.model.importing.families import traits as t
 from kvasir.model.importing.families.family import Family
 from kvasir.model.importing.families.llamas import COHERE, qwen_windows
-from kvasir.model.importing.families.options import Options, only, refuse
-from kvasir.model.importing.families.positions import window_fields
+from kvasir.model.importing.families.options import Options, refuse
+from kvasir.model.importing.families.positions import layers_without_rotary, window_fields
 from kvasir.model.importing.tensors import (
+    all_ones,
     halves_transposed,
     in_halves,
-    or_zeros,
+    stacked,
     transposed_experts,
     without_first_axis,
 )
@@ -90,30 +90,37 @@ _W123: dict[str, Any] = {"count": "num_local_experts", "router": "block_sparse_m
 _SHARES: t.Trait = {"keys": {"norm_topk_prob": False}}
 _STEPS: t.Trait = {"keys": {"decoder_sparse_step": 1, "mlp_only_layers": None},
                    "fields": {"dense_layers": _dense_layers}}
-_TYPES: t.Trait = {"keys": {"mlp_layer_types": None}, "fields": {"dense_layers": _dense_by_type}}
-_FIRST_DENSE: t.Trait = {"keys": {"first_k_dense_replace": 0},
+TYPES: t.Trait = {"keys": {"mlp_layer_types": None}, "fields": {"dense_layers": _dense_by_type}}
+FIRST_DENSE: t.Trait = {"keys": {"first_k_dense_replace": 0},
                          "fields": {"dense_layers": _dense_first}}
 # Experts with a learned bias for their choice (DeepSeek-V3, 2024).
 _BIASED: t.Trait = {"fields": {"router": "sigmoid", "choice_bias": "scores"}}
-_BALANCED: t.Trait = _BIASED | {
+BALANCED: t.Trait = _BIASED | {
     "keys": {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
     "only": {"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)},
     "layers": {"choice_bias": "mlp.gate.e_score_correction_bias"}}
-_V2_ROUTING = ("greedy", "group_limited_greedy")
+def _llama4_length(options: Options) -> int:
+    """Return the positions up to which chunks and growing queries change nothing."""
+    lengths = [options.whole("max_position_embeddings")]
+    options.layer_kinds("layer_types", ("full_attention", "chunked_attention"))
+    if options["attention_chunk_size"] is not None:
+        lengths.append(options.whole("attention_chunk_size"))
+    if options["attn_temperature_tuning"]:
+        lengths.append(options.whole("floor_scale", least=3) - 1)
+    return min(lengths)
 
 
-def _of_groups(key: str) -> Callable[[Options], Any]:
-    """Return the field of groups, which the greedy router of DeepSeek-V2 leaves aside."""
+def _llama4_dense(options: Options) -> tuple[int, ...]:
+    layers, listed = t.every_layer(options), options["moe_layers"]
+    step = options.whole("interleave_moe_layer_step")
+    if listed is None:
+        listed = layers[step - 1 :: step]
+    elif not isinstance(listed, list) or not all(layer in layers for layer in listed):
+        raise refuse("moe_layers", listed, f"a list of layers from 0 to {layers[-1]}")
+    return tuple(layer for layer in layers if layer not in listed)
 
-    def field(options: Options) -> Any:
-        if (method := options["topk_method"]) not in _V2_ROUTING:
-            raise refuse("topk_method", method, only(_V2_ROUTING))
-        return None if method == "greedy" else options[key]
 
-    return field
-
-
-_SHARED = t.shared_expert("mlp.shared_experts", count="n_shared_experts")
+SHARED = t.shared_expert("mlp.shared_experts", count="n_shared_experts")
 _GRANITE_EXPERTS: t.Trait = t.experts(
     8, 2, count="num_local_experts", normalize_expert_shares=True,
 ) | {
@@ -172,24 +179,24 @@ MIXTURES: dict[str, Family] = {
                 "expert_down": transposed_experts("mlp.experts.fc2")}),
     "glm4_moe": t.llama(
         "Glm4Moe", (151552, 4096, 10944, 46, 96, 8, 131072), (None, None), t.QKV_BIAS, t.HEAD_NORMS,
-        t.experts(128, 8, 1408, count="n_routed_experts"), _BALANCED, _SHARED, _FIRST_DENSE,
+        t.experts(128, 8, 1408, count="n_routed_experts"), BALANCED, SHARED, FIRST_DENSE,
         keys={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "use_qk_norm": False,
               "n_shared_experts": 1, "first_k_dense_replace": 1},
         fields={"qk_norm": itemgetter("use_qk_norm")}),
     "dots1": t.llama(
         "Dots1", (152064, 4608, 10944, 62, 32, 32, 2048), (None, None), t.ATTENTION_BIAS,
-        t.HEAD_NORMS, t.experts(None, None, 1408, count="n_routed_experts"), _BALANCED, _SHARED,
-        _FIRST_DENSE, t.windows(4096, qwen_windows, max_window_layers=62),
+        t.HEAD_NORMS, t.experts(None, None, 1408, count="n_routed_experts"), BALANCED, SHARED,
+        FIRST_DENSE, t.windows(4096, qwen_windows, max_window_layers=62),
         keys={"n_shared_experts": None, "norm_topk_prob": False}),
     "solar_open": t.llama(
         "SolarOpen", (196608, 4096, 10240, 48, 64, 8, 131072), (None, None), t.ATTENTION_BIAS,
-        t.experts(128, 8, 1280, count="n_routed_experts"), _BALANCED, _SHARED,
+        t.experts(128, 8, 1280, count="n_routed_experts"), BALANCED, SHARED,
         keys={"rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "head_dim": 128, "n_shared_experts": 1,
               "partial_rotary_factor": 1.0},
         only={"use_qk_norm": (False,), "first_k_dense_replace": (0,)}),
     "hy_v3": t.llama(
         "HYV3", (120832, 4096, 13312, 80, 64, 8, 131072), (None, None), t.BIASES, t.HEAD_NORMS,
-        t.experts(192, 8, 1536, router="mlp.router.gate", normalize_expert_shares=True), _TYPES,
+        t.experts(192, 8, 1536, router="mlp.router.gate", normalize_expert_shares=True), TYPES,
         _BIASED, t.shared_expert("mlp.shared_mlp", count="num_shared_experts"),
         keys={"rms_norm_eps": 1e-5, "rope_theta": 11158840.0, "head_dim": 128,
               "num_shared_experts": 1, "routed_scaling_factor": 2.826, "first_k_dense_replace": 1},
@@ -197,7 +204,7 @@ MIXTURES: dict[str, Family] = {
         layers={"choice_bias": "mlp.expert_bias"}),
     "exaone_moe": t.llama(
         "ExaoneMoe", (102400, 4096, 16384, 32, 32, 32, 2048), (1, 53), t.HEAD_NORMS,
-        t.ROTARY_IN_WINDOWS, t.experts(64, 8, 1024), _BALANCED, _TYPES,
+        t.ROTARY_IN_WINDOWS, t.experts(64, 8, 1024), BALANCED, TYPES,
         t.windows(4096, t.all_but_every(4, "sliding_window_pattern"), sliding_window_pattern=4),
         t.shared_expert("mlp.shared_experts", count="num_shared_experts"),
         keys={"rms_norm_eps": 1e-5, "num_shared_experts": 1, "routed_scaling_factor": 2.5,
@@ -239,7 +246,7 @@ MIXTURES: dict[str, Family] = {
                 "feed_forward_output_norm": "post_ffn_norm"}),
     "cohere2_moe": t.llama(
         "Cohere2Moe", (256000, 8192, 22528, 40, 64, None, 8192), (5, 255001), t.PAIRS, t.PARALLEL,
-        t.LAYER_NORM, t.ATTENTION_BIAS, COHERE, t.experts(8, 2), _TYPES,
+        t.LAYER_NORM, t.ATTENTION_BIAS, COHERE, t.experts(8, 2), TYPES,
         t.shared_expert("mlp.shared_experts", "intermediate_size", "num_shared_experts"),
         t.windows(4096, _cohere_windows, sliding_window_pattern=4,
                   prefix_dense_sliding_window_pattern=1),
@@ -263,37 +270,28 @@ MIXTURES: dict[str, Family] = {
                 "n_experts": lambda options: options.same("num_experts")}),
     "mellum": t.llama(
         "Mellum", (98304, 2304, 7168, 28, 32, 4, 131072), (None, None), t.ATTENTION_BIAS,
-        t.HEAD_NORMS, t.windows(1024, lambda _: ()), t.experts(64, 8, 896), _EITHER_COUNT, _TYPES,
+        t.HEAD_NORMS, t.windows(1024, lambda _: ()), t.experts(64, 8, 896), _EITHER_COUNT, TYPES,
         keys={"head_dim": 128, "norm_topk_prob": True, "rope_theta": 500000.0,
               "rope_local_base_freq": 10000.0}),
-    "deepseek_v2": t.llama(
-        "DeepseekV2", (102400, 4096, 11008, 32, 32, None, 2048), (1, 2), t.LATENTS,
-        t.experts(64, None, 1407, count="n_routed_experts"), _SHARED, _FIRST_DENSE,
-        keys={"n_shared_experts": 2, "routed_scaling_factor": 1.0, "n_group": None,
-              "topk_group": None, "topk_method": "greedy"},
-        only={"scoring_func": ("softmax", None), "norm_topk_prob": (False, None),
-              "mlp_bias": (False,)},
-        fields={"n_best_of_group": 1, "n_expert_groups": _of_groups("n_group"),
-                "n_groups_per_token": _of_groups("topk_group")}),
-    "deepseek_v3": t.llama(
-        "DeepseekV3", (129280, 7168, 18432, 61, 128, 128, 4096), (0, 1), t.LATENTS,
-        t.experts(256, 8, 2048, count="n_routed_experts"), _BALANCED, _SHARED, _FIRST_DENSE,
-        keys={"n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
-              "first_k_dense_replace": 3}),
-    "glm4_moe_lite": t.llama(
-        "Glm4MoeLite", (154880, 2048, 10240, 47, 20, 20, 202752), (0, 1), t.LATENTS,
-        t.experts(64, 4, 1536, count="n_routed_experts"), _BALANCED, _SHARED, _TYPES,
-        keys={"rms_norm_eps": 1e-5, "n_shared_experts": 1, "routed_scaling_factor": 1.8,
-              "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256,
-              "first_k_dense_replace": 1}),
-    "axk1": t.llama(
-        "AXK1", (163840, 7168, 18432, 61, 64, 64, 32768), (163691, 163691), t.LATENTS,
-        t.experts(192, 8, 2048, count="n_routed_experts"), _BALANCED, _SHARED, _TYPES,
-        keys={"n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
-              "first_k_dense_replace": 1}, fields={"mixture_norm": True},
-        layers={"feed_forward_output_norm": "post_mlp_layernorm",
-                "choice_bias": or_zeros("mlp.gate.e_score_correction_bias")},
-        unused=("layers.*.post_mlp_layernorm.",)),
+    "llama4_text": t.llama(
+        "Llama4", (202048, 5120, 8192, 48, 40, 8, 131072), (1, 2), t.PAIRS, t.BIASES,
+        t.experts(16, 1, count="num_local_experts", router="feed_forward.router"),
+        t.shared_expert("feed_forward.shared_expert", "intermediate_size"), body="Llama4Text",
+        keys={"rms_norm_eps": 1e-5, "head_dim": 128, "rope_theta": 500000.0, "use_qk_norm": True,
+              "intermediate_size_mlp": 16384, "moe_layers": None, "interleave_moe_layer_step": 1,
+              "no_rope_layers": None, "no_rope_layer_interval": 4, "attention_chunk_size": 8192,
+              "attn_temperature_tuning": True, "floor_scale": 8192, "layer_types": None},
+        fields={"d_ff": itemgetter("intermediate_size_mlp"), "max_model_len": _llama4_length,
+                "router": "sigmoid", "shares_scale_inputs": True, "dense_layers": _llama4_dense,
+                "qk_norm": itemgetter("use_qk_norm"),
+                "layers_without_qk_norm": lambda o: (
+                    layers_without_rotary(o) if o["use_qk_norm"] else ()),
+                "layers_without_rotary": layers_without_rotary},
+        layers={"up": stacked("feed_forward.gate_proj", "feed_forward.up_proj"),
+                "down": "feed_forward.down_proj", "query_norm": all_ones(), "key_norm": all_ones(),
+                "expert_up": halves_transposed("feed_forward.experts.gate_up_proj"),
+                "expert_down": transposed_experts("feed_forward.experts.down_proj")},
+        prefixes=t.WITHIN, only={"mlp_bias": (False,)}),
     "gpt_oss": t.llama(
         "GptOss", (201088, 2880, 2880, 36, 64, 8, 131072), (None, None),
         t.windows(128, t.all_but_every(2)),

@@ -128,13 +128,13 @@ def _rope_scaling(
     }
 
 
-def latent_scale(options: Options, width: int) -> float:
-    """Return attention's scale for keys of so many channels, made of latents.
+def latent_scale(options: Options) -> float:
+    """Return attention's scale for keys that are made of latents, but for the turned part.
 
     yarn multiplies it by the square of its weight m, 0.1 m ln(factor) + 1 (DeepSeek-V2).
     """
     given = options["rope_scaling"] or options["rope_parameters"] or {}
-    scale = 1.0 / math.sqrt(width)
+    scale = 1.0 / math.sqrt(head_dim(options) + options.whole("qk_nope_head_dim"))
     if (given.get("rope_type") or given.get("type")) != "yarn" or not given.get("mscale_all_dim"):
         return scale
     rope = Options(given, {})

@@ -12,14 +12,11 @@ from typing import Any
 
 from kvasir.model.importing.families.family import Family
 from kvasir.model.importing.families.options import Options, refuse
-from kvasir.model.importing.families.positions import LAYER_TYPES, head_dim, latent_scale
+from kvasir.model.importing.families.positions import LAYER_TYPES
 from kvasir.model.importing.tensors import (
-    Source,
     all_ones,
     in_layers,
-    last_pairs_apart,
     of_experts,
-    of_latents,
     pairs_apart,
     repeated_for_heads,
     split_by_head,
@@ -33,6 +30,11 @@ ROPE: dict[str, Any] = {"rope_theta": 10000.0, "rope_scaling": None, "rope_param
 ROPE |= {"original_max_position_embeddings": None}
 QKV = stacked(*(f"self_attn.{part}_proj" for part in "qkv"))
 IN, MIDDLE, LAST = "input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
+# Of tensors, alone or within a model that also sees images.
+WITHIN = (
+    *("language_model.model.", "model.language_model.", "language_model."),
+    *("text_model.model.", "model.text_model.", "text_model.", "model."),
+)
 AS_LLAMA = ("LlamaForCausalLM", "LlamaModel")  # classes that some types share
 _MODULES: dict[str, Any] = {"embedding": "embed_tokens", "head": "lm_head"}
 # fmt: off
@@ -212,62 +214,6 @@ def shared_expert(
         "fields": {"d_shared_expert": wide, "shared_expert_gate": gate is not None},
         "layers": parts if gate is None else parts | {"shared_gate": gate},
     }
-
-
-def _latents(options: Options) -> dict[str, Any]:
-    rank, width = options["q_lora_rank"], options["v_head_dim"]
-    if width is None:
-        width = options.whole("hidden_size") // options.whole("num_attention_heads")
-    return {
-        "rank": options.whole("kv_lora_rank"),
-        "key_dim": options.whole("qk_nope_head_dim"),
-        "value_dim": width,
-        "query_rank": None if rank is None else options.whole("q_lora_rank"),
-    }
-
-
-def _latent_places(options: Options) -> Mapping[str, Source]:
-    """Return the places of what makes queries and latents, which depend on the options."""
-    of_query = "q_proj" if options["q_lora_rank"] is None else "q_b_proj"
-    query, latent = (
-        Source((f"layers.*.self_attn.{name}",)) for name in (of_query, "kv_a_proj_with_mqa")
-    )
-    if options["rope_interleave"]:
-        query, latent = last_pairs_apart(query, "n_head"), last_pairs_apart(latent, "n_kv_head")
-    return {"blocks.*.attention.query": query, "blocks.*.attention.latent": latent}
-
-
-# Keys and values made of latents (DeepSeek-V2, 2024). head_dim is here that of the turned part.
-LATENTS: Trait = {
-    "without": ("qkv",),
-    "keys": {
-        "head_dim": 64,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
-        "rope_interleave": True,
-    },
-    "names": {"head_dim": "qk_rope_head_dim"},
-    "only": {"attention_bias": (False,), "moe_layer_freq": (1,)},
-    "fields": {
-        "latents": _latents,
-        "n_kv_head": 1,
-        "head_dim": lambda options: head_dim(options) + options.whole("kv_lora_rank"),
-        "rotary_dim": head_dim,
-        "attention_scale": lambda options: latent_scale(
-            options, head_dim(options) + options.whole("qk_nope_head_dim")
-        ),
-    },
-    "variant": _latent_places,
-    "layers": {
-        "query_latent": "self_attn.q_a_proj",
-        "query_latent_norm": "self_attn.q_a_layernorm",
-        "latent_norm": "self_attn.kv_a_layernorm",
-        "key_up": of_latents("self_attn.kv_b_proj", values=False),
-        "value_up": of_latents("self_attn.kv_b_proj", values=True),
-    },
-}
 
 
 def theta_of_layers(windowed: Windows) -> Trait:
