@@ -255,9 +255,9 @@ def of_latents(module: str, *, values: bool) -> Source:
         return [(config.n_head * sum(widths(config)), config.latents.rank)]
 
     def join(tensors: list[Tensor], config: TransformerConfig) -> Tensor:
-        heads: Tensor = tensors[0].unflatten(0, (config.n_head, -1))
-        keys, of_values = heads.split(widths(config), dim=1)
-        return of_values.transpose(1, 2) if values else keys
+        heads = tensors[0].unflatten(0, (config.n_head, -1))
+        parts: tuple[Tensor, ...] = heads.split(widths(config), dim=1)
+        return parts[1].transpose(1, 2) if values else parts[0]
 
     return Source((module,), shapes, join)
 

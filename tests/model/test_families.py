@@ -76,6 +76,8 @@ def test_a_preset_is_what_its_published_file_says(name: str) -> None:
     assert config.max_model_len == values.get("max_position_embeddings", 1024)
 
 
+_SCOUT = {"factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 0.5, "rope_type": "llama3"}
+_SCOUT |= {"original_max_position_embeddings": 8192}
 # Published decoders: family, keys of their config.json, and what these say.
 RELEASED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma-3-27b": (
@@ -189,6 +191,26 @@ RELEASED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"num_experts": 64, "moe_topk": [8] * 32, "moe_intermediate_size": [3072] * 32}
         | {"num_shared_expert": [1] * 32, "intermediate_size": 3072, "head_dim": 128},
         {"n_experts_per_token": 8, "d_expert": 3072, "d_shared_expert": 3072},
+    ),
+    "DeepSeek-V2-Lite": (
+        "deepseek_v2",
+        {"kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "v_head_dim": 128}
+        | {"qk_rope_head_dim": 64, "num_attention_heads": 16, "hidden_size": 2048}
+        | {"first_k_dense_replace": 1, "moe_intermediate_size": 1408, "num_experts_per_tok": 6}
+        | {"n_group": 1, "topk_group": 1, "topk_method": "greedy", "scoring_func": "softmax"}
+        | {
+            "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "type": "yarn"}
+            | {"mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096}
+        },
+        {"head_dim": 576, "n_kv_head": 1, "n_expert_groups": None, "d_shared_expert": 2816}
+        | {"attention_scale": pytest.approx(192**-0.5 * (0.0707 * math.log(40) + 1) ** 2)},
+    ),
+    "Llama-4-Scout": (
+        "llama4_text",
+        {"attention_chunk_size": 8192, "max_position_embeddings": 10485760, "use_qk_norm": True}
+        | {"num_hidden_layers": 8, "no_rope_layers": [], "layer_types": None, "moe_layers": None}
+        | {"rope_scaling": _SCOUT},
+        {"max_model_len": 8191, "layers_without_rotary": (3, 7), "dense_layers": ()},
     ),
     "command-r7b": (
         "cohere2",
@@ -416,6 +438,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("granite_swa", {"layer_rope_theta": [1.0] * 3}, "layer_rope_theta is .* in 24"),
     ("glm4_moe", {"head_dim": 128, "n_group": 3}, "n_expert_groups must be a part of 128 experts"),
     ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func is 'softmax', .* only 'sigmoid'"),
+    ("deepseek_v2", {"topk_method": "x"}, "topk_method is 'x', .* only 'greedy' or"),
+    ("deepseek_v3", {"attention_bias": True}, "attention_bias is True, .* only False"),
+    ("youtu", {"qk_rope_head_dim": 9}, "rotary_dim"),
+    ("llama4_text", {"moe_layers": [48]}, r"moe_layers is \[48\], .* from 0 to 47"),
     ("granitemoehybrid", {}, "num_local_experts is 8, .* only 0"),
     ("granitemoehybrid", MOE, "layer_types is .*mamba.* only layers of attention"),
 ]

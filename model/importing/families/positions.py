@@ -170,7 +170,7 @@ def layers_without_rotary(options: Options) -> tuple[int, ...]:
     """Return the layers whose queries and keys are not rotated: those with 0 in no_rope_layers."""
     layers = range(options.whole("num_hidden_layers"))
     rotated = options["no_rope_layers"]
-    if rotated is None:
+    if rotated in (None, []):
         interval = options.whole("no_rope_layer_interval")
         rotated = [(layer + 1) % interval != 0 for layer in layers]
     if not isinstance(rotated, list) or len(rotated) < len(layers):
