@@ -17,7 +17,9 @@ import pytest
 import torch
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
+from torch import Tensor, nn
 from torch._export import utils as export_utils
+from torch.onnx import ONNXProgram
 from torch.onnx._internal._lazy_import import onnxscript_apis  # type: ignore[attr-defined]
 from torch.onnx._internal.exporter import _decomp
 from torch.onnx._internal.exporter._registration import ONNXRegistry
@@ -88,6 +90,32 @@ def own_logging() -> Iterator[None]:
 def one_torch_thread() -> None:
     """Use one thread: tensors are tiny here, and a second thread costs more than it saves."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def networks_traced_once() -> Iterator[None]:
+    """Let PyTorch trace networks of equal structure once: that is most of an export.
+
+    The graph it makes has no weights of its own yet (`kvasir.export.graphs.trace`).
+    """
+    traced, trace = dict[object, ONNXProgram](), torch.onnx.export
+
+    def once(module: nn.Module, arguments: tuple[Tensor, ...], **options: Any) -> ONNXProgram:
+        (network,) = module.children()
+        parts = [(name, type(part)) for name, part in network.named_modules()]
+        shapes = [(name, weight.shape) for name, weight in network.state_dict().items()]
+        given = [(argument.dtype, argument.shape) for argument in arguments]
+        own = {name: value for name, value in vars(module).items() if name[0] != "_"}
+        key = repr((type(module), own, network.config, parts, shapes, given, options))
+        if key not in traced:
+            program = trace(module, arguments, **options)
+            assert program is not None
+            traced[key] = program
+        return ONNXProgram(traced[key].model.clone(), None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.onnx, "export", once)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HASH = "0"  # of all results, on every CPU
-
+# Of all results, and of every seventh trial's, on every CPU.
+HASHES = {1: "0", 7: "0"}
 
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 # Slow to compile with them, and few machines run it.
@@ -58,26 +58,27 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.mark.parametrize(
-    ("compiler", "emulator", "paths"),
+    ("compiler", "emulator", "paths", "step"),
     [
-        ("g++", (), None),
-        ("x86_64-linux-gnu-g++", ("qemu-x86_64", "-cpu", "Haswell"), "avx2 scalar"),
-        ("x86_64-linux-gnu-g++", ("qemu-x86_64", "-cpu", "Nehalem"), "scalar"),
-        ("aarch64-linux-gnu-g++", ("qemu-aarch64",), "neon scalar"),
-        ("aarch64-linux-gnu-g++", ("qemu-aarch64", "-cpu", "cortex-a53"), "scalar"),
+        ("g++", (), None, 1),
+        ("aarch64-linux-gnu-g++", ("qemu-aarch64",), "neon scalar", 1),
+        # The same code as above: these show which path a CPU takes, and that it has what it takes.
+        ("x86_64-linux-gnu-g++", ("qemu-x86_64", "-cpu", "Haswell"), "avx2 scalar", 7),
+        ("x86_64-linux-gnu-g++", ("qemu-x86_64", "-cpu", "Nehalem"), "scalar", 7),
+        ("aarch64-linux-gnu-g++", ("qemu-aarch64", "-cpu", "cortex-a53"), "scalar", 7),
     ],
 )
 def test_every_path_has_the_same_bits(
-    build: Callable[..., Path], compiler: str, emulator: tuple[str, ...], paths: str | None
+    build: Callable[..., Path], compiler: str, emulator: tuple[str, ...], paths: str | None, step: int
 ) -> None:
     """As those of every other CPU; and none reads or writes beside a buffer."""
     for program in emulator[:1]:
         find(program)
-    command = [*emulator, str(build(find(compiler), "-static"))]
+    command = [*emulator, str(build(find(compiler), "-static")), str(step)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     found, *names = result.stdout.split()
-    assert found == HASH
+    assert found == HASHES[step]
     assert paths is None or names == paths.split()
 
 
