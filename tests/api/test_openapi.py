@@ -107,6 +107,7 @@ def servers(server: Live) -> Iterator[dict[str, Live]]:
 @pytest.fixture(scope="module")
 def session() -> Iterator[requests.Session]:
     with requests.Session() as kept:
+        kept.trust_env = False  # or it looks for proxies before each of thousands of requests
         yield kept
 
 

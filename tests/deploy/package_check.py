@@ -35,8 +35,8 @@ def environment(name: str, *packages: str | Path) -> Path:
     """Make an environment with packages, and return the folder of its commands."""
     venv.create(BUILD / name, clear=True, with_pip=True)
     commands = BUILD / name / "bin"
-    options = ("--quiet", "--disable-pip-version-check", "-c", ROOT / "constraints.txt")
-    run(commands / "pip", "install", *options, *packages)
+    options = ("--quiet", "--disable-pip-version-check", "--no-compile")
+    run(commands / "pip", "install", *options, "-c", ROOT / "constraints.txt", *packages)
     return commands
 
 

