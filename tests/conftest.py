@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import logging
 import os
 import random
@@ -11,6 +12,7 @@ import secrets
 import signal
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import onnx_ir
@@ -94,12 +96,12 @@ def one_torch_thread() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def networks_traced_once() -> Iterator[None]:
-    """Let PyTorch trace networks of equal structure once: that is most of an export.
+def networks_traced_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let PyTorch trace networks of equal structure once, in whichever worker: most of an export.
 
-    The graph it makes has no weights of its own yet (`kvasir.export.graphs.trace`).
+    The graphs that it makes have no weights of their own (`kvasir.export.graphs.trace`).
     """
-    traced, trace = dict[str, onnx_ir.Model](), torch.onnx.export
+    folder, trace = _shared_folder(tmp_path_factory), torch.onnx.export
 
     def once(module: nn.Module, arguments: tuple[Tensor, ...], **options: Any) -> ONNXProgram:
         (network,) = module.children()
@@ -108,11 +110,13 @@ def networks_traced_once() -> Iterator[None]:
         given = [(argument.dtype, argument.shape) for argument in arguments]
         own = {name: value for name, value in vars(module).items() if name[0] != "_"}
         key = repr((type(module), own, network.config, parts, shapes, given, options))
-        if key not in traced:
-            program = trace(module, arguments, **options)
-            assert program is not None
-            traced[key] = program.model
-        return ONNXProgram(traced[key].clone(), None)
+        path = folder / f"traced-{hashlib.sha256(key.encode()).hexdigest()}.onnx"
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                program = trace(module, arguments, **options)
+                assert program is not None
+                onnx_ir.save(program.model, path)
+        return ONNXProgram(onnx_ir.load(path), None)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.onnx, "export", once)
@@ -138,6 +142,12 @@ def operators_read_once() -> Iterator[None]:
         yield
 
 
+def _shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of all of pytest-xdist's workers."""
+    root = tmp_path_factory.getbasetemp()
+    return root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+
+
 def _shared(precision: str = "fp32", **changes: Any) -> Any:
     """Return a fixture: a model that is exported by whichever of pytest-xdist's workers asks first.
 
@@ -148,10 +158,7 @@ def _shared(precision: str = "fp32", **changes: Any) -> Any:
     def model(
         request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     ) -> RandomModel:
-        root, shape = tmp_path_factory.getbasetemp(), SHAPE | changes
-        if "PYTEST_XDIST_WORKER" in os.environ:
-            root = root.parent
-        folder = root / str(request.fixturename)
+        folder, shape = _shared_folder(tmp_path_factory) / request.fixturename, SHAPE | changes
         with FileLock(f"{folder}.lock"):
             if (folder / GRAPH_FILE).exists():
                 return RandomModel(make_decoder(make_config(**shape)), folder / GRAPH_FILE)

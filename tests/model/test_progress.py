@@ -9,6 +9,7 @@ from threading import Event, Thread
 import pytest
 
 from kvasir.model.platform.progress import interruptible
+from tests.kit.fake_runner import TIMEOUT
 
 
 def test_the_result_is_the_works() -> None:
@@ -36,5 +37,5 @@ def test_control_c_ends_the_wait_and_not_the_work() -> None:
     with pytest.raises(KeyboardInterrupt):
         interruptible(work)
     pressing.join()
-    assert told.wait(30)
+    assert told.wait(TIMEOUT)
     compiled.set()

@@ -24,7 +24,7 @@ from kvasir.server.errors import EngineError
 from kvasir.server.requests.admission.forecast import Work
 from kvasir.server.requests.async_engine import AsyncEngine, OutputStream
 from tests.kit.fake_encoder import FakeTextRunner
-from tests.kit.fake_runner import FakeRunner
+from tests.kit.fake_runner import TIMEOUT, FakeRunner
 from tests.kit.serving import sample
 
 VOCAB_SIZE = 40
@@ -67,7 +67,7 @@ async def collect(stream: OutputStream, n_sequences: int) -> dict[int, list[Toke
     """Outputs by sequence, until that many have ended."""
     outputs: dict[int, list[TokenOutput]] = {}
     ended = 0
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(TIMEOUT):
         while ended < n_sequences:
             for output in await stream.receive():
                 outputs.setdefault(output.sequence_id, []).append(output)
@@ -341,7 +341,7 @@ async def test_an_idle_engine_returns_memory_and_serves_the_next_request(
     async with running(runner) as engine:
         for _ in range(2):
             await collect(submit(engine, [1, 2, 3]), 1)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(TIMEOUT):
                 while (tokens := await returned.get())[0] == 0:  # before the request came
                     pass
             assert tokens == (3 + 4 + 3, 0)  # the sequence, and its prompt's floats
