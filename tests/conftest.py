@@ -160,7 +160,7 @@ def _shared(precision: str = "fp32", **changes: Any) -> Any:
     def model(
         request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     ) -> RandomModel:
-        folder, shape = _shared_folder(tmp_path_factory) / request.fixturename, SHAPE | changes
+        folder, shape = _shared_folder(tmp_path_factory) / str(request.fixturename), SHAPE | changes
         with FileLock(f"{folder}.lock"):
             if (folder / GRAPH_FILE).exists():
                 return RandomModel(make_decoder(make_config(**shape)), folder / GRAPH_FILE)
