@@ -59,7 +59,7 @@ validate: build/validate/.ready  ## Check the deployment files; ARGS=--strict: s
 		build/validate/bin/python -m tests.deploy.validate $(ARGS)
 
 browser-test: $(VENV)/.dev build/browser/.ready  ## Test the page in Chromium; pictures in build/browser
-	build/browser/bin/python -m pytest -q -c tests/browser/pytest.ini --rootdir . tests/browser $(ARGS)
+	build/browser/bin/python -m pytest -q --numprocesses 2 --dist loadfile -c tests/browser/pytest.ini --rootdir . tests/browser $(ARGS)
 
 demo: $(VENV)/.dev build/browser/.ready  ## Record docs/demo.gif, the page in fifteen seconds
 	build/browser/bin/python -m tests.browser.demo docs/demo.gif
@@ -184,7 +184,7 @@ build/docs/.ready: constraints.txt
 
 build/browser/.ready: constraints.txt
 	$(PYTHON) -m venv build/browser
-	build/browser/bin/$(PIP_INSTALL) -c constraints.txt pillow playwright pytest
+	build/browser/bin/$(PIP_INSTALL) -c constraints.txt pillow playwright pytest pytest-xdist
 	for _ in 1 2 3; do npm install --silent --no-audit --no-fund --prefix build/browser axe-core@4.14.1 && break; sleep 5; done
 	test -d build/browser/node_modules/axe-core
 	@touch $@
