@@ -14,14 +14,13 @@ MISSING: dict[str, str] = {  # a model_type: words for "config.json describes â€
             "bailing_hybrid kimi_linear minimax recurrent_gemma rwkv xlstm",
         "has layers of short convolutions": "inkling2_text inkling_text lfm2 lfm2_moe lfm3 zaya",
         "has latent attention (MLA)":
-            "axk1 axk2 deepseek_v2 deepseek_v3 glm4_moe_lite hy_v4 longcat_flash minicpm3 youtu",
+            "axk2 hy_v4 longcat_flash",
         "attends to tokens that an indexer chooses":
             "deepseek_v32 dots3_note dots3_note_text glm_moe_dsa minimax_m3_vl_text",
         "attends to compressed tokens": "deepseek_v4",
         "has several residual streams": "qwen4_exp qwen4_exp_text",
         "has layers that share keys, and heads of two sizes":
             "gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text",
-        "scales queries by layer, and attends in chunks": "llama4 llama4_text",
         "has a gate on the output of attention": "afmoe beam laguna",
         "has values of another size than keys": "mimo_v2_flash",
         "has experts of attention heads": "jetmoe",
