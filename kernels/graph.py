@@ -17,6 +17,7 @@ from onnx.numpy_helper import to_array
 DOMAIN = "kvasir"  # of our operators
 LINEARS = ("Linear", "Linear4")
 NIBBLE_BLOCK = 32  # inputs for each scale of `Linear4`
+N_INPUTS = 7  # of both
 
 
 class Mismatch(Exception):  # noqa: N818  it is no error
