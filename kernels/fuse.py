@@ -1,10 +1,10 @@
 """A graph's rounded products, and what surrounds them, as operators of the domain `kvasir`.
 
-Around a rounded product (`kernels.products`) are a norm or an activation, a bias and a residual. All
-of it becomes one node, `Linear`, or `Linear4` of weights in blocks of 4 bits. Inputs of both are x,
-the weight and its scales and, where not empty, a bias, the weight and the bias of a norm before the
-product, and a residual. An activation, which may be of a gate, comes before the norm, and mixing
-after both.
+Around a rounded product (`kernels.products`) are a norm or an activation, a bias and a residual.
+All of it becomes one node, `Linear`, or `Linear4` of weights in blocks of 4 bits. Inputs of both
+are x, the weight and its scales and, where not empty, a bias, the weight and the bias of a norm
+before the product, and a residual. An activation, which may be of a gate, comes before the norm,
+and mixing after both.
 
 Each rule looks at one node and at what makes and reads its values, and changes it if a node of ours
 computes the same; else it raises `Mismatch` and changes nothing. No rule removes a node: what
