@@ -205,7 +205,7 @@ def model_card(served: NamedModel) -> ModelCard:  # no coroutine: it asks the fi
         most = most_tokens(model_dir.config)
         explain_limits = ExplainLimits(max_tokens=most, max_weights=MAX_WEIGHTS)
     files = [
-        ModelFile(name=name, sha256=digest, bytes=_size(model_dir.path / name))
+        ModelFile(name=name, sha256=digest, bytes=file_size(model_dir.path / name))
         for name, digest in manifest.files.items()
     ]
     return ModelCard(
@@ -230,7 +230,7 @@ def model_card(served: NamedModel) -> ModelCard:  # no coroutine: it asks the fi
     )
 
 
-def _size(path: FilePath) -> int | None:
+def file_size(path: FilePath) -> int | None:
     """Return a file's size; None if it has been removed since it was read at the start."""
     try:
         return path.stat().st_size

@@ -14,6 +14,8 @@ IGNORED = frozenset(
         *("user", "safety_identifier", "metadata", "client_metadata", "session_id", "request_id"),
         *("store", "service_tier", "provider", "keep_alive", "id_slot", "slot_id"),
         *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_prompt"),
+        *("num_ctx", "num_batch", "num_keep", "num_thread", "num_gpu", "main_gpu", "low_vram"),
+        *("numa", "f16_kv", "use_mmap", "use_mlock", "mirostat_tau", "mirostat_eta"),
     )
 )
 NO_OPS: dict[str, list[Any]] = {
@@ -33,6 +35,13 @@ NO_OPS: dict[str, list[Any]] = {
         ("echo stream include_obfuscation watermark", [False]),
         ("use_beam_search early_stopping include_stop_str_in_output", [False]),
         ("return_token_ids return_tokens_as_token_ids", [False]),
+        ("logits_all vocab_only embedding_only", [False]),
+        ("template", [""]),
+        ("context images", [[]]),
+        ("mirostat", [0]),
+        ("tfs_z", [1.0]),
+        ("repeat_last_n", [-1]),
+        ("penalize_newline", [True]),
     )
     for name in names.split()
 }
@@ -47,6 +56,7 @@ USED_HERE = {
     **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
     "ignore_eos_token": "ignore_eos",
     "typical": "typical_p",
+    "context": "messages of /api/chat",
     "best_of": "n",
     "use_beam_search": "num_beams",
     "forced_bos_token_id": "target_language",

@@ -29,8 +29,12 @@ from kvasir.server.api.http.responses import (
     TGI_PATHS,
     error_response,
     is_anthropic,
+    is_ollama,
     path_of,
 )
+from kvasir.server.api.ollama import models as ollama_models
+from kvasir.server.api.ollama import routes as ollama
+from kvasir.server.api.ollama.schemas import OllamaError
 from kvasir.server.api.openai import batches, chat, completions, files
 from kvasir.server.api.openai.responses import routes as responses
 from kvasir.server.api.schemas import Error
@@ -47,7 +51,11 @@ router = APIRouter()
 _DOCUMENTING = Lock()  # else each of many requests would make the first document
 
 _REF = "#/components/schemas/{model}"
-_UNDECLARED = (Error, GenerateError, AnthropicError, batches.BatchBody)
+_UNDECLARED = (Error, GenerateError, AnthropicError, OllamaError, batches.BatchBody)
+# Ollama's paths that change which models there are.
+_OLLAMAS_STORE = tuple(
+    f"/api/{word}" for word in ("pull", "push", "create", "copy", "delete", "blobs")
+)
 _STRING = {"required": True, "schema": {"type": "string"}}
 _REQUEST_ID = _STRING | {"description": "The request's own, or a new one."}
 _IGNORED = {
@@ -70,6 +78,7 @@ ROUTERS = (
     *(responses.router, messages.router, models.router, tgi.router, tokenize.router),
     *(cohere.router, tei.router, tei.label_router, cohere.label_router),
     *(vllm.router, vllm.label_router),
+    *(ollama.router, ollama.vector_router, ollama_models.router),
     *(files.router, batches.router),
     *(explain.router, health.router, playground.router, router),
 )
@@ -101,6 +110,11 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         near = get_close_matches(path[:128], [route.path for route in ROUTES], 1, cutoff=0.75)
         hint = f"did you mean {near[0]}?" if near else "/docs lists the paths"
         refusal = NotFoundError(f"there is no {path} here; {hint}")
+        if path_of(request.scope).startswith(_OLLAMAS_STORE):
+            refusal = NotFoundError(
+                "this server has the models that it was started with; `kvasir pull` fetches "
+                "others, `kvasir serve` takes several, and `kvasir rm` removes them"
+            )
         if path_of(request.scope).startswith(("/v1/files", "/v1/batches")):
             refusal = NotFoundError("batches are switched off on this server (setting batch_dir)")
         if path_of(request.scope) == "/explain":
@@ -118,6 +132,17 @@ async def _on_wrong_parameter(request: Request, error: Exception) -> Response:
     first = error.errors()[0]
     name = str(first["loc"][-1])
     return error_response(request.scope, InvalidRequestError(f"{name}: {first['msg']}", param=name))
+
+
+def _error_kinds(path: str, method: str) -> tuple[type[BaseModel], ...]:
+    """Return the types of a route's errors."""
+    if path in TGI_PATHS and method == "post":
+        return (GenerateError,)
+    if path.startswith("/v1/models"):
+        return Error, AnthropicError
+    if is_anthropic({"path": path}):
+        return (AnthropicError,)
+    return (OllamaError,) if is_ollama({"path": path}) else (Error,)
 
 
 def document(app: FastAPI) -> dict[str, Any]:
@@ -146,13 +171,7 @@ def document(app: FastAPI) -> dict[str, Any]:
             operation["operationId"] = re.sub(r"\W+", "_", f"{method}{path}").strip("_")
             del operation["description"]
             operation.setdefault("security", security)
-            kinds: tuple[type[BaseModel], ...] = (Error,)
-            if path in TGI_PATHS and method == "post":
-                kinds = (GenerateError,)
-            elif path.startswith("/v1/models"):
-                kinds = (Error, AnthropicError)
-            elif is_anthropic({"path": path}):
-                kinds = (AnthropicError,)
+            kinds = _error_kinds(path, method)
             errors = [{"$ref": _REF.format(model=kind.__name__)} for kind in kinds]
             responses = operation["responses"]
             for absent in ("422", "403" if settings.has_keys else "401"):  # 422 is FastAPI's own

@@ -99,11 +99,13 @@ class ModelRegistry:
         return served
 
     def named(self, name: str) -> ServedModel:
-        """Return a model by its name.
+        """Return a model by its name, to which Ollama's clients add ":latest".
 
         Raises ModelNotFoundError for an unknown name, and UnavailableError for a model that could
         not be loaded.
         """
+        if name not in self.names:
+            name = name.removesuffix(":latest")
         if name in self.failures:
             raise UnavailableError(
                 f"the model {name!r} could not be loaded; the server's log says why",

@@ -155,8 +155,8 @@ def parse(
     if first["type"] == "extra_forbidden":
         mend = f"use {USED_HERE[place]}" if place in USED_HERE else _advice(adapter, first["loc"])
         message = f"the field {place!r} is unknown or not supported; {mend}"
-        if place in NO_OPS:
-            values = " or ".join(map(compact, NO_OPS[place]))
+        if (name := str(first["loc"][-1])) in NO_OPS:
+            values = " or ".join(map(compact, NO_OPS[name]))
             message = f"{place}: nothing but {values} is served here; {mend}"
     elif place:
         message = f"{place}: {message}"

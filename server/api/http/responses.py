@@ -80,6 +80,14 @@ STREAMED = GENERATE_ERRORS | {
     }
 }
 
+# The same of Ollama's routes.
+STREAMED_LINES = GENERATE_ERRORS | {
+    200: {
+        "description": "The answer. A stream is lines of JSON.",
+        "content": {"application/x-ndjson": {}},
+    }
+}
+
 
 def models_of(scope: Scope) -> ModelRegistry:
     """Return the models of the application."""
@@ -129,6 +137,11 @@ def is_anthropic(scope: Scope) -> bool:
     return path.startswith(f"{_ANTHROPIC_PATH}/")
 
 
+def is_ollama(scope: Scope) -> bool:
+    """Return whether a request is of Ollama's API."""
+    return path_of(scope).startswith("/api/")
+
+
 def error_body(scope: Scope, error: Exception) -> tuple[KvasirError, dict[str, Any]]:
     """Return an error of our tree, and its body in the dialect of the path."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -143,6 +156,8 @@ def error_body(scope: Scope, error: Exception) -> tuple[KvasirError, dict[str, A
     message = error.message
     if error.status == 500:
         message = f"{message}; request id {state_of(scope).id}"  # to be found in the log
+    if is_ollama(scope):
+        return error, {"error": message}
     if path_of(scope) in TGI_PATHS:
         return error, {"error": message, "error_type": _TGI_TYPES.get(error.type, error.type)}
     if is_anthropic(scope):

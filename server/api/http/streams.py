@@ -35,6 +35,7 @@ KEEP_ALIVE_SECONDS = 15.0  # of silence, after which a stream gets a comment lin
 class Formatter(ABC):
     """The form of a completion's response: a stream shows the parts of which `whole` is made."""
 
+    media_type = "text/event-stream"
     end = b""  # the last event of a stream
     keep_alive = KEEP_ALIVE
     completion: Completion  # once the request is admitted
@@ -86,7 +87,8 @@ def respond(
     state = state_of(request.scope)
     held = formatter.served.answers[state.is_background].hold(wanted.answer_bytes)
     if stream:
-        return EventStream(_events(state, wanted, formatter), formatter.failed, held)
+        events = _events(state, wanted, formatter)
+        return EventStream(events, formatter.failed, held, formatter.media_type)
     return Deferred(partial(_whole, state, wanted, formatter), held)
 
 
@@ -123,22 +125,22 @@ def event(data: str, name: str | None = None) -> bytes:
 
 
 class EventStream(Response):
-    """A stream of server-sent events, which closes `events` in any case.
+    """A stream of events, as a rule server-sent ones, which closes `events` in any case.
 
     The response starts with the first event, so an error before it has a status of its own. A later
     error ends it with the events that `failed` returns for the error's body. A client that
     disconnects, waiting or reading, cancels the stream.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
         failed: Callable[[dict[str, Any]], bytes],
         held: AbstractContextManager[None],
+        media_type: str = Formatter.media_type,
     ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
         self._events, self._failed, self._held = events, failed, held
 

@@ -18,6 +18,7 @@ from kvasir.server.api.openai.schemas import CompletionsBody
 from kvasir.server.engine.sampling.params import TokenLogprobs
 from kvasir.server.errors import InvalidRequestError
 from kvasir.server.requests.completion import Delta
+from kvasir.server.requests.request import CompletionRequest
 from kvasir.server.requests.served_model import ServedModel
 from kvasir.server.text.detokenizer import token_name
 from kvasir.server.text.fill_in_middle import FORMS, form_of
@@ -30,6 +31,15 @@ DEFAULT_MAX_TOKENS = 16
 @router.post("/v1/completions", response_model=Completion, responses=STREAMED)
 async def completions(request: Request, body: CompletionsBody) -> Response:
     """Continue prompts, as OpenAI does."""
+    wanted, body = await prepare_text(request, body)
+    formatter = CompletionFormatter(served_model(request), body, state_of(request.scope).id)
+    return respond(request, wanted, formatter, stream=body.stream)
+
+
+async def prepare_text(
+    request: Request, body: CompletionsBody
+) -> tuple[CompletionRequest, CompletionsBody]:
+    """Return the request for texts, and the body as it is answered. Raises InvalidRequestError."""
     served, state = served_model(request), state_of(request.scope)
     grammar = await served.text_worker.call(state.body_size, body.any_grammar)
     if body.suffix:
@@ -47,9 +57,7 @@ async def completions(request: Request, body: CompletionsBody) -> Response:
         kept_ids=frozenset() if body.skip_special_tokens else served.special_ids,
         target=body.target(),
     )
-    wanted = await served.builder.build(options, state)
-    formatter = CompletionFormatter(served, body, state.id)
-    return respond(request, wanted, formatter, stream=body.stream)
+    return await served.builder.build(options, state), body
 
 
 def _filling(body: CompletionsBody, added_ids: Mapping[str, int]) -> CompletionsBody:
