@@ -76,8 +76,8 @@ ROUTERS = (
     # The busiest come first: a request is compared with each route before its own.
     *(chat.router, completions.router, embeddings.router),
     *(responses.router, messages.router, models.router, tgi.router, tokenize.router),
-    *(cohere.router, tei.router, tei.label_router, cohere.label_router),
-    *(vllm.router, vllm.label_router),
+    *(cohere.router, tei.router, tei.pair_router, tei.label_router, cohere.pair_router),
+    *(vllm.pair_router, vllm.router, vllm.label_router),
     *(ollama.router, ollama.vector_router, ollama_models.router),
     *(files.router, batches.router),
     *(explain.router, health.router, playground.router, router),

@@ -236,7 +236,7 @@ class RequestState:
     model: its name, "" until it is known. body_size: in bytes, once it is read. error: the `reason`
     of the error that it ended in. trace_id: 32 hexadecimal digits. n_embedded: tokens of its texts,
     once their vectors or scores are known. is_background: a batch's line. ignored: fields of its
-    body that have no effect.
+    body that have no effect. scored_by: what its scores are, if not the model's own.
     """
 
     id: str
@@ -250,6 +250,7 @@ class RequestState:
     trace_id: str | None = None
     is_background: bool = False
     ignored: tuple[str, ...] = ()
+    scored_by: str | None = None
 
     def priority(self, asked: int) -> int:
         """Return the priority of its sequences, if it asks for `asked`."""

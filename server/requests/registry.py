@@ -80,7 +80,7 @@ class ModelRegistry:
         must_choose: of several models one has to be named. Raises InvalidRequestError for a missing
         name or a model of no such task, and the errors of `named`.
         """
-        fit = [name for name, served in self.served.items() if served.task in tasks]
+        fit = [name for task in tasks for name, one in self.served.items() if one.task == task]
         if name in _ANY_MODEL and name not in self.names:
             if must_choose and len(self.names) > 1:
                 names = ", ".join(map(repr, self.served))

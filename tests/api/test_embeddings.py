@@ -119,7 +119,7 @@ RERANKER = encoder_model_dir(("relevant",), label_activation="sigmoid")
 CLASSIFIER = encoder_model_dir(LABELS, label_activation="softmax")
 TAGGER = encoder_model_dir(LABELS, label_activation="sigmoid")
 EMBEDDING = ["/v1/embeddings", "/v2/embed", "/embed", "/embed_all", "/similarity"]
-EMBEDDING += ["/score", "/v1/score", "/pooling"]
+EMBEDDING += ["/score", "/v1/score", "/pooling", "/v1/embed", "/api/embed", "/api/embeddings"]
 RANKING = ["/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"]
 LABELLING = ["/predict", "/v1/classify", "/classify", "/pooling"]
 
@@ -127,6 +127,7 @@ A, B, C, LONG = "def", "read_json(path)", "x ☃", "json.load(path)\n" * 30
 TEXTS, FOUND = [A, B, C], [(A, text) for text in (B, C, A)]
 SOURCE = {"source_sentence": A, "sentences": [B, C]}
 COHERE = {"texts": [A, B], "truncate": "END", "input_type": "clustering"}
+FIRST = {"texts": [A, B]}  # of Cohere's first version
 QUERY, DOCUMENTS = {"query": A, "texts": [B, C, A]}, {"query": A, "documents": [B, C, A]}
 NAMED = [{"text": text} for text in DOCUMENTS["documents"]]
 Case = tuple[str, dict[str, Any], list[Any], Callable[[list[Any]], Any]]
@@ -167,6 +168,18 @@ VECTORS: list[Case] = [
      lambda o: {"base64": [unit(o[0][:12])], "ubinary": [bits(o[0][:12])]}),
     ("/v2/embed", COHERE | {"texts": [LONG], "max_tokens": 7}, [ids_of(LONG, 7)],
      lambda o: {"float": o}),
+    ("/v1/embed", FIRST, [A, B], list),
+    ("/v1/embed", FIRST | {"input_type": "search_query", "embedding_types": ["float", "binary"]},
+     [f"find: {A}", f"find: {B}"],
+     lambda o: {"float": o, "binary": [bits(one, 128) for one in o]}),
+    ("/api/embed", {"input": [LONG, A], "dimensions": 5, "keep_alive": "5m"},
+     [ids_of(LONG, LIMIT), A], lambda o: [unit(one[:5]) for one in o]),
+    ("/api/embed", {"input": A}, [A], lambda o: [unit(o[0])]),
+    ("/api/embeddings", {"prompt": A, "options": {"num_ctx": 9}}, [A], lambda o: o[0]),
+    ("/rerank", {"query": A, "texts": [B, C]}, TEXTS,
+     lambda o: ranked([[cosine(o[0], one)] for one in o[1:]], "score", {})),
+    ("/v1/rerank", {"query": A, "documents": [B, C], "return_documents": False}, TEXTS,
+     lambda o: ranked([[cosine(o[0], one)] for one in o[1:]], "relevance_score", {})),
 ]  # fmt: skip
 RANKS: list[Case] = [
     ("/rerank", QUERY, FOUND, lambda o: ranked([*map(sigmoids, o)], "score", {})),
@@ -222,6 +235,8 @@ async def test_a_route_shows_what_the_engine_makes_of_the_texts(
     async with encoding(model_dir) as client:
         response = await client.post(path, json=body | {"user": "me"})
         assert response.status_code == 200, response.text
+    by_cosine = model_dir is EMBEDDER and path in RANKING
+    assert response.headers.get("x-kvasir-scores") == ("cosine" if by_cosine else None)
     (route,) = (one for one in ROUTES if one.path == path)
     TypeAdapter(route.response_model).validate_json(response.content)
     given = [text if isinstance(text, Encoding) else ids_of(text) for text in texts]
@@ -238,7 +253,8 @@ async def test_a_route_shows_what_the_engine_makes_of_the_texts(
         assert answer.get("meta", meta) == meta
         assert answer.get("model", MODEL) == MODEL
         assert answer.get("texts") == body.get("texts")
-        (answer,) = (answer[name] for name in ("data", "results", "embeddings") if name in answer)
+        names = ("data", "results", "embeddings", "embedding")
+        (answer,) = (answer[name] for name in names if name in answer)
     assert_close(answer, show(outputs))
 
 
@@ -359,7 +375,6 @@ async def test_a_bad_field_is_named_in_teis_form(monkeypatch: pytest.MonkeyPatch
 OTHER_TASKS: list[tuple[ModelDirectory, str, dict[str, Any], str]] = [
     (EMBEDDER, "/v1/completions", {"prompt": "a"}, "/v1/embeddings"),
     (EMBEDDER, "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "embed"),
-    (EMBEDDER, "/rerank", {"query": "a", "texts": ["b"]}, "/similarity"),
     (EMBEDDER, "/v1/classify", {"input": "a"}, "/v1/embeddings"),
     (CLASSIFIER, "/v1/embeddings", {"input": "a"}, "/v1/classify"),
     (CLASSIFIER, "/score", {"text_1": "a", "text_2": "b"}, "/predict and /v1/classify"),

@@ -30,6 +30,11 @@ _ENCODER = {
     "truncation_direction": "left", "timeout_ms": 60_000, "priority": 1, "user": "somebody",
 }  # fmt: skip
 
+_OLLAMA: dict[str, Any] = {
+    "model": "fake-model", "stream": True, "keep_alive": "5m",
+    "options": {"num_predict": 5, "seed": 1, "top_k": 5, "stop": ["stop"], "num_ctx": 9},
+}  # fmt: skip
+
 _MESSAGES: dict[str, Any] = {
     "model": "fake-model", "system": "be brief",
     "messages": [{"role": "user", "content": [{"type": "text", "text": "def"}]}],
@@ -107,6 +112,23 @@ VALID: dict[str, dict[str, Any]] = {
         "embedding_types": ["float", "binary"], "output_dimension": 8, "truncate": "END",
         "max_tokens": 20, "timeout_ms": 60_000, "priority": 1,
     },
+    "/v1/embed": {"model": "fake-model", "texts": ["def", "read"], "input_type": "search_query"},
+    "/api/chat": _OLLAMA | {
+        "messages": [
+            {"role": "user", "content": "def", "images": []},
+            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+            {"role": "tool", "content": "2", "tool_name": "f"},
+        ],
+        "tools": [{"type": "function", "function": _FUNCTION}], "think": False,
+        "logprobs": True, "top_logprobs": 2,
+    },
+    "/api/generate": _OLLAMA | {"prompt": "def", "raw": True, "format": _SCHEMA, "system": ""},
+    "/api/show": {"model": "fake-model", "verbose": True},
+    "/api/embed": {
+        "model": "fake-model", "input": ["def", "read"], "truncate": True, "dimensions": 3,
+        "keep_alive": "5m", "options": {"num_ctx": 9},
+    },
+    "/api/embeddings": {"model": "fake-model", "prompt": "def"},
     "/explain": {
         "model": "fake-model", "text": "def read", "layers": [0], "heads": [0], "top_k": 3,
         "position": 0, "without": [{"layer": 0, "head": 0}], "lens": 1, "entropies": True,
@@ -117,6 +139,7 @@ VALID: dict[str, dict[str, Any]] = {
 OF_ENCODERS = frozenset({
     "/v1/embeddings", "/embed", "/embed_all", "/similarity", "/rerank", "/predict", "/v1/rerank",
     "/v2/rerank", "/v1/classify", "/classify", "/v1/score", "/score", "/pooling", "/v2/embed",
+    "/v1/embed", "/api/embed", "/api/embeddings",
 })  # fmt: skip
 
 _NUMBERS = (

@@ -1,4 +1,4 @@
-"""Cohere's routes: POST /v2/embed; /v1/rerank, as Jina too, and /v2/rerank."""
+"""Cohere's routes: POST /v1/embed and /v2/embed; /v1/rerank, as Jina too, and /v2/rerank."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from kvasir.server.api.embeddings.openai import InputUsage
 from kvasir.server.api.embeddings.requests import (
     Dimensions,
     EncoderFields,
+    Pairs,
     PromptFields,
     QueueFields,
     check_dimensions,
-    pooling_of,
     respond,
 )
-from kvasir.server.api.http.body import LabelRoute, VectorRoute
+from kvasir.server.api.http.body import PairRoute, VectorRoute
 from kvasir.server.api.http.pieces import LazyList
 from kvasir.server.api.http.responses import GENERATE_ERRORS, served_model, state_of
-from kvasir.server.api.schemas import Items, ModelName, ResponseBody, Share, Size
+from kvasir.server.api.schemas import Items, ModelName, ResponseBody, Size
 from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.errors import InvalidRequestError
 
 router = APIRouter(route_class=VectorRoute)
-label_router = APIRouter(route_class=LabelRoute)
+pair_router = APIRouter(route_class=PairRoute)
 
 Purpose = Literal["search_document", "search_query", "classification", "clustering"]
 Form = Literal["float", "base64", "ubinary", "binary"]
@@ -79,6 +79,15 @@ class EmbedTextsBody(QueueFields):
     )
 
 
+class EmbedTextsV1Body(EmbedTextsBody):
+    """The body of POST /v1/embed."""
+
+    input_type: Purpose | None = Field(None, description="As in /v2/embed. Default: no prompt.")  # type: ignore[assignment]
+    embedding_types: list[Form] | None = Field(  # type: ignore[assignment]
+        None, min_length=1, description="As in /v2/embed. Default: numbers, in one list."
+    )
+
+
 class ByType(ResponseBody):
     """The vectors in each form that was asked for."""
 
@@ -88,32 +97,54 @@ class ByType(ResponseBody):
     binary: list[list[int]] | None = None
 
 
-class EmbeddingsByType(ResponseBody):
-    """The response of /v2/embed."""
-
+class _Embeddings(ResponseBody):
     id: str
-    embeddings: ByType
     texts: list[str]
     meta: dict[str, dict[str, str | int]] = Field(
         description="`api_version.version`, and `tokens.input_tokens`."
     )
+
+
+class EmbeddingsByType(_Embeddings):
+    """The response of /v2/embed, and of /v1/embed with `embedding_types`."""
+
+    embeddings: ByType
     response_type: Literal["embeddings_by_type"]
 
 
+class EmbeddingsFloats(_Embeddings):
+    """The response of /v1/embed."""
+
+    embeddings: list[list[float]]
+    response_type: Literal["embeddings_floats"]
+
+
+@router.post(
+    "/v1/embed", response_model=EmbeddingsFloats | EmbeddingsByType, responses=GENERATE_ERRORS
+)
+async def embed_v1(request: Request, body: EmbedTextsV1Body) -> Response:
+    """Return a vector for each text, as Cohere does in its first version."""
+    return await _embed(request, body, "1")
+
+
 @router.post("/v2/embed", response_model=EmbeddingsByType, responses=GENERATE_ERRORS)
-async def embed(request: Request, body: EmbedTextsBody) -> Response:
+async def embed_v2(request: Request, body: EmbedTextsBody) -> Response:
     """Return a vector for each text, as Cohere does in its second version."""
+    return await _embed(request, body, "2")
+
+
+async def _embed(request: Request, body: EmbedTextsBody, version: str) -> Response:
     served, n = served_model(request), body.output_dimension
     check_dimensions(served, n, "output_dimension")
     if body.max_tokens is not None and body.truncate == "NONE":
         message = 'max_tokens: say with truncate, "START" or "END", where longer texts are cut'
         raise InvalidRequestError(message, param="max_tokens")
-    prompts = served.model_dir.embedding.prompts
+    prompts, wanted = served.model_dir.embedding.prompts, _PROMPTS.get(body.input_type, ())
     fields = PromptFields(
         truncate=body.truncate != "NONE",
         truncate_prompt_tokens=body.max_tokens,
         truncation_direction="left" if body.truncate == "START" else "right",
-        prompt_name=next((name for name in _PROMPTS[body.input_type] if name in prompts), None),
+        prompt_name=next((name for name in wanted if name in prompts), None),
         timeout_ms=body.timeout_ms,
         priority=body.priority,
     )
@@ -124,12 +155,13 @@ async def embed(request: Request, body: EmbedTextsBody) -> Response:
         return _SHOWN[form](figures.shortened(vector, n))
 
     def show(vectors: list[Floats], n_tokens: int) -> dict[str, Any]:
+        lists = {form: LazyList(vectors, partial(shown, form)) for form in forms or ("float",)}
         return {
             "id": request_id,
-            "embeddings": {form: LazyList(vectors, partial(shown, form)) for form in forms},
+            "embeddings": lists if forms else lists["float"],
             "texts": LazyList(texts, str),
-            "meta": _meta("2", n_tokens),
-            "response_type": "embeddings_by_type",
+            "meta": _meta(version, n_tokens),
+            "response_type": "embeddings_by_type" if forms else "embeddings_floats",
         }
 
     return await respond(request, fields, texts, "texts", "pooled", show, dimensions=n)
@@ -163,7 +195,7 @@ class Ranked(ResponseBody):
     """A document's place in the order."""
 
     index: Size = Field(description="Its place in the request.")
-    relevance_score: Share
+    relevance_score: float = Field(description="From 0 to 1; of a model of vectors, the cosine.")
     document: Document | None = None
 
 
@@ -179,36 +211,37 @@ class Ranking(ResponseBody):
     )
 
 
-@label_router.post("/v1/rerank", response_model=Ranking, responses=GENERATE_ERRORS)
+@pair_router.post("/v1/rerank", response_model=Ranking, responses=GENERATE_ERRORS)
 async def rank_v1(request: Request, body: RankBody) -> Response:
     """Order documents by how well they answer a question, as Cohere and Jina do."""
     return await _rank(request, body, "1")
 
 
-@label_router.post("/v2/rerank", response_model=Ranking, responses=GENERATE_ERRORS)
+@pair_router.post("/v2/rerank", response_model=Ranking, responses=GENERATE_ERRORS)
 async def rank_v2(request: Request, body: RankBody) -> Response:
     """Order documents as /v1/rerank does, in Cohere's second version."""
     return await _rank(request, body, "2")
 
 
 async def _rank(request: Request, body: RankBody, version: str) -> Response:
-    served = served_model(request)
-    pooling, top_n = pooling_of(served, n_labels=1), body.top_n
+    served, top_n = served_model(request), body.top_n
     texts = [given if isinstance(given, str) else given.text for given in body.documents]
     has_texts = version == "1" if body.return_documents is None else body.return_documents
     head = {"id": state_of(request.scope).id, "model": served.name}
+    pairs = Pairs(request, [body.query], texts)
 
     def show(outputs: list[Floats], n_tokens: int) -> dict[str, Any]:
+        scores = pairs.scores(outputs)
+
         def ranked(index: int) -> dict[str, Any]:
-            rank = {"index": index, "relevance_score": figures.shares(outputs[index], pooling)[0]}
+            rank = {"index": index, "relevance_score": pairs.shown(scores[index])}
             return rank | ({"document": {"text": texts[index]}} if has_texts else {})
 
-        results = LazyList(figures.best_first(np.concatenate(outputs))[:top_n], ranked)
+        results = LazyList(figures.best_first(scores)[:top_n], ranked)
         tail = {"usage": figures.usage(n_tokens), "meta": _meta(version, n_tokens)}
         return head | {"results": results} | tail
 
-    pairs = [(body.query, text) for text in texts]
-    return await respond(request, body, pairs, "documents", "scores", show)
+    return await pairs.respond(body, "documents", show)
 
 
 def _meta(version: str, n_tokens: int) -> dict[str, Any]:

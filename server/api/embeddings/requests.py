@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from fastapi import Request
 from pydantic import AliasChoices, BeforeValidator, Field
 from starlette.responses import Response
 
 from kvasir.model.config import Pooling
 from kvasir.server.api import schemas
+from kvasir.server.api.embeddings import figures
 from kvasir.server.api.http.pieces import Deferred, LazyList, Pieces, json_response
 from kvasir.server.api.http.responses import served_model, state_of
 from kvasir.server.engine.encoder.sequence import Encoding
@@ -122,12 +125,51 @@ async def respond(
     async def answer() -> Response:
         outputs = await served.embed(wanted)
         n_tokens = state.n_embedded = wanted.n_prompt_tokens
-        pieces = Pieces(show(outputs, n_tokens))
+        work, worker = partial(show, outputs, n_tokens), served.text_worker
         if sum(array.size for array in outputs) <= SHORT:
-            return json_response(b"".join(pieces), served.text_worker)
-        return json_response(pieces, served.text_worker)
+            return json_response(b"".join(Pieces(work())), worker)
+        shown = await asyncio.get_running_loop().run_in_executor(worker, work)
+        return json_response(Pieces(shown), worker)
 
     return Deferred(answer, answers.hold(n_bytes))
+
+
+class Pairs:
+    """The pairs of texts to score: of one first text and each second, or of two lists.
+
+    A model of vectors, which has no scores, gives the cosine of each two: the response's header
+    x-kvasir-scores then says so. Raises InvalidRequestError for a model of several labels.
+    """
+
+    def __init__(self, request: Request, firsts: list[str], seconds: list[str]) -> None:
+        served = served_model(request)
+        self._by_cosine = served.task == "embed"
+        self._pooling = pooling_of(served, None if self._by_cosine else 1)
+        self._request, self._firsts, self._seconds = request, firsts, seconds
+
+    async def respond(self, fields: EncoderFields, param: str, show: Show) -> Response:
+        """Return the response; as the function of the name."""
+        firsts, seconds = self._firsts, self._seconds
+        if self._by_cosine:
+            state_of(self._request.scope).scored_by = "cosine"
+            texts = [*firsts, *seconds]
+            return await respond(self._request, fields, texts, param, "pooled", show, "none")
+        pairs = [*zip(firsts * (len(seconds) // len(firsts)), seconds, strict=True)]
+        return await respond(self._request, fields, pairs, param, "scores", show)
+
+    def scores(self, outputs: list[Floats]) -> Floats:
+        """Return the scores [n_pairs] as the model computes them, or cosines."""
+        if not self._by_cosine:
+            return np.concatenate(outputs)
+        firsts, seconds = outputs[: len(self._firsts)], outputs[len(self._firsts) :]
+        cosines = [figures.cosine(firsts[i % len(firsts)], v) for i, v in enumerate(seconds)]
+        return np.array(cosines, np.float32)
+
+    def shown(self, score: np.float32) -> float:
+        """Return a score from 0 to 1; a cosine as it is."""
+        if self._by_cosine:
+            return float(score)
+        return figures.shares(np.array([score]), self._pooling)[0]
 
 
 async def _encodings(

@@ -16,13 +16,14 @@ from kvasir.model.config import Pooling
 from kvasir.server.api.embeddings import figures
 from kvasir.server.api.embeddings.requests import (
     EncoderFields,
+    Pairs,
     PromptFields,
     check_dimensions,
     each,
     pooling_of,
     respond,
 )
-from kvasir.server.api.http.body import LabelRoute, VectorRoute
+from kvasir.server.api.http.body import LabelRoute, PairRoute, VectorRoute
 from kvasir.server.api.http.pieces import LazyList
 from kvasir.server.api.http.responses import GENERATE_ERRORS, served_model
 from kvasir.server.api.openai.schemas import Prompts
@@ -36,6 +37,7 @@ from kvasir.server.requests.text_worker import THREADS
 
 router = APIRouter(route_class=VectorRoute)
 label_router = APIRouter(route_class=LabelRoute)
+pair_router = APIRouter(route_class=PairRoute)
 
 _RawScores = Annotated[bool, Field(description="Return scores as the model computes them.")]
 
@@ -192,21 +194,23 @@ async def similarity(request: Request, body: SimilarityBody) -> Response:
     return await respond(request, body.parameters, inputs, "inputs", "pooled", show, form="none")
 
 
-@label_router.post("/rerank", response_model=list[Rank], responses=GENERATE_ERRORS)
+@pair_router.post("/rerank", response_model=list[Rank], responses=GENERATE_ERRORS)
 async def rerank(request: Request, body: RerankBody) -> Response:
     """Return the scores of texts that may answer a question, best first, as TEI does."""
-    shown = _shown(pooling_of(served_model(request), n_labels=1), raw=body.raw_scores)
+    pairs, is_raw = Pairs(request, [body.query], body.texts), body.raw_scores
     texts = body.texts if body.return_text else None
 
     def show(outputs: list[Floats], _n_tokens: int) -> LazyList:
+        scores = pairs.scores(outputs)
+
         def rank(index: int) -> dict[str, Any]:
-            score = {"index": index, "score": shown(outputs[index])[0]}
+            shown = float(scores[index]) if is_raw else pairs.shown(scores[index])
+            score = {"index": index, "score": shown}
             return score if texts is None else {**score, "text": texts[index]}
 
-        return LazyList(figures.best_first(np.concatenate(outputs)), rank)
+        return LazyList(figures.best_first(scores), rank)
 
-    pairs = [(body.query, text) for text in body.texts]
-    return await respond(request, body, pairs, "texts", "scores", show)
+    return await pairs.respond(body, "texts", show)
 
 
 @label_router.post(

@@ -15,23 +15,24 @@ from kvasir.server.api.embeddings.openai import InputUsage
 from kvasir.server.api.embeddings.requests import (
     EncoderFields,
     EncodingFormat,
+    Pairs,
     PromptFields,
     each,
     pooling_of,
     respond,
 )
-from kvasir.server.api.http.body import EncoderRoute, LabelRoute
+from kvasir.server.api.http.body import EncoderRoute, LabelRoute, PairRoute
 from kvasir.server.api.http.pieces import LazyList
 from kvasir.server.api.http.responses import GENERATE_ERRORS, served_model, state_of
 from kvasir.server.api.openai.schemas import Prompts
 from kvasir.server.api.schemas import Items, ModelName, ResponseBody, Share, Size
 from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.errors import InvalidRequestError
-from kvasir.server.requests.encoding import Text
 from kvasir.server.requests.request import Output
 
 router = APIRouter(route_class=EncoderRoute)
 label_router = APIRouter(route_class=LabelRoute)
+pair_router = APIRouter(route_class=PairRoute)
 
 _Texts = str | Items[str]
 # What each task of /pooling asks for, and the purpose of the models that can do it.
@@ -130,11 +131,11 @@ class PooledInputs(_Listed):
     data: list[Pooled]
 
 
-@router.post("/score", response_model=Scores, responses=GENERATE_ERRORS)
-@router.post("/v1/score", response_model=Scores, responses=GENERATE_ERRORS)
+@pair_router.post("/score", response_model=Scores, responses=GENERATE_ERRORS)
+@pair_router.post("/v1/score", response_model=Scores, responses=GENERATE_ERRORS)
 async def score(request: Request, body: ScoreBody) -> Response:
     """Return the scores of pairs of texts, as vLLM does: of a model of vectors their cosines."""
-    served, head = served_model(request), _head(request, "score")
+    head = _head(request, "score")
     both = body.text_1, body.text_2
     firsts, seconds = ([given] if isinstance(given, str) else given for given in both)
     if not (firsts and seconds) or len(firsts) not in (1, len(seconds)):
@@ -143,26 +144,18 @@ async def score(request: Request, body: ScoreBody) -> Response:
             "many as in text_2",
             param="text_1",
         )
-    is_cosine = served.task == "embed"
-    pooling = pooling_of(served, None if is_cosine else 1)
-    n_first, n_pairs = len(firsts), len(seconds)
+    pairs = Pairs(request, firsts, seconds)
 
     def show(outputs: list[Floats], n_tokens: int) -> dict[str, Any]:
-        def scored(index: int) -> dict[str, Any]:
-            if is_cosine:
-                score = figures.cosine(outputs[index % n_first], outputs[n_first + index])
-            else:
-                score = figures.shares(outputs[index], pooling)[0]
-            return {"index": index, "object": "score", "score": score}
+        scores = pairs.scores(outputs)
 
-        data = LazyList(range(n_pairs), scored)
+        def scored(index: int) -> dict[str, Any]:
+            return {"index": index, "object": "score", "score": pairs.shown(scores[index])}
+
+        data = LazyList(range(len(scores)), scored)
         return head | {"data": data, "usage": figures.usage(n_tokens)}
 
-    if is_cosine:
-        texts = [*firsts, *seconds]
-        return await respond(request, body, texts, "text_2", "pooled", show, "none")
-    pairs: list[Text] = [*zip(firsts * (n_pairs // n_first), seconds, strict=True)]
-    return await respond(request, body, pairs, "text_2", "scores", show)
+    return await pairs.respond(body, "text_2", show)
 
 
 @label_router.post("/classify", response_model=Classification, responses=GENERATE_ERRORS)

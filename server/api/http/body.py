@@ -47,7 +47,7 @@ class BodyRoute(APIRoute):
     """A route whose body FastAPI documents, and `parse` parses for one-line errors.
 
     A path of a version, such as /v1, wants a model's name where several are served. Elsewhere the
-    default is the first for the route's task.
+    default is the first for the route's first task that a model is for.
     """
 
     tasks: tuple[Task, ...] = ()  # none: a route of every model
@@ -90,6 +90,7 @@ TextRoute = _route_for("generate")
 VectorRoute = _route_for("embed")
 LabelRoute = _route_for("classify")
 EncoderRoute = _route_for("embed", "classify")
+PairRoute = _route_for("classify", "embed")
 
 
 def check_amount(raw: bytes, max_model_len: int = 0) -> None:

@@ -67,6 +67,8 @@ def request_context(app: ASGIApp) -> ASGIApp:
                 headers["x-request-id"] = state.id
                 if state.ignored:
                     headers["x-kvasir-ignored"] = ", ".join(state.ignored)
+                if state.scored_by is not None and status == 200:
+                    headers["x-kvasir-scores"] = state.scored_by
                 if is_anthropic(scope):
                     headers["request-id"] = state.id
             await send(message)
