@@ -9,12 +9,19 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from fastapi.routing import APIRoute
+from openai.types import completion_create_params, embedding_create_params
+from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params
 
 from kvasir.model.directory import load_model_dir
+from kvasir.server.api.embeddings.openai import EmbeddingsBody
 from kvasir.server.api.http.responses import STATUSES
+from kvasir.server.api.openai.chat_schemas import ChatBody
+from kvasir.server.api.openai.responses.schemas import ResponsesBody
+from kvasir.server.api.openai.schemas import CompletionsBody
 from kvasir.server.api.other_servers import IGNORED, NO_OPS
 from kvasir.server.api.routes import ROUTES
-from kvasir.server.api.schemas import RequestBody
+from kvasir.server.api.schemas import RequestBody, field_names
 from kvasir.server.errors import KvasirError
 from kvasir.server.requests.served_model import ServedModel
 from kvasir.server.settings import Settings, load_settings, shown_default
@@ -37,6 +44,24 @@ OF_REQUESTS = (
     "share_prefix_cache", "cors_origins", "allowed_hosts", "root_path", "explain", "batch_dir",
     "batch_dir_bytes", "stored_responses_memory",
 )  # fmt: skip
+
+# What the openai package may send to a route, and what the route reads.
+OPENAI: dict[str, tuple[Any, type[RequestBody]]] = {
+    "/v1/chat/completions": (chat_params.CompletionCreateParamsNonStreaming, ChatBody),
+    "/v1/completions": (
+        completion_create_params.CompletionCreateParamsNonStreaming, CompletionsBody
+    ),
+    "/v1/responses": (response_create_params.ResponseCreateParamsNonStreaming, ResponsesBody),
+    "/v1/embeddings": (embedding_create_params.EmbeddingCreateParams, EmbeddingsBody),
+}  # fmt: skip
+
+
+def openai_fields(path: str) -> tuple[set[str], set[str], set[str], set[str]]:
+    """Return the package's fields that are read, may have idle values, are ignored, are refused."""
+    params, body = OPENAI[path]
+    known, read = {*get_type_hints(params)}, field_names(body)
+    idle, ignored = (known & names.keys() - read for names in (NO_OPS, dict.fromkeys(IGNORED)))
+    return known & read, idle, ignored, known - read - idle - ignored
 
 
 def body_type(route: APIRoute) -> Any:
@@ -70,6 +95,8 @@ def _table(name: str) -> str:
         head, rows = "| status | `type` | `code` | when |", sorted(set(_errors(KvasirError)))
     elif name == "settings":
         head, rows = "| setting | default | |", [_setting(name) for name in OF_REQUESTS]
+    elif name == "openai":
+        head, rows = "| route | read | idle values only | ignored | refused |", [*_openai()]
     elif name == "metrics":
         head, rows = "| metric | kind | |", list(_metrics())
     elif name == "idle":
@@ -85,6 +112,14 @@ def _table(name: str) -> str:
 
 def _code(value: object) -> str:
     return f"`{json.dumps(value)}`"
+
+
+def _openai() -> Iterator[str]:
+    """Yield a row for each of OpenAI's routes: the number of fields it reads, and the others."""
+    for path in OPENAI:
+        read, *others = openai_fields(path)
+        shown = (", ".join(f"`{name}`" for name in sorted(names)) for names in others)
+        yield f"| `{path}` | {len(read)} | {' | '.join(shown)} |"
 
 
 def _errors(kind: type[KvasirError]) -> Iterator[str]:
@@ -133,7 +168,8 @@ def _kind(schema: dict[str, Any], known: dict[str, Any]) -> str:
         kinds = (_kind(one, known) for one in alternatives if one != {"type": "null"})
         return " or ".join(dict.fromkeys(kinds))
     if "enum" in schema or "const" in schema:
-        return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
+        values = schema.get("enum", [schema.get("const")])
+        return ", ".join('`""`' if value == "" else f"`{value}`" for value in values)
     if schema["type"] == "array":
         most = f", at most {schema['maxItems']}" if "maxItems" in schema else ""
         return f"list of {_kind(schema['items'], known)}{most}"

@@ -82,7 +82,9 @@ class EmbedTextsBody(QueueFields):
 class EmbedTextsV1Body(EmbedTextsBody):
     """The body of POST /v1/embed."""
 
-    input_type: Purpose | None = Field(None, description="As in /v2/embed. Default: no prompt.")  # type: ignore[assignment]
+    input_type: Purpose | None = Field(
+        None, description="As in /v2/embed. Default: for the model to choose."
+    )  # type: ignore[assignment]
     embedding_types: list[Form] | None = Field(  # type: ignore[assignment]
         None, min_length=1, description="As in /v2/embed. Default: numbers, in one list."
     )

@@ -129,7 +129,7 @@ class ShowBody(RequestBody):
     verbose: bool = Field(False, description="Has no effect: all is shown.")
 
 
-class CalledFunction(ResponseBody):
+class OllamaFunction(ResponseBody):
     """The function that the model calls, with its arguments."""
 
     index: Size
@@ -141,7 +141,7 @@ class OllamaCall(ResponseBody):
     """A call of a tool."""
 
     id: str
-    function: CalledFunction
+    function: OllamaFunction
 
 
 class OllamaAnswer(ResponseBody):
