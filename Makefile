@@ -199,7 +199,7 @@ build/conformance/.ready:  # these need other versions than constraints.txt has
 build/encoder-clients/.ready:
 	$(PYTHON) -m venv build/encoder-clients
 	build/encoder-clients/bin/$(PIP_INSTALL) \
-		langchain-openai==1.7.3 llama-index-embeddings-openai==0.7.0 cohere==7.3.1
+		langchain-openai==1.7.3 llama-index-embeddings-openai==0.7.0 cohere==7.3.1 ollama==0.6.3
 	@touch $@
 
 build/aiperf/.ready:

@@ -234,9 +234,10 @@ class RequestState:
     """An HTTP request's id, arrival in seconds of `perf_counter`, sender, and completion if any.
 
     model: its name, "" until it is known. body_size: in bytes, once it is read. error: the `reason`
-    of the error that it ended in. trace_id: 32 hexadecimal digits. n_embedded: tokens of its texts,
-    once their vectors or scores are known. is_background: a batch's line. ignored: fields of its
-    body that have no effect. scored_by: what its scores are, if not the model's own.
+    of the error that it ended in. error_param: the field at fault. trace_id: 32 hexadecimal digits.
+    n_embedded: tokens of its texts, once their vectors or scores are known. is_background: a
+    batch's line. ignored: fields of its body that have no effect. scored_by: what its scores are,
+    if not the model's own.
     """
 
     id: str
@@ -247,6 +248,7 @@ class RequestState:
     completion: Completion | None = None
     n_embedded: int | None = None
     error: str | None = None
+    error_param: str | None = None
     trace_id: str | None = None
     is_background: bool = False
     ignored: tuple[str, ...] = ()

@@ -318,8 +318,19 @@ async def test_one_log_line_for_each_request_without_its_content(
             "/v1/completions?token=hidden", json=body, headers={"x-request-id": "mine"}
         )
         await served.client.get("/nothing")
+        for wrong in ({"top_p": 2}, {"a secret as a name": 1}, {"prompt": "secret " * 99}):
+            refused = await served.client.post("/v1/completions", json=body | wrong)
+            assert refused.status_code == 400
     records = [record for record in caplog.records if record.getMessage() == "request"]
-    first, second = (getattr(record, "fields") for record in records)  # noqa: B009  set by `extra`
+    first, second, *refusals = (
+        getattr(record, "fields")  # noqa: B009  set by `extra`
+        for record in records
+    )
+    assert [(one["error"], one.get("param")) for one in refusals] == [
+        ("invalid_request_error", "top_p"),
+        ("invalid_request_error", None),
+        ("context_length_exceeded", "prompt"),
+    ]
     assert first["ttft_ms"] <= first["duration_ms"]
     assert first == first | {
         "request_id": "mine",

@@ -61,6 +61,7 @@ def main(build: Path) -> int:
                 ("litellm", chats),
                 ("instructor", chats),
                 ("langchain-openai", encoders),
+                ("ollama", encoders),
                 ("langchain-anthropic", build / "claude-clients"),
             ):
                 passed &= _try(client, partial(use_chats, folder_of, server, client))
@@ -119,7 +120,7 @@ def use_embedding_clients(environment: Path) -> Conformed:
     for got in found["ranks"].values():
         assert got == [[rank["index"], rank["relevance_score"]] for rank in results]
     versions = _versions(environment)
-    names = ("langchain-openai", "llama-index-embeddings-openai", "cohere")
+    names = ("langchain-openai", "llama-index-embeddings-openai", "cohere", "ollama")
     note = ", ".join(f"{name} {versions[name]}" for name in names)
     return Conformed("encoders", "", len(found["vectors"]) * 2 + len(found["ranks"]), note)
 

@@ -1,4 +1,4 @@
-"""litellm, instructor and LangChain, in environments without Kvasir.
+"""litellm, instructor, LangChain and Ollama's package, in environments without Kvasir.
 
 Arguments: the URL of the server, a model, a key, and one of the packages. Prints its number of
 calls. None of them may reach anything but the server.
@@ -64,7 +64,7 @@ def use_litellm(url: str, model: str, key: str) -> int:
     limited = {"max_output_tokens": 8, "temperature": 0}
     answer = litellm.responses(input="def", **to_openai, **limited)
     assert answer.status in ("completed", "incomplete")
-    _require_overflow(
+    _require(
         litellm.ContextWindowExceededError,
         lambda: litellm.completion(messages=[LONG], **brief),
     )
@@ -151,6 +151,35 @@ def use_langchain_anthropic(url: str, model: str, key: str) -> int:
     return _use_langchain(chat, chat.bind(max_tokens=8)) + 2
 
 
+def use_ollama(url: str, model: str, key: str) -> int:
+    """Speak chat and texts, whole and streamed; find the model as Open WebUI does."""
+    import ollama  # noqa: PLC0415
+
+    client = ollama.Client(host=url, headers={"authorization": f"Bearer {key}"})
+    (listed,) = client.list().models
+    assert listed.model == f"{model}:latest"
+    assert [one.model for one in client.ps().models] == [listed.model]
+    assert "tools" in client.show(listed.model).capabilities
+    brief: dict[str, Any] = {"num_predict": 8, "temperature": 0, "num_ctx": 4096}
+    asked = {"model": listed.model, "options": brief, "keep_alive": "5m"}
+    whole = client.chat(messages=[USER], **asked)
+    parts = list(client.chat(messages=[USER], stream=True, **asked))
+    assert "".join(part.message.content for part in parts) == whole.message.content
+    assert (parts[-1].done, parts[-1].eval_count) == (True, whole.eval_count)
+    text = client.generate(prompt="def", **asked)
+    lines = client.generate(prompt="def", stream=True, logprobs=True, top_logprobs=2, **asked)
+    assert "".join(line.response for line in lines) == text.response
+    typed = client.chat(model=model, messages=[USER], format=Weather.model_json_schema())
+    Weather.model_validate_json(typed.message.content)
+    call = {"function": {"name": "Weather", "arguments": {"day": "mon"}}}
+    turn = [USER, {"role": "assistant", "tool_calls": [call]}]
+    turn.append({"role": "tool", "tool_name": "Weather", "content": "rain"})
+    assert client.chat(messages=turn, tools=[TOOL], **asked).done_reason
+    _require(ollama.ResponseError, lambda: client.pull("other"))
+    _require(ollama.ResponseError, lambda: client.chat("other", [USER]))
+    return 11
+
+
 def _use_langchain(chat: Any, brief: Any) -> int:
     """Answer whole and streamed, then call a tool and send its turn back."""
     from langchain_core.messages import HumanMessage, ToolMessage  # noqa: PLC0415
@@ -171,12 +200,12 @@ def _result(call_id: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call_id, "content": "rain"}
 
 
-def _require_overflow(kind: type[Exception], ask: Any) -> None:
+def _require(kind: type[Exception], ask: Any) -> None:
     try:
         ask()
     except kind:
         return
-    raise AssertionError(f"a prompt that is too long is no {kind.__name__}")
+    raise AssertionError(f"a request that must be refused is no {kind.__name__}")
 
 
 USES = {
@@ -184,6 +213,7 @@ USES = {
     "instructor": use_instructor,
     "langchain-openai": use_langchain_openai,
     "langchain-anthropic": use_langchain_anthropic,
+    "ollama": use_ollama,
 }
 
 if __name__ == "__main__":

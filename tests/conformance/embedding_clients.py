@@ -1,6 +1,7 @@
 """Clients of encoders, in an environment without Kvasir: what they get for texts, as JSON.
 
-langchain-openai and llama-index make vectors; Cohere's two clients rank texts by the first of them.
+langchain-openai, llama-index, Ollama's package and Cohere's two clients make vectors; the last two
+rank texts by the first of them.
 Arguments: the URLs of a server of vectors and of a reranker, a model, a key, and the texts.
 """
 
@@ -10,6 +11,7 @@ import json
 import sys
 
 import cohere
+import ollama
 from langchain_openai import OpenAIEmbeddings
 from llama_index.embeddings.openai import OpenAIEmbedding
 
@@ -23,7 +25,22 @@ def main(url: str, reranker: str, model: str, key: str, *texts: str) -> None:
     vectors = {
         "langchain-openai": langchain.embed_documents(list(texts)),
         "llama-index-embeddings-openai": llama_index.get_text_embedding_batch(list(texts)),
+        "cohere": cohere.Client(api_key=key, base_url=url)
+        .embed(model=model, texts=list(texts))
+        .embeddings,
+        "cohere v2": cohere.ClientV2(api_key=key, base_url=url)
+        .embed(
+            model=model,
+            texts=list(texts),
+            input_type="clustering",
+            embedding_types=["float"],
+        )
+        .embeddings.float_,
     }
+    local = ollama.Client(host=url, headers={"authorization": f"Bearer {key}"})
+    vectors["ollama"] = [local.embeddings(model, text).embedding for text in texts]
+    units = local.embed(model, list(texts)).embeddings
+    assert all(abs(sum(x * x for x in unit) - 1) < 1e-5 for unit in units)
     assert langchain.embed_query(texts[0]) == vectors["langchain-openai"][0]
     assert llama_index.get_query_embedding(texts[0]) == vectors["llama-index-embeddings-openai"][0]
     ranks = {}

@@ -8,10 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
+from kvasir.server.settings import load_settings
 from tests.deploy import validate
 from tests.deploy.chart import quantity
 from tests.deploy.checking import ROOT, SkippedError
+from tests.deploy.compose_files import interpolate
 from tests.deploy.mutations import MUTATIONS, caught_by
 from tests.deploy.validate import FILE_CHECKS
 
@@ -41,6 +44,19 @@ def test_a_fault_fits_its_file(mutation: dict[str, str]) -> None:
 )
 def test_quantities_are_parsed_as_by_kubernetes(text: str, wanted: float) -> None:
     assert quantity(text) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("model", ["./artifacts/mine", "/srv/mine", "../mine"])
+def test_compose_serves_a_directory_under_its_name(model: str) -> None:
+    text = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
+    given = re.sub(r"\$\{MODEL:-[^}]*\}", model, text)
+    server = yaml.safe_load(interpolate(given))["services"]["server"]
+    told = server["environment"]
+    (volume,) = server["volumes"]
+    assert (volume["source"], volume["target"]) == (model, told["KVASIR_MODEL"])
+    name = told["KVASIR_SERVED_MODEL_NAME"] or None
+    settings = load_settings(model=[told["KVASIR_MODEL"]], served_model_name=name)
+    assert settings.model_name == "mine"
 
 
 @pytest.mark.parametrize(("arguments", "code"), [([], 0), (["--strict"], 1)])

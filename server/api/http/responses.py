@@ -152,7 +152,7 @@ def error_body(scope: Scope, error: Exception) -> tuple[KvasirError, dict[str, A
     if not isinstance(error, KvasirError):
         logger.error("request %s failed", state_of(scope).id, exc_info=error)
         error = EngineError("internal error")
-    state_of(scope).error = error.reason
+    state_of(scope).error, state_of(scope).error_param = error.reason, error.param
     message = error.message
     if error.status == 500:
         message = f"{message}; request id {state_of(scope).id}"  # to be found in the log
