@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
-from kvasir.model.platform.files import parse_object
+from kvasir.model.platform.files import parse_object, read_limited
 from kvasir.model.platform.suggestions import nearest
 
 ADAPTER_FILE = "adapter_config.json"
+_GENAI_FILE = "genai_config.json"  # of ONNX Runtime GenAI
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _POINTER = b"version https://git-lfs.github.com/"
 _LONGEST_HEADER = 100 * 10**6  # bytes, of the format
@@ -29,14 +30,26 @@ def find_mistake(source: Path) -> str | None:
         if source.suffix == ".safetensors":
             return f"{source} is a file of weights alone; name its folder: {source.parent}"
         return next(_damages([source]), None)
-    adapter = source / ADAPTER_FILE
-    if adapter.is_file() and not any(source.glob("model*.safetensors")):
-        try:
-            base = parse_object(adapter.read_bytes()).get("base_model_name_or_path")
-        except ValueError:
-            base = None
+    has_weights = any(source.glob("model*.safetensors"))
+    if (source / ADAPTER_FILE).is_file() and not has_weights:
+        base = _field(source / ADAPTER_FILE, "base_model_name_or_path")
         return f"{source} {of_adapter(base)}"
+    if (source / _GENAI_FILE).is_file() and not has_weights:
+        base = _field(source / "config.json", "_name_or_path")
+        named = base if isinstance(base, str) and _HUB_ID.fullmatch(base) else "ORG/NAME"
+        return (
+            f"{source} is made for ONNX Runtime GenAI: its graph has weights that were fused and "
+            f"rounded for that program; serve the model that it was made of: hf://{named}"
+        )
     return next(_damages(path for kind in _LARGE for path in sorted(source.glob(kind))), None)
+
+
+def _field(path: Path, name: str) -> object:
+    """Return a field of a JSON file; None if there is none."""
+    try:
+        return parse_object(read_limited(path)).get(name)
+    except (OSError, ValueError):
+        return None
 
 
 def _advice_on_missing(source: Path) -> str | None:

@@ -34,6 +34,16 @@ ADAPTER = {
         ({"model.safetensors": WHOLE[:30]}, "", "cut off: it ends in its header; copy it again"),
         ({"model.safetensors": WHOLE}, "model.safetensors", "name its folder"),
         (ADAPTER, "", "is a LoRA adapter of org/base, not a model; merge it"),
+        (
+            {"genai_config.json": b"{}", "model.onnx": b"x"},
+            "",
+            r"ONNX Runtime GenAI.*hf://ORG/NAME",
+        ),
+        (
+            {"genai_config.json": b"{}", "config.json": b'{"_name_or_path": "org/base"}'},
+            "",
+            "ONNX Runtime GenAI.*hf://org/base",
+        ),
         ({}, "mm", "mm does not exist; did you mean m\\?"),
         ({}, "a/b.gguf", "does not exist; name a GGUF file that is there, or one of.*/b.gguf"),
         ({}, "org/name", "does not exist; a model of Hugging Face's hub is hf://org/name"),
