@@ -74,6 +74,9 @@ rolling-restart: $(VENV)/.serve  ## Restart two servers behind nginx; nothing ma
 package-check: $(VENV)/.serve  ## Build wheel and sdist, and use them as a stranger does
 	$(BIN)/python -m tests.deploy.package_check
 
+newcomer: $(VENV)/.dev  ## Replay a newcomer's first hour with the wheel, outside the clone; print it with times
+	$(BIN)/python -m tests.deploy.newcomer
+
 image-check: $(VENV)/.serve  ## Build the images with buildah, as root, and test them
 	$(BIN)/python -m tests.deploy.image_check $(ARGS)
 
@@ -224,4 +227,4 @@ build/agent-clients/.ready:
 		openai-agents==0.24.0 'pydantic-ai-slim[openai]==2.68.0'
 	@touch $@
 
-.PHONY: families demo docs compose-check browser-test overload soak cold-start dashboard-smoke conformance faults attack image-check rolling-restart loadtest validate help serve test lint train export bench gpu-check gpu-wheels webgpu-check example example-seq2seq
+.PHONY: families newcomer demo docs compose-check browser-test overload soak cold-start dashboard-smoke conformance faults attack image-check rolling-restart loadtest validate help serve test lint train export bench gpu-check gpu-wheels webgpu-check example example-seq2seq

@@ -1,7 +1,8 @@
-"""kvasir generate: one completion, without a server."""
+"""kvasir generate and kvasir embed: one completion, or vectors of texts, without a server."""
 
 from __future__ import annotations
 
+import json
 import secrets
 import sys
 from typing import Any
@@ -9,9 +10,17 @@ from typing import Any
 import typer
 from rich.style import Style
 from rich.text import Text
-from typer import Option
+from typer import Argument, Option
 
-from kvasir.commands.console.options import InputText, Json, ModelDirectory, Temperature, TopK, TopP
+from kvasir.commands.console.options import (
+    InputText,
+    Json,
+    ModelDirectory,
+    Temperature,
+    TopK,
+    TopP,
+    check_texts,
+)
 from kvasir.commands.console.output import console, one_line_errors, show
 from kvasir.commands.console.progress import ProgressBar
 from kvasir.model.platform.printable import printable
@@ -24,6 +33,7 @@ _SHADES = (
     (0.05, "black on #f8c48c"),
     (0.0, "black on #f3a287"),
 )
+_FEW_NUMBERS = 4  # of a vector, at a terminal
 
 
 def generate(
@@ -83,6 +93,30 @@ def generate(
         legend = Text.assemble("probability ", *shades)
         parts = ["", legend] if show_probabilities else [""]
         show(as_json, values, *parts, then=("serve", directory))
+
+
+def embed(
+    directory: ModelDirectory,
+    texts: list[str] = Argument(callback=check_texts, help="Texts, each of which gets a vector."),
+    prompt_name: str | None = Option(
+        None, "--prompt-name", help="The model's prompt before each. Default: the model's choice."
+    ),
+    as_json: Json = False,
+) -> None:
+    """Make vectors of texts in this process, as /v1/embeddings does; in a pipe, one a line."""
+    from kvasir.server.process.library import Model
+
+    with one_line_errors(), ProgressBar(quiet=as_json) as progress:
+        progress("loading the model", 0, 0)
+        vectors = Model(directory).embed(texts, prompt_name=prompt_name).tolist()
+    if as_json or not sys.stdout.isatty():
+        lines = [json.dumps(vector) for vector in vectors]
+        show(as_json, {"vectors": vectors}, *map(Text, lines))
+        return
+    for text, vector in zip(texts, vectors, strict=True):
+        begin = ", ".join(f"{number:.4f}" for number in vector[:_FEW_NUMBERS])
+        typer.echo(f"[{begin}, …] {len(vector)} numbers of {printable(text, one_line=True)[:60]}")
+    show(False, {}, then=("serve", directory))
 
 
 def _shaded(text: str, probability: float | None) -> Text:

@@ -24,7 +24,7 @@ with handling(signal.SIG_DFL, signal.SIGINT):
     from kvasir.commands.doctor import doctor
     from kvasir.commands.explain import explain
     from kvasir.commands.export import evaluate, export
-    from kvasir.commands.generate import generate
+    from kvasir.commands.generate import embed, generate
     from kvasir.commands.pull import pull
     from kvasir.commands.serve import serve
     from kvasir.commands.train import train
@@ -38,6 +38,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
     ("Use it", serve, "kvasir serve artifacts/mine"),
     ("Use it", chat, "kvasir chat artifacts/mine"),
     ("Use it", generate, 'kvasir generate artifacts/mine "Once upon a time"'),
+    ("Use it", embed, 'kvasir embed artifacts/minilm "A cat sat." "A kitten lay."'),
     ("Use it", explain, 'kvasir explain artifacts/mine "Once upon a time" --out map.png'),
     ("Keep it", list_models, "kvasir list"),
     ("Keep it", remove_models, "kvasir rm mine-54bd20c651ab"),

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import kvasir
+from kvasir.__main__ import app
 from kvasir.export.directory import export_checkpoint
 from kvasir.model.checkpoint import save_checkpoint
 from kvasir.model.config import Pooling
@@ -100,6 +102,11 @@ def test_vectors_are_the_networks(tmp_path: Path) -> None:
             model.generate("a")
         with pytest.raises(ValueError, match="text 1 has 0 tokens"):
             model.embed(["a", ""], prompt_name="document")
+    command = ["embed", str(tmp_path / "model"), *TEXTS, "--prompt-name", "document"]
+    lines = CliRunner().invoke(app, command).stdout.splitlines()
+    assert np.array_equal(np.array([*map(json.loads, lines)], np.float32), vectors)
+    refused = CliRunner().invoke(app, ["generate", str(tmp_path / "model"), "a"])
+    assert (refused.exit_code, "kvasir embed" in refused.stderr) == (1, True)
     for text, vector in zip(TEXTS, vectors, strict=True):
         ids = torch.tensor([tokenizer.encode(text).ids])
         expected = network.encode(ids, torch.tensor([ids.shape[1]]))[0]

@@ -20,6 +20,11 @@ def _check_text(text: str) -> str:
     return text
 
 
+def check_texts(texts: list[str]) -> list[str]:
+    """Return texts of the command line; raises typer.BadParameter for one that is none."""
+    return [_check_text(text) for text in texts]
+
+
 def complete_precision(context: typer.Context) -> tuple[str, ...]:
     """Return the precisions of the device that is on the command line so far."""
     return directory.PRECISIONS[context.params.get("device", "cpu")]

@@ -218,9 +218,12 @@ class Model:
 
     def _generating(self) -> Engine:
         if not isinstance(engine := self._engine, Engine):
+            pooling = self.model_dir.config.pooling
+            can = "makes vectors of texts", "kvasir embed, or kvasir serve for /v1/embeddings"
+            if pooling is not None and pooling.labels:
+                can = "scores texts", "kvasir serve for /v1/rerank, /predict and /v1/classify"
             raise ValueError(
-                f"{self.model_dir.path} makes vectors of texts and cannot continue them; use embed "
-                "of kvasir.load, or kvasir serve for /v1/embeddings"
+                f"{self.model_dir.path} {can[0]} and cannot continue them; use {can[1]}"
             )
         return engine
 

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples/stdlib")
 COMMANDS = (
     *("train", "pull", "export", "eval"),
-    *("serve", "chat", "generate", "explain", "list", "rm", "doctor", "bench serve"),
+    *("serve", "chat", "generate", "embed", "explain", "list", "rm", "doctor", "bench serve"),
 )
 BENCHES = ("bench model", "bench engine", "bench serve")
 PLAIN = {"COLUMNS": "80", "_TYPER_FORCE_DISABLE_TERMINAL": "1"}
@@ -144,7 +144,7 @@ def test_without_a_model_the_example_is_served(
 
 
 def test_bytes_that_are_not_text_are_refused() -> None:
-    for command in ("generate", "explain"):
+    for command in ("generate", "embed", "explain"):
         result = kvasir(command, EXAMPLE, os.fsdecode(b"\xff"))
         assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
         assert "is not UTF-8 text; see kvasir" in result.stderr

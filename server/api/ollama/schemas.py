@@ -102,7 +102,9 @@ class EmbedInputBody(RequestBody):
     """The body of POST /api/embed."""
 
     model: schemas.ModelName = None
-    input: str | Items[str] = Field(description="A text, or a list of up to 2,048.")
+    input: str | Annotated[Items[str], Field(min_length=1)] = Field(
+        description="A text, or a list of up to 2,048."
+    )
     truncate: bool = Field(True, description="Cut texts of too many tokens; else they are a 400.")
     dimensions: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Keep so many numbers of each vector."
