@@ -99,7 +99,7 @@ tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
 
 {{- define "kvasir.publicPaths" -}}
-prefixes: [/v1, /v2, /static]
+prefixes: [/v1, /v2, /api, /static]
 exact: [/, /model, /generate, /generate_stream, /info, /embed, /embed_all, /similarity, /rerank, /predict, /score,
   /pooling, /classify, /tokenize, /detokenize, /openapi.json, /docs, /version]
 {{- end }}

@@ -32,7 +32,8 @@ _Phase = tuple[str, float, float]  # its name, start and end, in seconds of `per
 _LOG_SECONDS = 60.0  # between two lines of one kind about the collector
 _TRACE_CONTEXT = TraceContextTextMapPropagator()  # and no baggage: nothing here reads it
 _DEADLINE = 504  # which every route that runs a model may answer, and no other
-_OTHER_NAMES = dict.fromkeys(("/v1/chat/completions", "/v1/messages", "/v1/responses"), "chat")
+_CHATS = ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat")
+_OTHER_NAMES = dict.fromkeys(_CHATS, "chat")
 _OTHER_NAMES["/predict"] = "classify"
 
 

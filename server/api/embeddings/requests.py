@@ -148,7 +148,7 @@ class Pairs:
         self._request, self._firsts, self._seconds = request, firsts, seconds
 
     async def respond(self, fields: EncoderFields, param: str, show: Show) -> Response:
-        """Return the response; as the function of the name."""
+        """Return the response, which shows what the model makes of the pairs; see `respond`."""
         firsts, seconds = self._firsts, self._seconds
         if self._by_cosine:
             state_of(self._request.scope).scored_by = "cosine"
