@@ -59,7 +59,7 @@ async def test_a_chat_says_the_same_as_in_openais_dialect() -> None:
     n_tokens = len(small_tokenizer().encode(TEXT).ids)
     n_calls = 0
     async with chatting(TEXT, with_template(THINKING)) as (served, _, prompts):
-        for n in (*range(1, n_tokens, 5), n_tokens + 5):
+        for n in (*range(3, n_tokens, n_tokens // 6), n_tokens + 5):
             options = {"num_predict": n, "temperature": 0, "num_ctx": 4096}
             scored = {"logprobs": True, "top_logprobs": 2}
             mine = await ask(
@@ -156,7 +156,12 @@ async def test_models_are_listed_with_a_tag_and_found_by_it() -> None:
         loaded = (await served.client.get("/api/ps")).json()["models"]
         (name,) = [one["name"] for one in listed]
         shown = (await served.client.post("/api/show", json={"model": name})).json()
-        first = await served.client.post(TEXT_ROUTE, json={"model": name})
+        # Ollama's command sends every field.
+        empty = {"system": "", "template": "", "options": None}
+        told = {"model": name, "name": "", "verbose": False} | empty
+        assert (await served.client.post("/api/show", json=told)).json() == shown
+        told = {"model": name, "prompt": "", "suffix": "", "_debug_render_only": False} | empty
+        first = await served.client.post(TEXT_ROUTE, json=told)
         found = await served.client.get(f"/v1/models/{name}")
         version = await served.client.get("/api/version")
     assert name == f"{served.model.name}:latest"

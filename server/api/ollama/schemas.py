@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, AliasChoices, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from kvasir.server.api import schemas
 from kvasir.server.api.openai.chat_schemas import Message, Tool
@@ -127,8 +127,14 @@ class EmbedPromptBody(RequestBody):
 class ShowBody(RequestBody):
     """The body of POST /api/show."""
 
-    model: schemas.ModelName = Field(None, validation_alias=AliasChoices("model", "name"))
+    model: schemas.ModelName = None
+    name: str = Field("", description="Another name for `model`.")
     verbose: bool = Field(False, description="Has no effect: all is shown.")
+
+    @model_validator(mode="after")
+    def _take_either_name(self) -> Self:
+        self.model = self.model or self.name or None
+        return self
 
 
 class OllamaFunction(ResponseBody):
