@@ -38,8 +38,8 @@ print(get_v1_models.sync(client=Client(base_url=sys.argv[1])).data[0].id)"""
 class Hour:
     """Commands of an environment, run in a folder that is also their home, and their times."""
 
-    def __init__(self, commands: Path, folder: Path) -> None:
-        self._commands, self.folder, self._began = commands, folder, monotonic()
+    def __init__(self, commands: Path, folder: Path, began: float) -> None:
+        self.folder, self._began = folder, began
         path = f"{commands}:{os.environ['PATH']}"
         home = {"HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache"), "PATH": path}
         self._environment = os.environ | home
@@ -88,7 +88,8 @@ def main() -> None:
     wheel = max(dist.glob("*.whl"), key=lambda path: path.stat().st_mtime)
     with tempfile.TemporaryDirectory() as name:
         folder, began = Path(name), monotonic()
-        hour = Hour(environment("newcomer-environment", f"{wheel}[cpu,train]"), folder)
+        commands = environment("newcomer-environment", f"{wheel}[cpu,train]")
+        hour = Hour(commands, folder, began)
         hour.tell(f"pip install '{wheel.name}[cpu,train]'", "", monotonic() - began)
         _first_minutes(hour)
         _train_and_export(hour)
