@@ -49,32 +49,21 @@ class OllamaModel(ResponseBody):
     size: Size = Field(description="Bytes of its files.")
     digest: str = Field(description="SHA-256 of its manifest.")
     details: ModelDetails
-
-
-class LoadedModel(OllamaModel):
-    """A model that is loaded."""
-
     expires_at: str = Field(description="Far away: models stay loaded.")
     size_vram: Size = Field(description="Bytes on a GPU.")
     context_length: Size
 
 
 class OllamaModels(ResponseBody):
-    """The response of /api/tags."""
+    """The response of /api/tags, and of /api/ps."""
 
     models: list[OllamaModel]
-
-
-class LoadedModels(ResponseBody):
-    """The response of /api/ps."""
-
-    models: list[LoadedModel]
 
 
 class ShownModel(ResponseBody):
     """The response of /api/show."""
 
-    modelfile: str
+    modelfile: Literal[""] = ""
     parameters: str = Field(description="The recommended sampling, one a line.")
     template: str = Field(description="The chat template, in Jinja.")
     modified_at: str
@@ -92,47 +81,38 @@ class OllamaVersion(ResponseBody):
 @router.get("/api/tags", responses=READ_ERRORS)
 def tags(request: Request) -> OllamaModels:  # no coroutine: it asks the file system
     """List the models, as Ollama does."""
-    models = [OllamaModel(**_listed(served)) for served in _loadable(request)]
-    return OllamaModels(models=models)
+    registry = models_of(request.scope)
+    names = registry.served.keys() - registry.failures.keys()
+    return OllamaModels(models=[_listed(registry.served[name]) for name in sorted(names)])
 
 
 @router.get("/api/ps", responses=READ_ERRORS)
-def loaded(request: Request) -> LoadedModels:
+def loaded(request: Request) -> OllamaModels:  # as above
     """List the models that are loaded, as Ollama does."""
-    models = []
-    for served in _loadable(request):
-        if served.engine.engine is not None:
-            fields = _listed(served)
-            on_gpu = fields["size"] if served.model_dir.manifest.device != "cpu" else 0
-            length = served.builder.limits.max_model_len
-            fields |= {"expires_at": _NEVER, "size_vram": on_gpu, "context_length": length}
-            models.append(LoadedModel(**fields))
-    return LoadedModels(models=models)
+    models = [one for one in models_of(request.scope).served.values() if one.engine.engine]
+    return OllamaModels(models=list(map(_listed, models)))
 
 
 @router.post("/api/show", response_model=ShownModel, responses=BODY_ERRORS)
 async def show(request: Request, body: ShowBody) -> Response:  # noqa: ARG001
     """Return a model's template, sampling, shape and abilities, as Ollama does."""
     served = served_model(request)
-    model_dir, listed = served.model_dir, _described(served)
-    config, family = model_dir.config, model_dir.manifest.architecture
-    info = {
-        "general.architecture": family,
-        "general.parameter_count": model_dir.manifest.parameters,
-        f"{family}.context_length": served.builder.limits.max_model_len,
-        f"{family}.embedding_length": config.d_model,
-        f"{family}.block_count": config.n_layer,
-        f"{family}.attention.head_count": config.n_head,
-        f"{family}.attention.head_count_kv": config.n_kv_head,
+    model_dir, config = served.model_dir, served.model_dir.config
+    family = model_dir.manifest.architecture
+    sizes = {
+        "context_length": served.builder.limits.max_model_len,
+        "embedding_length": config.d_model,
+        "block_count": config.n_layer,
+        "attention.head_count": config.n_head,
+        "attention.head_count_kv": config.n_kv_head,
     }
-    sampling = model_dir.default_sampling.given()
+    info = {"general.architecture": family} | {f"{family}.{k}": n for k, n in sizes.items()}
     shown = ShownModel(
-        modelfile="",
-        parameters="\n".join(f"{name} {value}" for name, value in sampling.items()),
+        parameters="\n".join(f"{k} {n}" for k, n in model_dir.default_sampling.given().items()),
         template=model_dir.chat_template or "",
-        modified_at=listed["modified_at"],
-        details=listed["details"],
-        model_info=info,
+        modified_at=_moment(served),
+        details=_details(served),
+        model_info=info | {"general.parameter_count": model_dir.manifest.parameters},
         capabilities=_capabilities(served),
     )
     return held_response(shown.model_dump_json().encode(), served)
@@ -144,33 +124,36 @@ async def versions() -> OllamaVersion:
     return OllamaVersion(version=version("kvasir-lm"))
 
 
-def _loadable(request: Request) -> list[ServedModel]:
-    registry = models_of(request.scope)
-    return [served for name, served in registry.served.items() if name not in registry.failures]
+def _moment(served: ServedModel) -> str:
+    return utc(datetime.fromtimestamp(served.created, UTC))
 
 
-def _described(served: ServedModel) -> dict[str, Any]:
-    manifest = served.model_dir.manifest
-    family = manifest.architecture
-    details = ModelDetails(
-        family=family,
-        families=[family],
-        parameter_size=_in_words(manifest.parameters),
+def _details(served: ServedModel) -> ModelDetails:
+    manifest, n = served.model_dir.manifest, served.model_dir.manifest.parameters
+    unit, sign = next(((unit, sign) for unit, sign in _UNITS if n >= unit), (1, ""))
+    return ModelDetails(
+        family=manifest.architecture,
+        families=[manifest.architecture],
+        parameter_size=f"{n / unit:.3g}{sign}",
         quantization_level=manifest.precision,
     )
-    return {"modified_at": utc(datetime.fromtimestamp(served.created, UTC)), "details": details}
 
 
-def _listed(served: ServedModel) -> dict[str, Any]:
-    model_dir = served.model_dir
+def _listed(served: ServedModel) -> OllamaModel:
+    path, manifest = served.model_dir.path, served.model_dir.manifest
+    size = sum(file_size(path / name) or 0 for name in manifest.files)
     name = served.name if ":" in served.name else f"{served.name}:latest"
-    sizes = (file_size(model_dir.path / file) for file in model_dir.manifest.files)
-    return _described(served) | {
-        "name": name,
-        "model": name,
-        "size": sum(size or 0 for size in sizes),
-        "digest": sha256(model_dir.manifest.model_dump_json().encode()).hexdigest(),
-    }
+    return OllamaModel(
+        name=name,
+        model=name,
+        modified_at=_moment(served),
+        size=size,
+        digest=sha256(manifest.model_dump_json().encode()).hexdigest(),
+        details=_details(served),
+        expires_at=_NEVER,
+        size_vram=0 if manifest.device == "cpu" else size,
+        context_length=served.builder.limits.max_model_len,
+    )
 
 
 def _capabilities(served: ServedModel) -> list[Capability]:
@@ -184,9 +167,3 @@ def _capabilities(served: ServedModel) -> list[Capability]:
         "insert": form_of(served.added_ids) is not None,
     }
     return [name for name, is_able in able.items() if is_able]
-
-
-def _in_words(n: int) -> str:
-    """Return a number of parameters as 1.1B, 135M or 12K."""
-    unit, sign = next(((unit, sign) for unit, sign in _UNITS if n >= unit), (1, ""))
-    return f"{n / unit:.3g}{sign}"

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from kvasir.server.api import schemas
+from kvasir.server.api.openai.answers import ChatTokenLogprob
 from kvasir.server.api.openai.chat_schemas import Message, Tool
 from kvasir.server.api.schemas import Items, RequestBody, ResponseBody, Size
 from kvasir.server.engine.sampling.params import MAX_LOGPROBS
@@ -98,10 +99,16 @@ class OllamaGenerateBody(OllamaBody):
     )
 
 
-class EmbedInputBody(RequestBody):
-    """The body of POST /api/embed."""
+class OllamaEncoderBody(RequestBody):
+    """The fields of POST /api/embed and /api/embeddings."""
 
     model: schemas.ModelName = None
+    options: EncoderOptions | None = Field(None, description="Hints alone.")
+
+
+class EmbedInputBody(OllamaEncoderBody):
+    """The body of POST /api/embed."""
+
     input: str | Annotated[Items[str], Field(min_length=1)] = Field(
         description="A text, or a list of up to 2,048."
     )
@@ -109,19 +116,12 @@ class EmbedInputBody(RequestBody):
     dimensions: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Keep so many numbers of each vector."
     )
-    options: EncoderOptions = Field(
-        default_factory=lambda: EncoderOptions.model_validate({}), description="Hints alone."
-    )
 
 
-class EmbedPromptBody(RequestBody):
+class EmbedPromptBody(OllamaEncoderBody):
     """The body of POST /api/embeddings."""
 
-    model: schemas.ModelName = None
     prompt: str = Field(description="A text.")
-    options: EncoderOptions = Field(
-        default_factory=lambda: EncoderOptions.model_validate({}), description="Hints alone."
-    )
 
 
 class ShowBody(RequestBody):
@@ -161,20 +161,6 @@ class OllamaAnswer(ResponseBody):
     tool_calls: list[OllamaCall] | None = None
 
 
-class OllamaTop(ResponseBody):
-    """A token that was likely in a place."""
-
-    token: str
-    logprob: schemas.Logprob
-    bytes: list[int] | None
-
-
-class OllamaToken(OllamaTop):
-    """A token of the answer."""
-
-    top_logprobs: list[OllamaTop]
-
-
 class _Done(ResponseBody):
     """The end of an answer. Durations are in nanoseconds."""
 
@@ -188,7 +174,7 @@ class _Done(ResponseBody):
     prompt_eval_duration: Size | None = Field(None, description="Slot to the first token.")
     eval_count: Size | None = None
     eval_duration: Size | None = Field(None, description="First token to the end.")
-    logprobs: list[OllamaToken] | None = None
+    logprobs: list[ChatTokenLogprob] | None = None
 
 
 class OllamaChat(_Done):
