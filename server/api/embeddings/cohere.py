@@ -82,9 +82,9 @@ class EmbedTextsBody(QueueFields):
 class EmbedTextsV1Body(EmbedTextsBody):
     """The body of POST /v1/embed."""
 
-    input_type: Purpose | None = Field(
+    input_type: Purpose | None = Field(  # type: ignore[assignment]
         None, description="As in /v2/embed. Default: for the model to choose."
-    )  # type: ignore[assignment]
+    )
     embedding_types: list[Form] | None = Field(  # type: ignore[assignment]
         None, min_length=1, description="As in /v2/embed. Default: numbers, in one list."
     )
