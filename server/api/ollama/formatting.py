@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any, Literal
 
 from pydantic_core import from_json
@@ -26,14 +26,14 @@ from kvasir.server.text.tool_calls import ToolCallPiece
 Shown = Literal["message", "response"]  # the field of an answer that has its text
 
 
-def utc(moment: datetime) -> str:
-    """Return a moment in RFC 3339."""
-    return moment.astimezone(UTC).isoformat().replace("+00:00", "Z")
+def utc(seconds: int) -> str:
+    """Return a Unix time in RFC 3339."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def head(served: ServedModel, asked: str | None) -> JSON:
     """Return the first fields of an answer; asked: the model's name as the client has it."""
-    return {"model": asked or served.name, "created_at": utc(datetime.now(UTC))}
+    return {"model": asked or served.name, "created_at": utc(int(time()))}
 
 
 def nanoseconds(start: float, end: float) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from hashlib import sha256
 from importlib.metadata import version
 from typing import Any, Literal
@@ -25,7 +24,7 @@ router = APIRouter(route_class=BodyRoute)
 
 Capability = Literal["completion", "embedding", "tools", "thinking", "insert"]
 # Models stay loaded: clients that show the time until one is unloaded get one that is far away.
-_NEVER = utc(datetime(9999, 1, 1, tzinfo=UTC))
+_NEVER = utc(253_370_764_800)  # in the year 9999
 _UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "K"))
 
 
@@ -110,7 +109,7 @@ async def show(request: Request, body: ShowBody) -> Response:  # noqa: ARG001
     shown = ShownModel(
         parameters="\n".join(f"{k} {n}" for k, n in model_dir.default_sampling.given().items()),
         template=model_dir.chat_template or "",
-        modified_at=_moment(served),
+        modified_at=utc(served.created),
         details=_details(served),
         model_info=info | {"general.parameter_count": model_dir.manifest.parameters},
         capabilities=_capabilities(served),
@@ -122,10 +121,6 @@ async def show(request: Request, body: ShowBody) -> Response:  # noqa: ARG001
 async def versions() -> OllamaVersion:
     """Return the version, as Ollama does."""
     return OllamaVersion(version=version("kvasir-lm"))
-
-
-def _moment(served: ServedModel) -> str:
-    return utc(datetime.fromtimestamp(served.created, UTC))
 
 
 def _details(served: ServedModel) -> ModelDetails:
@@ -146,7 +141,7 @@ def _listed(served: ServedModel) -> OllamaModel:
     return OllamaModel(
         name=name,
         model=name,
-        modified_at=_moment(served),
+        modified_at=utc(served.created),
         size=size,
         digest=sha256(manifest.model_dump_json().encode()).hexdigest(),
         details=_details(served),
