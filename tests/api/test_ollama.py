@@ -142,7 +142,8 @@ async def test_raw_texts_are_those_of_completions() -> None:
             ),
         ):
             mine = await ask(served, TEXT_ROUTE, prompt="def", raw=True, **body)
-            theirs = await post(served, COMPLETIONS, **{"prompt": "def", **other})
+            fields: JSON = {"prompt": "def", **other}
+            theirs = await post(served, COMPLETIONS, **fields)
             (choice,) = theirs["choices"]
             assert (mine["response"], mine["done_reason"]) == (
                 choice["text"],

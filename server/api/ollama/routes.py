@@ -62,7 +62,8 @@ async def generate(request: Request, body: OllamaGenerateBody) -> Response:
     served = served_model(request)
     if served.chat is not None and not (body.raw or body.suffix):
         told = [("system", body.system), ("user", body.prompt)]
-        messages = [OllamaMessage(role=role, content=text) for role, text in told if text]
+        given = [{"role": role, "content": text} for role, text in told if text]
+        messages = [OllamaMessage.model_validate(one) for one in given]
         return await _chat(request, body, messages, "response")
     for name in ("system", "think"):
         if getattr(body, name):
@@ -158,7 +159,7 @@ async def embed(request: Request, body: EmbedInputBody) -> Response:
             "prompt_eval_count": n_tokens,
         }
 
-    fields = PromptFields(truncate=body.truncate)
+    fields = PromptFields.model_validate({"truncate": body.truncate})
     return await respond_with_vectors(request, fields, texts, "input", "pooled", show, dimensions=n)
 
 
@@ -169,5 +170,5 @@ async def embed_prompt(request: Request, body: EmbedPromptBody) -> Response:
     def show(vectors: list[Floats], _n_tokens: int) -> JSON:
         return {"embedding": vectors[0].tolist()}
 
-    fields = PromptFields(truncate=True)
+    fields = PromptFields.model_validate({"truncate": True})
     return await respond_with_vectors(request, fields, [body.prompt], "prompt", "pooled", show)
