@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -153,12 +154,16 @@ def _embed_and_rank(hour: Hour) -> None:
 
 
 def _generate_a_client(hour: Hour) -> None:
-    client = environment("newcomer-client", _CLIENT)
+    venv.create(BUILD / "newcomer-client", clear=True, with_pip=True)
+    client = BUILD / "newcomer-client/bin"  # it needs other versions than constraints.txt has
+    run(client / "pip", "install", "--quiet", "--disable-pip-version-check", _CLIENT)
+    (hour.folder / "client.yaml").write_text("literal_enums: true\n", encoding="utf-8")
     with hour.serve() as url:
         document = hour.type("curl", "-sS", f"{url}/openapi.json")
         (hour.folder / "openapi.json").write_text(document, encoding="utf-8")
         generate = (f"{client}/openapi-python-client", "generate", "--meta", "none")
         named = ("--path", "openapi.json", "--output-path", "kvasir_client")
+        named += ("--config", "client.yaml")
         hour.type(*generate, *named)
         assert hour.type(f"{client}/python", "-c", _USE, url).strip() == "stdlib"
 
