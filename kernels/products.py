@@ -148,7 +148,7 @@ def _before_mixing(values: Values, mixed: str) -> str:
     *tokens, n_parts, size = shape
     require(n_parts == len(_HADAMARD) and not any(tokens), "what is mixed has not eight parts")
     require(after == [*tokens, n_parts * size], "the parts are not joined")
-    return apart.input[0]
+    return str(apart.input[0])
 
 
 def head_product(values: Values, product: NodeProto) -> None:

@@ -32,7 +32,8 @@ def is_mixed(name: str, n_in: int) -> bool:
 
 def mix(x: Tensor) -> Tensor:
     """Return H x of each row of x [..., K]."""
-    return (torch.from_numpy(HADAMARD).to(x) @ x.unflatten(-1, (N_PARTS, -1))).flatten(-2)
+    parts: Tensor = torch.from_numpy(HADAMARD).to(x) @ x.unflatten(-1, (N_PARTS, -1))
+    return parts.flatten(-2)
 
 
 def mix_weights(matrix: Tensor) -> Tensor:

@@ -161,10 +161,9 @@ def _generate_a_client(hour: Hour) -> None:
     with hour.serve() as url:
         document = hour.type("curl", "-sS", f"{url}/openapi.json")
         (hour.folder / "openapi.json").write_text(document, encoding="utf-8")
-        generate = (f"{client}/openapi-python-client", "generate", "--meta", "none")
-        named = ("--path", "openapi.json", "--output-path", "kvasir_client")
-        named += ("--config", "client.yaml")
-        hour.type(*generate, *named)
+        generate = [f"{client}/openapi-python-client", "generate", "--meta", "none"]
+        named = ["--path", "openapi.json", "--output-path", "kvasir_client"]
+        hour.type(*generate, *named, "--config", "client.yaml")
         assert hour.type(f"{client}/python", "-c", _USE, url).strip() == "stdlib"
 
 

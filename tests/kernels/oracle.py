@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.kit.linear_reference import mix
+
 DOUBLES = NDArray[np.float64]
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
@@ -48,12 +50,6 @@ def prologue(
     return y * factor * weight + bias, largest * factor * np.abs(weight).max() + np.abs(bias).max()
 
 
-def mixed(y: DOUBLES) -> DOUBLES:
-    """Return sums [M, K] of the eight parts of each row, of which signs are those of bits."""
-    signs = [[(-1) ** (i & j).bit_count() for j in range(8)] for i in range(8)]
-    return np.einsum("ij,mjk->mik", signs, y.reshape(len(y), 8, -1)).reshape(y.shape)
-
-
 def unpack_nibbles(weight: NDArray[np.uint8]) -> NDArray[np.int64]:
     """Return the integers [K, N] of weights [N, K / 32, 16]."""
     pairs = np.stack([weight & 15, weight >> 4], axis=-1).astype(np.int64) - 8
@@ -75,7 +71,7 @@ def linear(
     """
     y, largest = prologue(x, attributes, constants)
     if attributes.get("mixed"):
-        y = mixed(y)
+        y = mix(y)
         largest = 8 * largest
     output, tolerance = np.zeros((2, len(x), weight.shape[1]))
     for start in range(0, y.shape[1], block):

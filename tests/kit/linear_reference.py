@@ -90,11 +90,12 @@ def round_rows(y: Floats, block: int) -> tuple[NDArray[np.int64], Floats]:
     return np.clip(steps, -127, 127).astype(np.int64), scales[..., 0]
 
 
-def mix(y: Floats) -> Floats:
+def mix(y: NDArray[Any]) -> NDArray[Any]:
     """Return the sums of the eight parts of each row, of which signs are those of bits."""
-    signs = np.array([[(-1) ** (i & j).bit_count() for j in range(8)] for i in range(8)])
+    signs = [[(-1) ** (i & j).bit_count() for j in range(8)] for i in range(8)]
     parts = y.reshape(*y.shape[:-1], 8, -1)
-    return np.einsum("ij,...jk->...ik", signs.astype(np.float32), parts).reshape(y.shape)
+    mixed: NDArray[Any] = np.einsum("ij,...jk->...ik", np.array(signs, dtype=y.dtype), parts)
+    return mixed.reshape(y.shape)
 
 
 class Linear(OpRun):
