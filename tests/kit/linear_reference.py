@@ -256,6 +256,15 @@ class _Stock(OpRun):
         return tuple(self._session.run(None, feeds))
 
 
+class HeadLinear(OpRun):
+    """A matrix of floats for each head: [heads, n_in, n_out]."""
+
+    op_domain = DOMAIN
+
+    def _run(self, x: Floats, weight: Floats) -> tuple[Floats]:
+        return (np.einsum("...hi,hio->...ho", x, weight),)
+
+
 class FusedSession:
     """A rewritten graph, with what tests use of ONNX Runtime's sessions."""
 
@@ -265,9 +274,8 @@ class FusedSession:
         self.model.CopyFrom(model)
         onnx.load_external_data_for_model(model, str(path.parent))
         stock = [type(name, (_Stock,), {"op_domain": domain}) for name, domain in _STOCK.items()]
-        self._evaluator = ReferenceEvaluator(
-            model, new_ops=[Linear, Linear4, Norm, TextAttention, *stock]
-        )
+        own = [Linear, Linear4, Norm, TextAttention, HeadLinear]
+        self._evaluator = ReferenceEvaluator(model, new_ops=[*own, *stock])
 
     def get_inputs(self) -> list[onnx.ValueInfoProto]:
         return list(self.model.graph.input)
