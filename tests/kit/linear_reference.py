@@ -274,7 +274,7 @@ class FusedSession:
         self.model.CopyFrom(model)
         onnx.load_external_data_for_model(model, str(path.parent))
         stock = [type(name, (_Stock,), {"op_domain": domain}) for name, domain in _STOCK.items()]
-        own = [Linear, Linear4, Norm, TextAttention, HeadLinear]
+        own: list[type[OpRun]] = [Linear, Linear4, Norm, TextAttention, HeadLinear]
         self._evaluator = ReferenceEvaluator(model, new_ops=[*own, *stock])
 
     def get_inputs(self) -> list[onnx.ValueInfoProto]:
