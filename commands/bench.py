@@ -12,13 +12,20 @@ from typing import Any, Literal
 
 from typer import Argument, Option
 
-from kvasir.commands.console.options import Device, Json, Precision, Preset, complete_precision
+from kvasir.commands.cached import models_in
+from kvasir.commands.console.options import (
+    CacheDir,
+    Device,
+    Json,
+    Precision,
+    Preset,
+    complete_precision,
+)
 from kvasir.commands.console.output import fail, one_line_errors, show
 from kvasir.commands.console.progress import ProgressBar, loading
 from kvasir.model.directory import PRECISIONS
 
 Kernels = Literal["on", "off", "on,off"]
-_RANDOM_MODELS = Path("artifacts/bench")
 _WORKLOAD = (
     "text, embed, seq2seq (suites), or CONCURRENCYx[SHARED+]INPUT/OUTPUT: 16x128/64 is 16 requests "
     "at a time, of 128 tokens in and 64 out. INPUT may be a range; nine in ten are short after "
@@ -29,7 +36,8 @@ _WORKLOAD = (
 def bench_model(
     preset: Preset = "smollm2-135m",
     precision: str = Option("int8", help="int8, int4 or fp32.", autocompletion=complete_precision),
-    out: Path | None = Option(None, help="Default: artifacts/bench/PRESET-PRECISION."),
+    out: Path | None = Option(None, help="Default: a folder in the cache."),
+    cache_dir: CacheDir = None,
     as_json: Json = False,
 ) -> None:
     """Write a model directory with random weights; kept until the exporter changes."""
@@ -37,7 +45,7 @@ def bench_model(
         from kvasir.loadtest.random_model import folder_name, make_random_model
 
     with one_line_errors(), ProgressBar(quiet=as_json, takes_minutes=True) as progress:
-        folder = out or _RANDOM_MODELS / folder_name(preset, precision, "cpu")
+        folder = out or models_in(cache_dir) / folder_name(preset, precision, "cpu")
         made = make_random_model(preset, precision, folder, progress=progress)
     show(as_json, {"directory": str(made)}, str(made), then=("bench", "serve", made))
 
@@ -50,7 +58,7 @@ def bench_engine(
     kernels: Kernels | None = Option(
         None, help="Operators of Kvasir's own, or both in turn. Default: on, if they work here."
     ),
-    cache: Path = Option(_RANDOM_MODELS, help="Folder of random models."),
+    cache_dir: CacheDir = None,
     as_json: Json = False,
 ) -> None:
     """Measure the engine in this process, with random weights and without HTTP."""
@@ -64,9 +72,10 @@ def bench_engine(
         if kernels != "off":
             library = bench.find_library(precision, device, is_needed=kernels is not None)
         libraries = (library, None) if kernels == "on,off" and library else (library,)
-        measured = preset, precision, threads, cache, device, progress, libraries
+        models = models_in(cache_dir)
+        measured = preset, precision, threads, models, device, progress, libraries
         figures = bench.bench_engine(*measured)
-    then = ("bench", "serve", cache / folder_name(preset, precision, device))
+    then = ("bench", "serve", models / folder_name(preset, precision, device))
     show(as_json, figures.as_json(), *figures.tables(), then=then)
 
 

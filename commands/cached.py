@@ -53,9 +53,14 @@ def remove_models(
             show(False, {}, f"removed {models[name]}")
 
 
+def models_in(cache: Path | None) -> Path:
+    """Return the folder of exported models in a cache; None is the user's."""
+    return (cache or user_cache()) / "models"
+
+
 def _models(cache: Path) -> dict[str, Path]:
     """Return the folders of whole models by name: exports by their own, others by their path."""
-    exported = sorted((cache / "models").glob(f"*/{MANIFEST_FILE}"))
+    exported = sorted(models_in(cache).glob(f"*/{MANIFEST_FILE}"))
     models = {path.parent.name: path.parent for path in exported}
     for scheme in ("oci", "s3"):
         for file in sorted((cache / scheme).rglob("*")):

@@ -12,6 +12,7 @@ from pathlib import Path
 import typer
 from typer import Argument
 
+from kvasir.commands.cached import models_in
 from kvasir.commands.console.options import CacheDir, Json
 from kvasir.commands.console.output import one_line_errors, show
 from kvasir.commands.console.progress import ProgressBar
@@ -73,7 +74,7 @@ def served_directory(
         cache = cache_dir or user_cache()
         model = find(reference, cache) if reference else local
         assert model is not None
-        directory = cache / "models" / model.key(f"format {FORMAT_VERSION}", *kinds)
+        directory = models_in(cache) / model.key(f"format {FORMAT_VERSION}", *kinds)
         source = directory if directory.is_dir() else model.pull(progress)
         if source == directory:
             with suppress(OSError):  # of a cache that others fill

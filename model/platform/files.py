@@ -102,6 +102,9 @@ def new_directory(out: Path, replaced: str | None = None) -> Iterator[Path]:
             part = Path(place, out.name)
             part.mkdir()
             yield part
+            for path in part.rglob("*"):  # safetensors writes for the owner alone
+                if path.is_file():
+                    path.chmod(part.stat().st_mode & 0o666)
             sync(*part.rglob("*"), part)
             if out.exists() and replaced is not None:
                 out.rename(Path(place, "replaced"))

@@ -13,8 +13,9 @@ from kvasir.__main__ import app
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return tiny-int8 in a directory of its own, as `kvasir bench model` writes it."""
-    out = tmp_path_factory.mktemp("cache") / "tiny-int8"
-    arguments = ["bench", "model", "--preset", "tiny", "--precision", "int8", "--out", str(out)]
+    cache = tmp_path_factory.mktemp("cache")
+    out = cache / "models/tiny-int8"
+    arguments = ["bench", "model", "--preset", "tiny", "--cache-dir", str(cache)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert result.stdout == f"{out}\n"

@@ -29,7 +29,7 @@ def test_the_command_prints_its_figures(tiny_model: Path, monkeypatch: pytest.Mo
         return 1e9
 
     monkeypatch.setattr(bench, "read_speed", read_speed)
-    arguments = ["bench", "engine", "--preset", "tiny", "--cache", str(tiny_model.parent)]
+    arguments = ["bench", "engine", "--preset", "tiny", "--cache-dir", str(tiny_model.parents[1])]
     written = (tiny_model / "model.onnx").stat().st_mtime_ns
     result = CliRunner().invoke(app, [*arguments, "--json"])
     assert result.exit_code == 0, result.output
@@ -59,7 +59,7 @@ def test_operators_of_our_own_and_stock_ones_are_measured_in_turn(
 ) -> None:
     for name, value in (("_DECODE_STEPS", 6), ("_PREFILL_ROUNDS", 1), ("_READ_BYTES", 2**20)):
         monkeypatch.setattr(bench, name, value)
-    arguments = ["bench", "engine", "--preset", "tiny", "--cache", str(tiny_model.parent)]
+    arguments = ["bench", "engine", "--preset", "tiny", "--cache-dir", str(tiny_model.parents[1])]
     arguments += ["--kernels", "on,off"]
     found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
     assert (found["kernels"]["kernels"], found["stock"]["kernels"]) == (usable_paths()[-1], None)
@@ -98,7 +98,7 @@ def test_an_unusable_option_is_refused_in_one_line(
     option: str, value: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "load", lambda *_: "libkvasir.so is missing")
-    arguments = ["bench", "engine", "--preset", "tiny", "--cache", str(tmp_path), option, value]
+    arguments = ["bench", "engine", "--preset", "tiny", "--cache-dir", str(tmp_path), option, value]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1
     assert reason in result.stderr

@@ -168,6 +168,8 @@ def test_a_fresh_run_writes_what_resuming_and_exporting_need() -> None:
     assert [row["step"] for row in metrics("runs/a")] == ["1", "2", "3"]
     assert "2 documents" in output
     assert "held-out loss" in output
+    files = [path for path in Path("runs/a").rglob("*") if path.is_file()]
+    assert len({path.stat().st_mode for path in files}) == 1
     trained("--resume", "--out", "runs/a")  # which writes events, too
     assert len(list(Path("runs/a/tensorboard").glob("events.*"))) == 2
 
