@@ -18,6 +18,7 @@ from kvasir.model.records import SpanFigures
 NO_LABEL = -100
 _NEAR_TIE = 0.1  # of a position's deviation, between its two likeliest tokens
 SPAN = 128  # positions of which errors are added up
+_TINY = 1e-30
 _SMALL_ERROR = 0.02  # relative, from which growth is counted
 _DOUBLES = 2**20  # logits at a time in float64: divergences are small differences
 
@@ -48,7 +49,8 @@ class Tally:
         self.squares = 0.0  # of the differences between both
         self.divergences, self.differ = list[Tensor](), list[Tensor]()
         self.positions = list[int]()
-        # By span: squares of the logits' errors, and of the reference's deviations from its mean.
+        # By span: the tokens' relative errors, and their number. A mean of squares would be that of
+        # one token in a hundred that rounding sends to another expert.
         self.by_span = defaultdict[tuple[bool, int], Pair](lambda: np.zeros(2))
 
     def add(
@@ -93,9 +95,9 @@ class Tally:
         errors = actual - expected
         error = torch.linalg.vector_norm(errors, torch.inf).item()
         self.largest_error = float(np.maximum(self.largest_error, error))  # max() may pass a NaN
-        squares = torch.stack([rows.var(dim=1, correction=0) for rows in (errors, expected)], dim=1)
-        for span, pair in zip(spans, squares.numpy(), strict=True):
-            self.by_span[span] += pair
+        of_errors, of_logits = (rows.std(dim=1, correction=0) for rows in (errors, expected))
+        for span, share in zip(spans, of_errors / of_logits.clamp(min=_TINY), strict=True):
+            self.by_span[span] += (share.item(), 1.0)
 
     def exact_matches(self) -> dict[str, float]:
         """Return the shares of rows all of whose labels are the likeliest tokens.
@@ -148,7 +150,7 @@ class Tally:
             "positions": self.n_tokens,
             "by_position": self.by_position(),
         }
-        errors = {span: np.sqrt(error / total) for span, (error, total) in self.by_span.items()}
+        errors = {span: total / n_tokens for span, (total, n_tokens) in self.by_span.items()}
         growths = [
             error / max(errors[decoded, 0], _SMALL_ERROR)
             for (decoded, span), error in errors.items()
