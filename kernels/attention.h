@@ -131,6 +131,7 @@ struct Places {
         const size_t from = section * section_tokens;
         const size_t end = heads.end_seen(stretch.position + stretch.count - 1, stretch.length);
         const size_t last = (end - 1) / lane_count * lane_count;
+        uint8_t* const turned_keys = heads.shared ? section_room(heads.size) : nullptr;
         for (size_t i = 0; i < groups + spare; ++i) {
             const size_t position = lesser(from + i * lane_count, last);
             const bool is_new = i == 0 || (i < groups && position == from + i * lane_count);
@@ -160,8 +161,6 @@ struct Places {
                 memcpy(to + t * size + d * 4, &square, sizeof square);
             }
     }
-
-    alignas(64) static thread_local inline uint8_t turned_keys[section_tokens * most_head_size];
 };
 
 // Where products find the keys of groups: a panel has 16 positions, its inputs are elements.

@@ -43,7 +43,10 @@ _BIAS, _NORM, _NORM_BIAS, _RESIDUAL = 3, 4, 5, 6  # inputs of `Linear` and `Line
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The number of products that were fused and, by the name of their output, why others not."""
+    """The number of rounded products that were fused and, by their outputs, why others were not.
+
+    Those with a matrix a head are among the latter, if they are left.
+    """
 
     fused: int
     left: dict[str, str]

@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "heads.h"
+
 namespace kvasir {
 
 static size_t padded_outputs(const Layer& layer) { return round_up(layer.outputs, tile_columns); }
@@ -53,6 +55,14 @@ Lines pad(const float* values, size_t count) {
     if (count)  // else there may be no pointer
         memcpy(padded.data(), values, count * sizeof(float));
     return padded;
+}
+
+uint8_t* section_room(size_t head_size) {
+    thread_local Lines room;
+    const size_t bytes = section_tokens * head_size;
+    if (room.size() * sizeof(CacheLine) < bytes)
+        room = lines_of(bytes);
+    return room.data()->bytes;
 }
 
 }  // namespace kvasir

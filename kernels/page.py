@@ -53,7 +53,7 @@ def page(model: ModelProto) -> ModelProto:
         raise Mismatch("the graph has no attention over rows")
     constants = {tensor.name for tensor in graph.initializer}
     for node in nodes:
-        # A constant is first where each token's own matrix is multiplied: mixing.
+        # Mixing multiplies a constant by a matrix of each token: neighbours have no part in it.
         if node.op_type in _OF_FLOATS and node.input[0] not in constants:
             raise Mismatch(f"{node.op_type} gives a lone token other bits than one beside others")
     given = {value.name: value for value in graph.input}

@@ -1,4 +1,4 @@
-"""A trial of the library on a graph with a node of each kind, in a process that may crash.
+"""A trial of the library on a `Linear` and both attentions, in a process that may crash.
 
 python -m kvasir.kernels.self_test LIBRARY PATH ends with 0 if the operators compute what they
 should.

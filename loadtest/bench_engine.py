@@ -340,9 +340,7 @@ class _EngineBench:
 def bytes_per_step(config: TransformerConfig, precision: str, batch: int, device: Device) -> float:
     """Return the bytes that a decode step reads: weights, and the KV cache halfway through."""
     weight_bytes, head_bytes, key_bytes = _BYTES[device, precision]
-    per_token = KVShape(
-        config.n_layer, config.n_kv_head, config.head_dim, config.latents is not None
-    ).token_bytes(key_bytes)
+    per_token = KVShape(*config.cache_shape).token_bytes(key_bytes)
     head = head_bytes * config.vocab_size * config.d_model
     weights = weight_bytes * n_layer_weights(config) + head
     return weights + batch * per_token * (_PROMPT_TOKENS + _DECODE_STEPS / 2)

@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.parse import urlencode
 from urllib.request import Request, urlopen
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from kvasir.model.platform.printable import error_message
+
+_MOST_ROWS = 200
 _WAITS, _PROMPT, _STREAM = "#c9ced6", "#1b4965", "#e9a23b"
 _Spans = list[tuple[float, float]]  # begin and length, in seconds
 
@@ -27,8 +31,11 @@ def read_steps(url: str, api_key: str | None, model: str | None) -> list[dict[st
     query = urlencode({"model": model} if model else {})
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     request = Request(f"{url.rstrip('/')}/debug/steps?{query}", headers=headers)  # noqa: S310
-    with urlopen(request, timeout=60) as answer:  # noqa: S310
-        steps: list[dict[str, Any]] = json.load(answer)["steps"]
+    try:
+        with urlopen(request, timeout=60) as answer:  # noqa: S310
+            steps: list[dict[str, Any]] = json.load(answer)["steps"]
+    except HTTPError as error:
+        raise ValueError(error_message(error.read())) from None
     if not any(step["prompts"] or step["streams"] for step in steps):
         raise ValueError(f"{url} has computed no text yet")
     return steps
@@ -45,7 +52,7 @@ class Row:
 
 
 def rows_of(steps: Sequence[dict[str, Any]]) -> list[Row]:
-    """Return the sequences of steps, the first to arrive first; the first step begins at 0."""
+    """Return the last sequences of steps, the first to arrive first; the first step begins at 0."""
     start = max(step["ago"] for step in steps)
     rows: dict[int, Row] = {}
     for step in steps:
@@ -56,7 +63,7 @@ def rows_of(steps: Sequence[dict[str, Any]]) -> list[Row]:
             row.prompts.append((begin, step["seconds"]))
         for number in step["streams"]:
             rows.setdefault(number, Row(0.0)).streams.append((begin, step["seconds"]))
-    return sorted(rows.values(), key=lambda row: row.arrived)
+    return sorted(rows.values(), key=lambda row: row.arrived)[-_MOST_ROWS:]
 
 
 def draw_steps(rows: Sequence[Row], out: Path) -> None:

@@ -71,7 +71,8 @@ def _latents(config: Any) -> Iterator[Rule]:
     yield "n_kv_head", config.n_kv_head == 1, "1 with latents"
     growing = config.rope_scaling is not None and config.rope_scaling.query_growth is not None
     yield "rope_scaling", not growing, "one without query_growth with latents"
-    for name in ("qk_norm", "qkv_clip", "qkv_bias", "encoder", "sliding_window_rope_theta"):
+    others = ("qk_norm", "qkv_clip", "qkv_bias", "encoder", "pooling", "sliding_window_rope_theta")
+    for name in others:
         yield name, not getattr(config, name), "left out with latents"
 
 
@@ -110,6 +111,7 @@ def _experts(config: Any) -> Iterator[Rule]:
             yield name, not getattr(config, name), "left out without n_experts"
         yield "router", config.router == "softmax", "left out without n_experts"
         yield "expert_scale", config.expert_scale == 1.0, "left out without n_experts"
+        yield "n_best_of_group", config.n_best_of_group == 2, "left out without n_experts"
         dense = config.feed_forward != "swiglu_clamped"
         yield "feed_forward", dense, "another one without n_experts"
         return

@@ -42,9 +42,9 @@ class Verification(Record):
     a tenth of a deviation in PyTorch. The perplexities are on `text`, of the tokens after each
     row's prompt.
     perplexity_error: the standard error of their relative difference, from those tokens.
-    longest: the tokens of the longest row. error_growth: the logits' errors (their deviation, over
-    the logits' own) in the worst 128 positions, over those of the first 128, or over 2 % if these
-    are less.
+    longest: the tokens of the longest row. error_growth: the mean error of a token (the
+    deviation of its logits' errors over that of its logits) in the worst 128 positions, over that
+    of the first 128, or over 2 % if that is less.
 
     Where a model makes vectors of texts, `positions` are texts, and the numbers of their vectors
     count as logits. The cosines are of both vectors, for a classifier those before its head.

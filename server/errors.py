@@ -52,6 +52,10 @@ class InvalidRequestError(KvasirError, status=400):
     """A request that is malformed, out of range or not supported."""
 
 
+class UnknownFieldError(InvalidRequestError, status=400):
+    """A field that is unknown or not supported; its name is what the client wrote."""
+
+
 class ContextLengthError(InvalidRequestError, status=400, code="context_length_exceeded"):
     """A request of more tokens than the model or the server takes."""
 

@@ -1,7 +1,7 @@
 """Mixing: what feed-forward's second product reads is spread over eight channels before rounding.
 
 A gate times what it gates has few large numbers in each token, in channels that change from token
-to token, so no factor of a channel takes them away. They are most of what int8 loses. With H the
+to token, so no factor of a channel takes them away. They cause most of int8's loss. With H the
 Hadamard matrix of order 8, which is its own inverse but for a factor of 8, and W the product's
 weights,
 

@@ -7,7 +7,8 @@ int8 on the CPU: a linear layer y = x W becomes, for each token x on its own,
 with W₈ = round(W / c) in [-127, 127] and c a scale for each column of W. The product is ONNX
 Runtime's MatMulIntegerToFloat, which runs on VNNI and AMX units. A scale for each token, not for
 the tensor, is what keeps a row's bits independent of its neighbours. A token of zeros has s = 0:
-whatever its q becomes, y is 0.
+whatever its q becomes, y is 0. The second product of a feed-forward has H x for x and W H / 8 for W
+(`export.rounding.mixing`).
 
 int4, and both on CUDA: weights in blocks of 32 rows of a column, each with its own scale
 (MatMulNBits). On the CPU the operator itself rounds activations to int8 in blocks of a token. It
@@ -237,7 +238,7 @@ class _Int8:
         replace_node(node, tape.nodes, embedded)
 
     def _mixed(self, tape: Tape, x: ir.Value, width: int, rank: int) -> ir.Value:
-        """Return x mixed; a factor of its tokens that is still to be applied is so to both."""
+        """Return x mixed. A factor that x's tokens still lack, the mixed ones lack too."""
         tokens, size = [0] * (rank - 1), width // N_PARTS  # 0: as in what is reshaped
         apart, joined = (
             constant(self._graph, f"mixing.{name}_{rank}_{width}", np.array([*tokens, *sizes]))

@@ -73,7 +73,7 @@ _MIXED = Rounding(lambda x: _in_rows(mix(x)), lambda matrix: _in_rows(mix_weight
 def roundings(device: Device, precision: str, name: str, n_in: int) -> list[Rounding]:
     """Return how a product is rounded in int8 or int4: in steps, and perhaps in prompts.
 
-    name: of its weight. Both functions of `Rounding` may turn what they round in the same way.
+    name: of its weight. Where the product is mixed, both functions mix before they round.
     """
     is_expert = ".expert_" in name
     in_rows = _MIXED if is_mixed(name, n_in) else _IN_ROWS

@@ -49,8 +49,8 @@ class Tally:
         self.squares = 0.0  # of the differences between both
         self.divergences, self.differ = list[Tensor](), list[Tensor]()
         self.positions = list[int]()
-        # By span: the tokens' relative errors, and their number. A mean of squares would be that of
-        # one token in a hundred that rounding sends to another expert.
+        # By span: the sum of the tokens' relative errors, and their number. In a mean of squares,
+        # one token in a hundred that rounding sends to another expert would outweigh all others.
         self.by_span = defaultdict[tuple[bool, int], Pair](lambda: np.zeros(2))
 
     def add(

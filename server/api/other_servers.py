@@ -40,7 +40,7 @@ NO_OPS: dict[str, list[Any]] = {
         ("context images", [[]]),
         ("mirostat", [0]),
         ("tfs_z", [1.0]),
-        ("repeat_last_n", [-1]),
+        ("repeat_last_n", [-1, 64]),
         ("penalize_newline", [True]),
     )
     for name in names.split()

@@ -75,9 +75,7 @@ class OnnxRunner:
         n_bytes = kv_cache_bytes
         if n_bytes is None:
             n_bytes = available_memory() // (2 * n_models)
-        shape = KVShape(
-            config.n_layer, config.n_kv_head, config.head_dim, config.latents is not None
-        )
+        shape = KVShape(*config.cache_shape)
         itemsize = min(kv.itemsize for kv in kv_inputs(self._session))
         per_token, per_prompt_token = shape.token_bytes(itemsize), shape.token_bytes()
         least = 2 * (per_token + per_prompt_token)

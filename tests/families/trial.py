@@ -118,6 +118,7 @@ def _refusal(kind: str, folder: Path) -> Outcome:
         load_checkpoint(folder)
     except CheckpointError as error:
         told = re.sub(rf".*of model_type '{kind}'[,;] |; Kvasir does.*", "", _one_line(error))
+        told = re.sub("^which ", "it ", told)
         refused = kind in MISSING or told.startswith("supported")
         return Outcome("refused" if refused else "not yet", told if refused else "")
     return Outcome("failed", f"{CONFIG_FILE} alone was accepted")

@@ -13,10 +13,9 @@ MISSING: dict[str, str] = {  # a model_type: words for "config.json describes â€
         "has recurrent layers (linear attention)":
             "bailing_hybrid kimi_linear minimax recurrent_gemma rwkv xlstm",
         "has layers of short convolutions": "inkling2_text inkling_text lfm2 lfm2_moe lfm3 zaya",
-        "has latent attention (MLA)":
-            "axk2 hy_v4 longcat_flash",
+        "has two attentions in a layer, and experts that change nothing": "longcat_flash",
         "attends to tokens that an indexer chooses":
-            "deepseek_v32 dots3_note dots3_note_text glm_moe_dsa minimax_m3_vl_text",
+            "axk2 deepseek_v32 dots3_note dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text",
         "attends to compressed tokens": "deepseek_v4",
         "has several residual streams": "qwen4_exp qwen4_exp_text",
         "has layers that share keys, and heads of two sizes":

@@ -18,7 +18,7 @@ from kvasir.server.api.http.pieces import compact, unless_disconnected
 from kvasir.server.api.http.responses import models_of, state_of
 from kvasir.server.api.other_servers import NO_OPS, USED_HERE
 from kvasir.server.api.schemas import RequestBody, field_names
-from kvasir.server.errors import ContextLengthError, InvalidRequestError
+from kvasir.server.errors import ContextLengthError, InvalidRequestError, UnknownFieldError
 from kvasir.server.requests.admission.queue import context_length
 from kvasir.server.requests.served_model import Task
 from kvasir.server.requests.text_worker import SHORT
@@ -110,7 +110,8 @@ def check_amount(raw: bytes, max_model_len: int = 0) -> None:
         ids = max(_TOKEN_IDS.findall(outside), key=len, default=b"") if excess else b""
         if (n_ids := ids.count(b",") + 1) > _MOST_TOKEN_IDS > max_model_len > 0:
             raise ContextLengthError(
-                f"{context_length(max_model_len)} the body has a list of {n_ids}; shorten it"
+                f"{context_length(max_model_len)} the body has a list of {n_ids} token ids; "
+                "shorten it"
             )
         if _has_long_number(outside):
             excess = f"a number of more than {_MOST_DIGITS} digits"
@@ -153,7 +154,9 @@ def parse(
         message = f"{n_entries} entries are too many: at most {limit} may be given"
     is_missing = first["type"] == "missing"
     place = ".".join(map(str, _path(first["loc"], value, is_missing=is_missing)))
+    kind = InvalidRequestError
     if first["type"] == "extra_forbidden":
+        kind = UnknownFieldError
         mend = f"use {USED_HERE[place]}" if place in USED_HERE else _advice(adapter, first["loc"])
         message = f"the field {place!r} is unknown or not supported; {mend}"
         if (name := str(first["loc"][-1])) in NO_OPS:
@@ -161,7 +164,7 @@ def parse(
             message = f"{place}: nothing but {values} is served here; {mend}"
     elif place:
         message = f"{place}: {message}"
-    raise InvalidRequestError(message, param=place or None)
+    raise kind(message, param=place or None)
 
 
 def _clearest(errors: list[ErrorDetails]) -> ErrorDetails:

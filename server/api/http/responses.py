@@ -16,7 +16,12 @@ from starlette.responses import JSONResponse
 from starlette.types import Scope
 
 from kvasir.model.platform.files import in_words
-from kvasir.server.errors import EngineError, InsufficientStorageError, KvasirError
+from kvasir.server.errors import (
+    EngineError,
+    InsufficientStorageError,
+    KvasirError,
+    UnknownFieldError,
+)
 from kvasir.server.requests.completion import RequestState
 from kvasir.server.requests.registry import ModelRegistry
 from kvasir.server.requests.served_model import ServedModel
@@ -152,7 +157,10 @@ def error_body(scope: Scope, error: Exception) -> tuple[KvasirError, dict[str, A
     if not isinstance(error, KvasirError):
         logger.error("request %s failed", state_of(scope).id, exc_info=error)
         error = EngineError("internal error")
-    state_of(scope).error, state_of(scope).error_param = error.reason, error.param
+    # For the log, which gets nothing that a client wrote: no unknown name, no key of an object.
+    named = None if isinstance(error, UnknownFieldError) else error.param
+    state_of(scope).error = error.reason
+    state_of(scope).error_param = named and named.partition(".")[0]
     message = error.message
     if error.status == 500:
         message = f"{message}; request id {state_of(scope).id}"  # to be found in the log

@@ -117,19 +117,18 @@ class OllamaFormatter(Formatter):
         return line
 
     def _ended_call(self) -> JSON:
-        """Return the part of a message that is the call written so far, if there is one."""
-        if self._call is None:
+        """Return the part of a message that is the call written so far, if it is a whole one.
+
+        Clients run what they get, so one that the limit has cut is left out.
+        """
+        call, self._call = self._call, None
+        arguments: Any = None
+        with suppress(ValueError):
+            arguments = call and from_json(call["arguments"], allow_inf_nan=False)
+        if call is None or not isinstance(arguments, dict):
             return {}
-        arguments: Any = {}
-        with suppress(ValueError):  # the limit may have cut it, or it is no JSON
-            text = self._call["arguments"]
-            arguments = from_json(text, allow_inf_nan=False, allow_partial=True)
-        function = {
-            "index": self._n_calls,
-            "name": self._call["name"],
-            "arguments": arguments if isinstance(arguments, dict) else {},
-        }
-        self._call, self._n_calls = None, self._n_calls + 1
+        function = {"index": self._n_calls, "name": call["name"], "arguments": arguments}
+        self._n_calls += 1
         return {"tool_calls": [{"id": f"call_{secrets.token_hex(12)}", "function": function}]}
 
     def _entry(self, scored: TokenLogprobs) -> JSON:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hashlib import sha256
-from importlib.metadata import version
+from operator import attrgetter
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -25,6 +25,7 @@ router = APIRouter(route_class=BodyRoute)
 Capability = Literal["completion", "embedding", "tools", "thinking", "insert"]
 # Models stay loaded: clients that show the time until one is unloaded get one that is far away.
 _NEVER = utc(253_370_764_800)  # in the year 9999
+_AS_OLLAMA = "0.12.6"
 _UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "K"))
 
 
@@ -74,15 +75,14 @@ class ShownModel(ResponseBody):
 class OllamaVersion(ResponseBody):
     """The response of /api/version."""
 
-    version: str = Field(description="Kvasir's.")
+    version: str = Field(description="Of Ollama, whose API this is; Kvasir's is in /version.")
 
 
 @router.get("/api/tags", responses=READ_ERRORS)
 def tags(request: Request) -> OllamaModels:  # no coroutine: it asks the file system
     """List the models, as Ollama does."""
-    registry = models_of(request.scope)
-    names = registry.served.keys() - registry.failures.keys()
-    return OllamaModels(models=[_listed(registry.served[name]) for name in sorted(names)])
+    models = sorted(models_of(request.scope).usable, key=attrgetter("name"))
+    return OllamaModels(models=list(map(_listed, models)))
 
 
 @router.get("/api/ps", responses=READ_ERRORS)
@@ -105,7 +105,8 @@ async def show(request: Request, body: ShowBody) -> Response:  # noqa: ARG001
         "attention.head_count": config.n_head,
         "attention.head_count_kv": config.n_kv_head,
     }
-    info = {"general.architecture": family} | {f"{family}.{k}": n for k, n in sizes.items()}
+    info = {"general.architecture": family, "general.basename": served.name}
+    info |= {f"{family}.{k}": n for k, n in sizes.items()}
     shown = ShownModel(
         parameters="\n".join(f"{k} {n}" for k, n in model_dir.default_sampling.given().items()),
         template=model_dir.chat_template or "",
@@ -119,8 +120,8 @@ async def show(request: Request, body: ShowBody) -> Response:  # noqa: ARG001
 
 @router.get("/api/version", responses=READ_ERRORS)
 async def versions() -> OllamaVersion:
-    """Return the version, as Ollama does."""
-    return OllamaVersion(version=version("kvasir-lm"))
+    """Return the version of Ollama that knows these routes: clients refuse old ones."""
+    return OllamaVersion(version=_AS_OLLAMA)
 
 
 def _details(served: ServedModel) -> ModelDetails:

@@ -103,20 +103,26 @@ async def _chat(
 def _openai_messages(messages: list[OllamaMessage]) -> list[JSON]:
     """Return messages in OpenAI's form, whose calls and results of tools have ids.
 
-    Some templates want them, but Ollama's clients drop them: results come in the calls' order.
+    Some templates want them, but Ollama's clients drop them. A result is that of the last message's
+    first unanswered call of its name, or of any.
     """
-    told, unanswered = list[JSON](), list[str]()
+    told, unanswered = list[JSON](), dict[str, str]()  # the functions' names by the calls' ids
     for place, message in enumerate(messages):
         given = message.model_dump(exclude_none=True, exclude={"images", "tool_name"})
+        if message.role == "assistant":
+            unanswered.clear()
         for index, call in enumerate(given.get("tool_calls", ())):
-            unanswered.append(call.setdefault("id", f"call_{place}_{index}"))
+            called = call.setdefault("id", f"call_{place}_{index}")
+            unanswered[called] = call["function"]["name"]
         if message.role == "tool":
             if message.tool_name is not None:
                 given.setdefault("name", message.tool_name)
-            answered = given.get("tool_call_id") or next(iter(unanswered), None)
+            of_name = (called for called, name in unanswered.items() if name == message.tool_name)
+            first = next(of_name, next(iter(unanswered), None))
+            answered = given.get("tool_call_id") or first
             if answered is not None:
                 given["tool_call_id"] = answered
-                unanswered = [one for one in unanswered if one != answered]
+                unanswered.pop(answered, None)
         told.append(given)
     return told
 

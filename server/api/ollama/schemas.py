@@ -23,10 +23,6 @@ class OllamaOptions(schemas.SamplingFields):
     )
 
 
-class EncoderOptions(RequestBody):
-    """The `options` of a request for vectors, of which only hints are taken."""
-
-
 class OllamaBody(RequestBody):
     """The fields of POST /api/chat and /api/generate."""
 
@@ -43,6 +39,8 @@ class OllamaBody(RequestBody):
     options: OllamaOptions = Field(
         default_factory=lambda: OllamaOptions.model_validate({}), description="See below."
     )
+    truncate: bool = Field(True, description="No effect: a prompt that does not fit is a 400.")
+    shift: bool = Field(True, description="No effect, as of `truncate`.")
     logprobs: bool = Field(False, description="Return log-probabilities of the tokens.")
     top_logprobs: int = Field(
         0, ge=0, le=MAX_LOGPROBS, description="Number of alternatives to return for each token."
@@ -103,7 +101,7 @@ class OllamaEncoderBody(RequestBody):
     """The fields of POST /api/embed and /api/embeddings."""
 
     model: schemas.ModelName = None
-    options: EncoderOptions | None = Field(None, description="Hints alone.")
+    options: dict[str, Any] | None = Field(None, description="No effect: none changes a vector.")
 
 
 class EmbedInputBody(OllamaEncoderBody):

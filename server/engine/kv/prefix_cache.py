@@ -48,7 +48,7 @@ class BlockCache(Generic[T]):
 
 
 class PrefixCache(BlockCache[Floats]):
-    """Copies of prompt blocks. Rows are arrays [2 * n_layer, n_kv_head, n_positions, head_dim].
+    """Copies of prompt blocks, of rows as `RowMemory` has them.
 
     The least recently used block is dropped first. A chain is always touched as a whole, its first
     block last, so no block outlives its parent: what remains of a chain is its beginning.
