@@ -105,7 +105,7 @@ async def show(request: Request, body: ShowBody) -> Response:  # noqa: ARG001
         "attention.head_count": config.n_head,
         "attention.head_count_kv": config.n_kv_head,
     }
-    info = {"general.architecture": family, "general.basename": served.name}
+    info: dict[str, Any] = {"general.architecture": family, "general.basename": served.name}
     info |= {f"{family}.{k}": n for k, n in sizes.items()}
     shown = ShownModel(
         parameters="\n".join(f"{k} {n}" for k, n in model_dir.default_sampling.given().items()),
