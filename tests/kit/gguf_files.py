@@ -57,6 +57,7 @@ ARCHITECTURES = {
     "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
     "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
 }
+_LAYER_NORMS = ("cohere", "cohere2", "nemotron", "olmo")  # which llama.cpp finds by their key
 _PERMUTED = (
     *("llama", "mistral", "mixtral", "smollm3", "arcee", "olmo"),
     *("granite", "granitemoe", "granitemoeshared"),
@@ -121,8 +122,10 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_head_count(heads)
     if hasattr(config, "num_key_value_heads"):
         writer.add_head_count_kv(config.num_key_value_heads)
-    if hasattr(config, "rms_norm_eps"):
+    if hasattr(config, "rms_norm_eps") and kind not in _LAYER_NORMS:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    elif hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_eps(config.rms_norm_eps)
     else:
         named = {"gpt2": "layer_norm_epsilon", "starcoder2": "norm_epsilon"}
         writer.add_layer_norm_eps(getattr(config, named.get(kind, "layer_norm_eps")))
