@@ -89,9 +89,9 @@ def _scale_all_outputs(values: Values, split: NodeProto, scale: str) -> None:
     gate, up = split.output
     scaled, gated = values.reader(gate, "Mul"), values.reader(up, "Mul").output[0]
     require(scale in scaled.input, "the gate has the scale of other activations")
-    first, *others = [node for node in values.readers(gated) if node.op_type != "Shape"]
-    if first.op_type == "Reshape" and not others:
-        product = values.reader(first.output[0], "MatMul")
+    computing = [node for node in values.readers(gated) if node.op_type != "Shape"]
+    if [node.op_type for node in computing] == ["Reshape"]:
+        product = values.reader(computing[0].output[0], "MatMul")
         gated = values.reader(product.output[0], "Reshape").output[0]
         _before_mixing(values, gated)
     readers = sorted((n.op_type, n.output[0]) for n in values.readers(gated))
@@ -139,16 +139,16 @@ def mixing(values: Values, linear: NodeProto) -> None:
 
 def _before_mixing(values: Values, mixed: str) -> str:
     """Return x of H x, in which x has eight parts."""
-    joined = values.maker(mixed, "Reshape")
-    product = values.maker(joined.input[0], "MatMul")
-    matrix, parts = inputs_of(product, 2)
-    apart = values.maker(parts, "Reshape")
+    product, joined = inputs_of(values.maker(mixed, "Reshape"), 2)
+    matrix, parts = inputs_of(values.maker(product, "MatMul"), 2)
+    x, apart = inputs_of(values.maker(parts, "Reshape"), 2)
     require(values.array(matrix).tolist() == _HADAMARD.tolist(), "it is another mixture")
-    shape, after = (values.array(node.input[1]).tolist() for node in (apart, joined))
+    shape, after = (values.array(name).ravel().tolist() for name in (apart, joined))
+    require(len(shape) > 1, "what is mixed has no parts")
     *tokens, n_parts, size = shape
     require(n_parts == len(_HADAMARD) and not any(tokens), "what is mixed has not eight parts")
     require(after == [*tokens, n_parts * size], "the parts are not joined")
-    return str(apart.input[0])
+    return x
 
 
 def head_product(values: Values, product: NodeProto) -> None:

@@ -116,7 +116,7 @@ class RopeScaling:
     config=ConfigDict(extra="forbid", title="latents"), frozen=True, slots=True, kw_only=True
 )
 class Latents:
-    """What makes all heads' keys and values of one vector a token (DeepSeek-V2, 2024).
+    """The vector of a token that the keys and values of all heads are made of (DeepSeek-V2, 2024).
 
     rank: numbers of the latent, of which a head makes key_dim channels of a key, that are not
     turned, and value_dim of a value. query_rank: queries are made of a latent of their own, of so

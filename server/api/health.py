@@ -76,7 +76,7 @@ class RunningBatch(ResponseBody):
 
 
 class PromptStep(ResponseBody):
-    """What a step computed of a prompt."""
+    """The part of a prompt that a step computed."""
 
     sequence_id: Size
     start: Size = Field(description="Its tokens before.")

@@ -17,7 +17,7 @@ import numpy as np
 import onnx
 import pytest
 from numpy.typing import NDArray
-from onnx import NodeProto, helper
+from onnx import NodeProto, helper, numpy_helper
 
 from kvasir.kernels.fuse import Report, fuse
 from kvasir.kernels.graph import LINEARS
@@ -201,6 +201,16 @@ def test_an_encoder_decoder_computes_what_it_did(tmp_path: Path) -> None:
     reports = [FusedSession(tmp_path / file).report for file in (ENCODER_GRAPH_FILE, GRAPH_FILE)]
     assert not any(report.left for report in reports)
     assert [report.fused for report in reports] == [4 * 2 + 1, 6 * 2 + 1]
+
+
+@pytest.mark.parametrize("shape", [8, [], [8], [0, 0, 4, 16], [0, 1, 8, 64]])
+def test_what_is_mixed_otherwise_stays(tmp_path: Path, shape: Any) -> None:
+    model = onnx.load(export_random(tmp_path, "int8", n_layer=1).graph, load_external_data=False)
+    assert features(fuse(model)[0])["mixed"] == 1
+    for tensor in model.graph.initializer:
+        if tensor.name.startswith("mixing.apart"):
+            tensor.CopyFrom(numpy_helper.from_array(np.array(shape, np.int64), tensor.name))
+    assert features(fuse(model)[0])["mixed"] == 0
 
 
 @pytest.mark.parametrize("is_output", [True, False])

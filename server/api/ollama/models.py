@@ -25,7 +25,7 @@ router = APIRouter(route_class=BodyRoute)
 Capability = Literal["completion", "embedding", "tools", "thinking", "insert"]
 # Models stay loaded: clients that show the time until one is unloaded get one that is far away.
 _NEVER = utc(253_370_764_800)  # in the year 9999
-_AS_OLLAMA = "0.12.6"
+_AS_OLLAMA = "0.12.6"  # whose routes these are; some clients refuse versions below 0.6.4
 _UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "K"))
 
 
