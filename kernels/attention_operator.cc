@@ -34,9 +34,9 @@ class AttentionKernel {
 public:
     AttentionKernel(const AttentionOperator& op, const Node& node) : runtime(op.runtime), op(op), attention(op.attention) {
         const int64_t count = node.integer("heads", 0), kv_count = node.integer("kv_heads", 0);
-        if (count < 1 || kv_count < 1 || count % kv_count != 0)
+        if (count < 1 || kv_count < 1 || count % kv_count != 0 || count > most_heads)
             node.refuse("the attributes heads and kv_heads are " + std::to_string(count) + " and " + std::to_string(kv_count) +
-                        "; both have to be at least 1, and heads a multiple of kv_heads");
+                        "; both have to be from 1 to " + std::to_string(most_heads) + ", and heads a multiple of kv_heads");
         fixed.count = size_t(count);
         fixed.kv_count = size_t(kv_count);
         fixed.scale = node.number("scale", 0.0f);

@@ -12,6 +12,7 @@ namespace kvasir {
 // probabilities of 15 bits times values below 256 just fits int32.
 constexpr size_t section_tokens = 256;
 constexpr size_t most_head_size = 640;
+constexpr int64_t most_heads = 1 << 16;  // so that no size overflows
 constexpr float log2_e = 1.44269504f;
 // Positions are counted in floats as well, exactly up to here.
 constexpr size_t most_tokens = 1 << 24;

@@ -21,6 +21,8 @@ public:
         OrtValue* value = nullptr;
         void* data = nullptr;
         check(runtime.KernelContext_GetOutput(context, index, shape.data(), shape.size(), &value));
+        if (!value)
+            throw Refusal("output " + std::to_string(index) + " has no name, and the operator has to write it");
         check(runtime.GetTensorMutableData(value, &data));
         return static_cast<Value*>(data);
     }

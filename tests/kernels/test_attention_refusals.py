@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from onnx import ModelProto
 
 from tests.kernels.graphs import attention_graph, needs_library, session
 from tests.kernels.test_attention import ints
@@ -35,6 +36,8 @@ def fitting() -> dict[str, NDArray[Any]]:
         ({"heads": 0}, "heads and kv_heads are 0 and 2"),
         ({"heads": 3}, "heads a multiple of kv_heads"),
         ({"kv_heads": -1}, "4 and -1"),
+        # The width of a row is then 2^64 + 2 · 32, which memory would hold as 64.
+        ({"heads": 2**59, "kv_heads": 1}, "from 1 to 65536"),
         ({"scale": -1.0}, "scale and softcap"),
         ({"softcap": float("nan")}, "scale and softcap"),
         ({"window": 0}, "window is 0"),
@@ -44,6 +47,14 @@ def fitting() -> dict[str, NDArray[Any]]:
 def test_an_unfit_attribute(attributes: dict[str, Any], message: str) -> None:
     with pytest.raises(Exception, match=message):
         session(attention_graph(HEADS | attributes, {}))
+
+
+def test_values_that_are_read_and_not_written() -> None:
+    model = ModelProto.FromString(attention_graph(HEADS, {}))
+    del model.graph.node[0].output[3:], model.graph.output[3:]
+    opened = session(model.SerializeToString())
+    with pytest.raises(Exception, match="output 3 has no name"):
+        opened.run(None, fitting())
 
 
 def test_half_a_rotation() -> None:
