@@ -146,7 +146,8 @@ def _sample(pieces: list[str]) -> list[str]:
 def load_tokenizer(path: Path, vocab_size: int | None = None) -> Tokenizer:
     """Read a tokenizer.json of up to `vocab_size` ids. Raises TokenizerError for another file.
 
-    Truncation and padding are dropped: they would silently shorten documents and prompts.
+    Truncation and padding are dropped: they would silently shorten documents and prompts. So is
+    dropout, by which a BPE leaves out joins at random.
     """
     if not path.is_file():
         raise TokenizerError(f"{path} does not exist")
@@ -167,6 +168,8 @@ def parse_tokenizer(content: bytes, path: Path, vocab_size: int | None = None) -
         _check_charsmap(tokenizer, path)
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    if isinstance(tokenizer.model, models.BPE):
+        tokenizer.model.dropout = None
     if vocab_size is not None:
         check_tokenizer(tokenizer, path, vocab_size)
     return tokenizer

@@ -325,6 +325,17 @@ def test_a_loaded_tokenizer_neither_cuts_nor_pads(tmp_path: Path) -> None:
     )
 
 
+def test_a_loaded_tokenizer_leaves_nothing_to_chance(tmp_path: Path) -> None:
+    """Published files may have the dropout of their training: a prompt would have other tokens."""
+    erratic = Tokenizer.from_str(tokenizer.to_str())
+    erratic.model.dropout = 0.5
+    erratic.save(str(tmp_path / "tokenizer.json"))
+    text = "".join(CORPUS)
+    assert (
+        load_tokenizer(tmp_path / "tokenizer.json").encode(text).ids == tokenizer.encode(text).ids
+    )
+
+
 def test_vocabulary_size_counts_gaps_between_ids() -> None:
     """The number of tokens would be too few rows for the largest id."""
     size = tokenizer.get_vocab_size()
