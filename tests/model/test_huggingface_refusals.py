@@ -168,6 +168,7 @@ REFUSALS: dict[str, tuple[Break, str]] = {
         set_values("tokenizer_config.json", added_tokens_decoder=["<s>"]),
         r"tokenizer_config\.json's added_tokens_decoder is \['<s>'\], not an object",
     ),
+    "tokenizer in another encoding": (write("tokenizer.json", b"\xff"), "is not UTF-8 text"),
     "chat template in another encoding": (write("chat_template.jinja", b"\xff"), "is not UTF-8"),
     "only PyTorch's file": (as_pytorch, r"neither model\.safetensors nor .* with transformers"),
     "missing tensor": (drop_tensor(DOWN), r"'layers\.0\.mlp\.down_proj\.weight' of \[64, 96\]"),

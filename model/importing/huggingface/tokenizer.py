@@ -48,16 +48,7 @@ def read_tokenizer(
 
     Such a token pads batches, or stands for an image. The chat template must not write it.
     """
-    path = source / TOKENIZER_FILE
-    if path.is_file():
-        text = read_limited(path, MAX_FILE).decode()
-    elif (source / SOURCE_FILE).is_file() and (source / VOCABULARY_FILE).is_file():
-        text = read_marian(source)
-    elif files := [source / name for name in FILES if (source / name).is_file()]:
-        values = read_optional(source / TOKENIZER_CONFIG_FILE)
-        text = read_sentencepiece(files[0], model_type, values)
-    else:
-        raise UnsupportedError(f"it has no {TOKENIZER_FILE}; {_REWRITE_TOKENIZER}")
+    path, text = source / TOKENIZER_FILE, _read_text(source, model_type)
     tokenizer = parse_tokenizer(text.encode(), path)
     added = {str(i): token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
     beyond = {i: content for i, content in added.items() if int(i) >= size}
@@ -97,6 +88,22 @@ def read_tokenizer(
                 f"{TOKENIZER_FILE} does not have; {_REWRITE_TOKENIZER}"
             )
     return text
+
+
+def _read_text(source: Path, model_type: str) -> str:
+    """Return the text of tokenizer.json, made of other files where there is none."""
+    path = source / TOKENIZER_FILE
+    if path.is_file():
+        try:
+            return read_limited(path, MAX_FILE).decode()
+        except UnicodeDecodeError:
+            raise UnsupportedError(f"{path.name} is not UTF-8 text") from None
+    if (source / SOURCE_FILE).is_file() and (source / VOCABULARY_FILE).is_file():
+        return read_marian(source)
+    if files := [source / name for name in FILES if (source / name).is_file()]:
+        values = read_optional(source / TOKENIZER_CONFIG_FILE)
+        return read_sentencepiece(files[0], model_type, values)
+    raise UnsupportedError(f"it has no {TOKENIZER_FILE}; {_REWRITE_TOKENIZER}")
 
 
 def _mark_spaces(state: dict[str, Any], source: Path, model_type: str) -> bool:
