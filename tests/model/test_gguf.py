@@ -392,6 +392,13 @@ def test_a_broken_file_is_refused_in_one_line(name: str, tmp_path: Path) -> None
     assert "\n" not in str(caught.value)
 
 
+def test_a_name_of_no_parts_is_that_of_a_whole_file(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "x.gguf", make_model("llama", num_hidden_layers=1))
+    whole = load_checkpoint(path)
+    named = load_checkpoint(path.rename(tmp_path / "x-00001-of-00000.gguf"))
+    assert named.config == whole.config
+
+
 def test_whatever_a_file_holds_ends_in_a_checkpoint_or_in_one_line(tmp_path: Path) -> None:
     """Cut a file and change bytes of its header at random."""
     model = make_model("llama", num_hidden_layers=1)

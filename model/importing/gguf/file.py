@@ -35,7 +35,7 @@ _STRING, _ARRAY = 8, 9
 _SCALARS = dict(
     zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True)
 )  # struct's letters by the type's number
-_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_PART = re.compile(r"(.*)-(\d{5})-of-(?!00000)(\d{5})\.gguf")
 _AT_ONCE = 2**22  # numbers that are restored in float32 at a time
 # The type's number: its name, the numbers in a block, and a block's bytes.
 _TYPES = {
