@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,7 @@ def test_the_longest_text_and_the_prompts(bert: Path) -> None:
         ("2_Dense/config.json", {"activation_function": "custom.Act"}, "activation_function"),
         ("2_Dense/config.json", {"out_features": 17}, "has shape"),
         ("sentence_bert_config.json", {"max_seq_length": "many"}, "max_seq_length is 'many'"),
+        ("sentence_bert_config.json", {"max_seq_length": math.nan}, "max_seq_length is nan"),
         ("config_sentence_transformers.json", {"prompts": {"query": 1}}, "prompts.query"),
         ("config_sentence_transformers.json", {"default_prompt_name": "x"}, "'x' has no prompt"),
         ("config_sentence_transformers.json", {"similarity_fn_name": "x"}, "similarity_fn_name"),
@@ -244,6 +246,18 @@ def test_refusals_name_the_file_and_the_key(
     with pytest.raises(CheckpointError, match=message) as refused:
         load_checkpoint(bert)
     assert "\n" not in str(refused.value)
+
+
+def test_a_tokenizer_for_texts_of_any_length(bert: Path) -> None:
+    set_values(bert, "tokenizer_config.json", model_max_length=math.inf)
+    assert load_checkpoint(bert).config.max_model_len == 64
+
+
+def test_a_reranker_whose_settings_are_no_object_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path, make_encoder("bert", "ForSequenceClassification", num_labels=1))
+    set_values(folder, "config.json", sentence_transformers="5.0")
+    with pytest.raises(CheckpointError, match=r"sentence_transformers is '5\.0'.*an object"):
+        load_checkpoint(folder)
 
 
 @pytest.mark.parametrize(

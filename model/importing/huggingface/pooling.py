@@ -17,6 +17,7 @@ from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.families.family import Dense, Family
 from kvasir.model.importing.huggingface.tokenizer import TOKENIZER_CONFIG_FILE, read_optional
 from kvasir.model.importing.tensors import first_rows
+from kvasir.model.platform.files import read_limited
 from kvasir.model.platform.suggestions import first_problem
 from kvasir.model.records import EmbeddingDefaults
 from kvasir.model.tensor_files import StoredTensor, list_tensors
@@ -111,6 +112,8 @@ def _read_classifier(
         activation = "sigmoid"
     elif len(labels) == 1:
         own = values.get("sentence_transformers") or read_optional(source / EMBEDDING_FILE)
+        if not isinstance(own, dict):
+            raise _wrong(CONFIG_FILE, "sentence_transformers", own, "an object")
         former = values.get("sbert_ce_default_activation_function")
         activation = str(own.get("activation_fn") or former or "Sigmoid").rpartition(".")[2].lower()
         if activation not in ("sigmoid", "identity"):
@@ -127,7 +130,7 @@ def _read_modules(
 ) -> tuple[tuple[Dense, ...], Pooling]:
     """Return what follows the network in modules.json; its tensors are added to `tensors`."""
     try:
-        listed = _MODULES.validate_json((source / _MODULES_FILE).read_bytes())
+        listed = _MODULES.validate_json(read_limited(source / _MODULES_FILE))
         steps = [(str(module["type"]).rpartition(".")[2], str(module["path"])) for module in listed]
     except (ValidationError, LookupError):
         raise UnsupportedError(f"{_MODULES_FILE} is not a list of modules; copy it again") from None
@@ -186,14 +189,17 @@ def _projections(layers: Iterable[Dense], config: TransformerConfig) -> tuple[Pr
 
 
 def _longest(source: Path, most: int) -> int:
-    """Return the number of tokens beyond which sentence-transformers would cut a text."""
+    """Return the number of tokens beyond which sentence-transformers would cut a text.
+
+    Its own settings go before those of the tokenizer.
+    """
     for path in (*source.glob(_SETTINGS), source / TOKENIZER_CONFIG_FILE):
         values = read_optional(path)
         for key in ("max_seq_length", "model_max_length"):
             if (limit := values.get(key)) is not None:
-                if type(limit) not in (int, float) or limit < 2:
+                if type(limit) not in (int, float) or not limit >= 2:
                     raise _wrong(path.name, key, limit, "at least 2 tokens")
-                most = min(most, int(limit))
+                return int(min(most, limit))
     return most
 
 
