@@ -39,6 +39,7 @@ Activation = Literal["identity", "tanh", "relu", "gelu", "gelu_tanh"]
 LabelActivation = Literal["identity", "sigmoid", "softmax"]
 Size = Annotated[int, Field(strict=True, gt=0, le=2**31 - 1)]
 Positive = Annotated[float, Field(strict=True, gt=0.0, allow_inf_nan=False)]
+Turns = Annotated[float, Field(strict=True, ge=1e-6, le=1e6, allow_inf_nan=False)]
 DropoutRate = Annotated[float, Field(strict=True, ge=0.0, lt=1.0)]
 T = TypeVar("T")
 _TITLE = "the model's configuration"
@@ -53,12 +54,14 @@ def _raising_config_error(kind: type[T]) -> type[T]:
     construct = kind.__init__
 
     @functools.wraps(construct)
-    def init(self: T, **values: Any) -> None:
+    def init(self: T, /, **values: Any) -> None:
         try:
             construct(self, **values)
         except ValidationError as error:
             names = {*TransformerConfig.__dataclass_fields__, *Pooling.__dataclass_fields__}
             raise ConfigError(first_problem(error, names)) from None
+        except TypeError as error:  # a field has pydantic's name for self
+            raise ConfigError(str(error)) from None
 
     kind.__init__ = init  # type: ignore[assignment]
     return kind
@@ -89,8 +92,8 @@ class RopeScaling:
     original_max_model_len: Size | None = None
     low_freq_factor: Positive = 1.0
     high_freq_factor: Positive = 4.0
-    beta_fast: Positive = 32.0
-    beta_slow: Positive = 1.0
+    beta_fast: Turns = 32.0
+    beta_slow: Turns = 1.0
     attention_factor: Positive | None = None
     truncate: StrictBool = True
     short_factors: tuple[Positive, ...] = ()

@@ -92,6 +92,8 @@ def _positions(config: Any) -> Iterator[Rule]:
             n_given = len(getattr(scaling, name))
             allowed = f"one with {n_pairs} {name}, for as many rotary pairs (it has {n_given})"
             yield "rope_scaling", n_given == n_pairs, allowed
+    if scaling is not None and scaling.kind == "yarn":
+        yield "rope_theta", config.rope_theta > 1.0, "more than 1 with yarn"
     if scaling is not None and scaling.query_growth is not None:
         for name in ("qk_norm", "qkv_clip"):
             yield name, not getattr(config, name), "left out with a query_growth"

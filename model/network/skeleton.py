@@ -65,8 +65,9 @@ def check_size(config: TransformerConfig, n_numbers: int) -> None:
 
 
 def _least_weights(config: TransformerConfig) -> int:
-    n_mixtures = sum(map(config.has_experts, range(config.n_layer)))
-    widths = config.d_ff * (config.n_layer - n_mixtures)
+    n_dense = config.n_layer if config.n_experts is None else len({*config.dense_layers})
+    n_mixtures = config.n_layer - n_dense
+    widths = config.d_ff * n_dense
     widths += (config.n_experts or 0) * (config.d_expert or 0) * n_mixtures
     latents = config.latents
     per_head = 2 * config.head_dim if latents is None else latents.value_dim

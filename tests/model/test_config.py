@@ -16,6 +16,7 @@ from kvasir.model.config import (
     RopeScaling,
     TransformerConfig,
 )
+from kvasir.model.network.skeleton import check_size
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.presets import PRESETS, preset
 from tests.kit.encoders import BERT, MODERN, MPNET
@@ -81,6 +82,7 @@ LONGROPE = RopeScaling(
 FEW = dataclasses.replace(LONGROPE, long_factors=(2.0,))
 LINEAR = {"kind": "linear", "factor": 2.0}
 LLAMA3 = {"kind": "llama3", "factor": 2.0}
+YARN = {"kind": "yarn", "factor": 2.0, "original_max_model_len": 8}
 OWN_THETA = {"sliding_window_rope_theta": 10.0}
 CLAMPED = {"feed_forward": "swiglu_clamped"}
 # Changes of VALID, and how the message begins.
@@ -94,6 +96,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": LINEAR | {"mscale": 1.0}}, "unknown field 'mscale' in rope_scaling"),
     ({"rope_scaling": LLAMA3}, "rope_scaling llama3 needs original_max_model_len"),
     ({"rope_scaling": FEW}, "rope_scaling must be one with 8 long_factors, for as many"),
+    ({"rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta must be more than 1 with yarn"),
+    ({"rope_scaling": YARN | {"beta_fast": 1e308}}, "rope_scaling.beta_fast must be less than"),
+    ({"rope_scaling": YARN | {"beta_slow": 5e-324}}, "rope_scaling.beta_slow must be greater"),
     ({"qk_norm": True, "rope_scaling": GROWING}, "qk_norm must be "),
     ({"position": "alibi", "rotary_dim": 8}, "rotary_dim must be "),
     ({"position": "none", "layers_without_rotary": (0,)}, "layers_without_rotary must be "),
@@ -196,6 +201,8 @@ def test_saving_and_loading_gives_an_equal_configuration(
         (b"", "is not JSON"),
         (b"[]", "must hold a JSON object"),
         (json.dumps({**VALID, "n_head": "4"}).encode(), "n_head must be .*, not '4'"),
+        (json.dumps({**VALID, "self": 1}).encode(), "unknown field 'self'"),
+        (json.dumps({**VALID, "__dataclass_self__": 1}).encode(), "__dataclass_self__"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
@@ -203,6 +210,11 @@ def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes, message: str)
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         TransformerConfig.load(path)
+
+
+def test_layers_without_number_are_refused_before_one_is_counted() -> None:
+    with pytest.raises(ConfigError, match="a model of this shape has at least"):
+        check_size(TransformerConfig(**{**VALID, "n_layer": 2**31 - 1}), 10**9)
 
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
