@@ -124,6 +124,12 @@ def test_published_keys_of_nomic() -> None:
     assert {name: getattr(config, name) for name in expected} == expected
 
 
+@pytest.mark.parametrize("key", ["layer_norm_epsilon", "layer_norm_eps"])
+def test_both_names_of_an_epsilon(key: str) -> None:
+    family = encoders.ENCODERS["nomic_bert"]
+    assert family.config({key: 1e-3}, bos_token_id=None, eos_token_ids=[]).norm_eps == 1e-3
+
+
 def test_the_head_of_a_masked_language_model_is_left_out(tmp_path: Path) -> None:
     model = make_encoder("bert", "ForMaskedLM")
     config = load_checkpoint(save(tmp_path, model)).config

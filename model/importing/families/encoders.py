@@ -151,7 +151,7 @@ ENCODERS: dict[str, Family] = {
         architectures=_architectures("NomicBert"),
         shape=(30528, 768, 3072, 12, 12, None, 2048), tokens=(None, None),
         defaults=ROPE | {"rms_norm_eps": 1e-12, "type_vocab_size": 2, "rope_theta": 1000.0},
-        names={"rms_norm_eps": "layer_norm_epsilon", "hidden_size": "n_embd",
+        names={"rms_norm_eps": "layer_norm_epsilon|layer_norm_eps", "hidden_size": "n_embd",
                "intermediate_size": "n_inner", "num_hidden_layers": "n_layer",
                "num_attention_heads": "n_head", "max_position_embeddings": "n_positions",
                "rope_theta": "rotary_emb_base"},
