@@ -311,7 +311,8 @@ _FURTHER |= {
     "cohere2_moe with sigmoids": _EXPERTS
     | {"rms_norm_eps": None}
     | WINDOWED
-    | {"num_experts": 5, "head_dim": 16, "expert_selection_fn": "sigmoid"},
+    | {"num_experts": 5, "head_dim": 16, "expert_selection_fn": "sigmoid"}
+    | {"mlp_layer_types": ["sparse", "dense"], "prefix_dense_sliding_window_pattern": 2},
     "gpt_neox_japanese": {"intermediate_multiple_size": 2},
     "fuyu": {"text_config": _SHAPE | {"intermediate_size": 96} | {"model_type": "persimmon"}},
     "emu3": {"text_config": _GROUPED | {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}},

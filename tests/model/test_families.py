@@ -290,6 +290,15 @@ def test_what_a_file_leaves_out_is_what_transformers_takes(name: str) -> None:
             assert family.options({})[key] == values[key]
 
 
+@pytest.mark.parametrize("of_dense", [1, 2, 3])
+def test_windows_of_first_dense_layers(of_dense: int) -> None:
+    values = {"num_hidden_layers": 12, "first_k_dense_replace": 5, "sliding_window_pattern": 3}
+    values["prefix_dense_sliding_window_pattern"] = of_dense
+    theirs, ours = AutoConfig.for_model("cohere2_moe", **values), config_of("cohere2_moe", **values)
+    windowed = [kind == "sliding_attention" for kind in theirs.layer_types]
+    assert [ours.window_of(layer) is not None for layer in range(12)] == windowed
+
+
 EVEN_WINDOWS = {"sliding_window": None, "sliding_window_layers": None}
 IGNORED = {
     "attention_dropout": 0.1,
@@ -428,6 +437,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3_text", {"rope_parameters": {"full_attention": 1}}, "rope_parameters is 1"),
     ("gemma3_text", {"rope_parameters": LINEAR_WINDOWS}, "of sliding_attention is 'linear'"),
     ("cohere2", {"use_qk_norm": True}, "use_qk_norm is True"),
+    ("nanochat", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling is 'yarn'"),
+    ("llama4_text", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling is 'yarn'"),
     ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi is False, .* only True"),
     ("hunyuan_v1_moe", {"moe_topk": [1, 2]}, r"moe_topk is \[1, 2\], .* same number in all layers"),
     (

@@ -183,7 +183,8 @@ LLAMAS: dict[str, Family] = {
     "nanochat": t.llama(
         "NanoChat", (50304, 768, 8192, 12, 6, None, 2048), (0, 1), t.ATTENTION_BIAS, t.UNGATED,
         keys={"hidden_act": "relu2", "final_logit_softcapping": 15.0},
-        fields={"embedding_norm": True, "qk_norm": True},  # whose weights of 1 let a rotation pass
+        # The norms' weights of 1 let a rotation pass, and no amplitude, as yarn's.
+        fields={"embedding_norm": True, "qk_norm": True}, scalings=("linear", "llama3"),
         norm=all_ones(), modules={"embedding_norm": all_ones()},
         layers=dict.fromkeys(("attention_norm", "feed_forward_norm", "query_norm", "key_norm"),
                              all_ones())

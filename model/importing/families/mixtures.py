@@ -65,13 +65,19 @@ def _flint_windows(options: Options) -> list[int]:
 def _cohere_windows(options: Options) -> list[int]:
     layers, first = t.every_layer(options), len(_dense_first(options))
     every = options.whole("sliding_window_pattern")
-    return [i for i in layers[first:] if (i + 1 - first) % every]
+    of_dense = options.whole("prefix_dense_sliding_window_pattern")
+    dense = [i for i in layers[:first] if (i + 1) % of_dense]
+    return dense + [i for i in layers[first:] if (i + 1 - first) % every]
 
 
 def _cohere_unturned(options: Options) -> tuple[int, ...]:
-    """Return the layers without rotary positions: those with experts and without a window."""
+    """Return the layers without rotary positions: those without a window.
+
+    Dense ones turn as well where their pattern gives none of them a window.
+    """
     windows = window_fields(options, _cohere_windows)["sliding_window_layers"] or ()
-    turned = {*windows, *_dense_by_type(options)}
+    all_turn = options["prefix_dense_sliding_window_pattern"] == 1
+    turned = {*windows, *(_dense_by_type(options) if all_turn else ())}
     return tuple(layer for layer in t.every_layer(options) if layer not in turned)
 
 
@@ -291,7 +297,8 @@ MIXTURES: dict[str, Family] = {
                 "down": "feed_forward.down_proj", "query_norm": all_ones(), "key_norm": all_ones(),
                 "expert_up": halves_transposed("feed_forward.experts.gate_up_proj"),
                 "expert_down": transposed_experts("feed_forward.experts.down_proj")},
-        prefixes=t.WITHIN, only={"mlp_bias": (False,)}),
+        # Norms of 1 come after the rotation: no amplitude, as yarn's, gets past them.
+        prefixes=t.WITHIN, only={"mlp_bias": (False,)}, scalings=("linear", "llama3")),
     "gpt_oss": t.llama(
         "GptOss", (201088, 2880, 2880, 36, 64, 8, 131072), (None, None),
         t.windows(128, t.all_but_every(2)),
