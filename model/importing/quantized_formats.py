@@ -209,7 +209,7 @@ def scaled(parts: Parts, scheme: Scheme) -> Made:
     # [], [1], [out], [out, 1], [out, groups], [rows of blocks, columns of blocks]
     rows, columns = (*scales.shape, 1, 1)[:2]
     sizes = tuple(
-        n if count == 1 else (block[axis] if block else n // count)
+        n if count < 2 else (block[axis] if block else n // count)
         for axis, (n, count) in enumerate(zip(weight.shape, (rows, columns), strict=True))
     )
     counts = tuple(math.ceil(n / max(size, 1)) for n, size in zip(weight.shape, sizes, strict=True))

@@ -333,6 +333,7 @@ REFUSALS: list[tuple[str, Callable[[Path], None], str]] = [
     ("gptq", with_parts(weight=torch.ones(64, 64)), r"\.qweight' are the same parameter"),
     ("packed", with_parts(weight_shape=torch.tensor([64, 48])), r"not \[64, 48\] in 4 or 8 bits"),
     ("fp8 blocks", changed(weight_block_size=[128, 128]), r"\[2, 3\], which does not fit \[64, 96"),
+    ("int8 rows", with_parts(weight_scale=torch.ones(0)), r"\[0\], which does not fit \[64, 64\]"),
     ("int8 rows", with_parts(weight_scale=None), rf"it lacks the tensor '{FIRST}\.weight_scale'"),
     ("int8 rows", with_parts(weight_scale=torch.ones(64, 1).char()), r"weight' are I8, not floats"),
 ]
