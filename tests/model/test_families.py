@@ -299,6 +299,14 @@ def test_windows_of_first_dense_layers(of_dense: int) -> None:
     assert [ours.window_of(layer) is not None for layer in range(12)] == windowed
 
 
+@pytest.mark.parametrize("name", ["cwm", "apertus", "ministral3", "gpt_oss"])
+def test_a_scaling_of_null_is_the_default_as_in_transformers(name: str) -> None:
+    scalings = [
+        config_of(name, **values).rope_scaling for values in ({"rope_parameters": None}, {})
+    ]
+    assert scalings[0] == scalings[1] is not None
+
+
 EVEN_WINDOWS = {"sliding_window": None, "sliding_window_layers": None}
 IGNORED = {
     "attention_dropout": 0.1,

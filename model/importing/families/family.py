@@ -115,8 +115,10 @@ class Family:
         read = {}
         for key, default in defaults.items():
             names = (*self.names.get(key, key).split("|"), key)  # "a|b" is b where there is no a
-            found = (given(values, name, _ABSENT) for name in names)
-            read[key] = next((value for value in found if value is not _ABSENT), default)
+            # A null is a value, but for rope_parameters, of which transformers takes the default.
+            nothing = None if key == "rope_parameters" else _ABSENT
+            found = (given(values, name, nothing) for name in names)
+            read[key] = next((value for value in found if value is not nothing), default)
         return Options(read, self.names)
 
     def adapted(self, values: Mapping[str, Any]) -> Family:
