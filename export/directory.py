@@ -44,6 +44,7 @@ from kvasir.model.directory import (
 from kvasir.model.network.skeleton import count_parameters
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.model.platform.files import new_directory
+from kvasir.model.platform.machine import available_memory
 from kvasir.model.platform.progress import Progress, no_progress
 from kvasir.model.platform.suggestions import first_problem
 from kvasir.model.records import GenerationDefaults, Verification
@@ -55,6 +56,7 @@ _NOTES |= {name: name for name in ("train_tokens", "held_out_tokens")}
 _OF_HELD_OUT = ("held_out_loss", "held_out_accuracy", "held_out_exact_match")
 _NOTES |= {name: name for name in _OF_HELD_OUT}
 _VERSIONS = ("torch", "onnx", "kvasir-lm")
+_TABLE_BYTES = 16  # of a number in a table of positions, while it is made
 
 
 def export_checkpoint(
@@ -94,6 +96,7 @@ def export_checkpoint(
     progress("reading the checkpoint", 0, 0)
     checkpoint = load_checkpoint(source, max_model_len)
     config = checkpoint.config
+    _check_positions(config)
     check_encoder(config, device, precision, text)
     if device != "cpu":
         check_pageable(config)
@@ -193,6 +196,17 @@ def _check_options(
         raise ValueError(f"no kv cache {kv_cache!r} on {device}; on cuda there are {dtypes}")
     if not int8_prompts and (device, precision) != ("cpu", "int4"):
         raise ValueError(f"{precision} on {device} has no int8 prompts; only int4 on cpu has")
+
+
+def _check_positions(config: TransformerConfig) -> None:
+    """Raise ValueError if there is no memory for the tables of positions, before it is taken."""
+    widths = {"rotary": config.head_dim, "sinusoidal": config.d_model, "alibi": config.n_head}
+    n_bytes = _TABLE_BYTES * widths.get(config.position, 1) * config.max_model_len
+    if n_bytes > available_memory():
+        raise ValueError(
+            f"tables of {config.max_model_len:,} positions take {n_bytes / 2**30:,.0f} GiB, more "
+            "memory than there is; give a smaller --max-model-len"
+        )
 
 
 def _extra_files(checkpoint: Checkpoint, generation: GenerationDefaults | None) -> dict[str, bytes]:

@@ -33,6 +33,7 @@ from kvasir.server.engine.runner import OnnxRunner
 from kvasir.server.engine.sampling.params import SamplingParams
 from tests.kit.commands import kvasir
 from tests.kit.engine_driver import make_sequence, run_to_end
+from tests.kit.huggingface_checkpoints import set_values
 from tests.kit.random_models import export_random, make_config, make_decoder
 
 TEXT = "\n".join(f"the {i}th line of a text that nobody needs to read twice" for i in range(400))
@@ -243,6 +244,14 @@ def test_a_checkpoint_of_ones_own_is_exported_as_it_is(tmp_path: Path) -> None:
     assert model_dir.special_tokens == {"bos_token": "<s>"}
     assert model_dir.generation.given() == {"temperature": 0.3, "top_k": 40, "top_p": 0.9}
     assert verify_directory(out, checkpoint)[1] == manifest.verification
+
+
+def test_positions_beyond_all_memory_are_refused(tmp_path: Path) -> None:
+    tokenizer, decoder = train_tokenizer([TEXT], 300), make_decoder(make_config(n_layer=1))
+    path = save_checkpoint(tmp_path / "run", 1, decoder, tokenizer, {}, {})
+    set_values(path, "config.json", max_model_len=2**31 - 1)
+    with pytest.raises(ValueError, match="tables of 2,147,483,647 positions take 512 GiB"):
+        export_checkpoint(path, tmp_path / "out", precision="fp32")
 
 
 def test_bad_advice_in_a_checkpoint_is_named(tmp_path: Path) -> None:
