@@ -37,7 +37,7 @@ class LimitedProcess:
         self._send(message)
         assert self.process.stdout is not None
         answer = self.process.stdout.readline()
-        if not answer:
+        if not answer.endswith(b"\n"):  # it may be ended while it answers
             self.close()
             raise ChildProcessError("the process was ended")
         return json.loads(answer)
