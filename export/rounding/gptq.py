@@ -7,6 +7,7 @@ which a Cholesky factor of H⁻¹ tells (Frantar et al., "GPTQ", 2022).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -25,6 +26,7 @@ def inverse_factor(x: Tensor) -> Tensor:
     """Return the upper triangular U with Uᵀ U = H⁻¹, of whole blocks of channels.
 
     x: inputs [tokens, n_in], of finite squares. A channel that is always 0 depends on no other.
+    Raises ValueError where sums of squares are not finite.
     """
     x = functional.pad(x, (0, -x.shape[1] % BLOCK))
     moments = x.t() @ x / len(x)
@@ -33,6 +35,8 @@ def inverse_factor(x: Tensor) -> Tensor:
     damping = _DAMPING * diagonal.mean().item()
     failed = True
     while failed:
+        if not math.isfinite(damping):
+            raise ValueError("what a product reads is too large for int4; export int8 or fp32")
         diagonal += damping
         damping *= _STRONGER
         lower, failed = torch.linalg.cholesky_ex(moments)

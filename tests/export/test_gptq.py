@@ -87,6 +87,13 @@ def test_silent_channels_and_zeros_are_no_trouble() -> None:
         assert (restored[0] - matrix[0]).abs().max() < 1.5
 
 
+def test_inputs_whose_squares_have_no_sum_are_refused() -> None:
+    x = torch.full((40, BLOCK), 1.5e19)
+    assert x.square().isfinite().all()
+    with pytest.raises(ValueError, match="too large for int4"):
+        inverse_factor(x)
+
+
 def test_what_was_rounded_before_stays_as_it_is() -> None:
     matrix = torch.randn(9, 2 * BLOCK, generator=torch.Generator().manual_seed(1))
     rounded = restore_blocks(*quantize_blocks(matrix))
