@@ -308,6 +308,7 @@ async def test_a_body_that_makes_no_sense_is_a_400() -> None:
             b'{"prompt": "a", "temperature": NaN}',
             b'{"prompt": "a", "temperature": Infinity}',
             b'{"prompt": "a", "temperature": 1e999}',
+            b'{"prompt": "a", "metadata": {"a": NaN}}',
             b'{"prompt": "a", "max_tokens": ' + b"9" * 6000 + b"}",
             b"[" * 10_000,
             b'{"prompt": "a", "stream_options": {"include_usage": true}}',

@@ -64,6 +64,18 @@ async def test_a_response_over_http_is_a_chats_answer() -> None:
     assert cut["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_number_beyond_all_floats_is_repeated_as_null(streams: bool) -> None:
+    """It is JSON, but Python reads an infinity, which JSON has not."""
+    body = b'{"input": "a", "max_output_tokens": 2, "metadata": {"a": 1e999}, "stream": %b}'
+    async with chatting() as (served, _, _):
+        response = await served.client.post(RESPONSES, content=body % json.dumps(streams).encode())
+    assert response.status_code == 200, response.text
+    *_, last = [line for line in response.text.splitlines() if line]
+    answer = json.loads(last.removeprefix("data: "))
+    assert answer.get("response", answer)["metadata"] == {"a": None}
+
+
 @pytest.mark.parametrize("content", ["é", "a", "/w==", ""])
 async def test_reasoning_of_another_server_cannot_be_read(content: str) -> None:
     foreign = {"type": "reasoning", "summary": [], "encrypted_content": content}

@@ -141,7 +141,7 @@ def parse(
     """
     try:
         check_amount(raw, max_model_len)
-        value = from_json(raw)
+        value = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
     try:

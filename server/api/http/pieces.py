@@ -53,7 +53,16 @@ def _few(value: LazyList) -> list[Any]:
 
 
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=_few)
-compact = _ENCODER.encode  # of events
+
+
+def compact(value: Any) -> str:
+    """Return the JSON of an event, in which NaN and infinities are null, as in `_encoded`."""
+    try:
+        return _ENCODER.encode(value)
+    except ValueError:  # such as 1e999, in what a client or a model wrote
+        if (made := Pieces(value)).n_values > FEW:
+            raise _LongError from None
+        return b"".join(made).decode()
 
 
 class Pieces:
