@@ -10,6 +10,7 @@ from tokenizers.decoders import DecodeStream
 
 # Prompt tokens given to the decoder: some decoders treat the start of a text specially.
 _CONTEXT = 8
+_MOST_HELD = 16  # tokens: each is decoded again with every one that is held after it
 _BROKEN = "\ufffd"  # the character that decoders show for bytes that are none, or not yet
 # The byte-level alphabet of GPT-2 (Radford et al. 2019): printable bytes stand for themselves, the
 # others follow from 256 on.
@@ -21,8 +22,9 @@ _BYTES = {chr(b): b for b in _PRINTABLE} | {chr(256 + i): b for i, b in enumerat
 class Detokenizer:
     """The text of one sequence, piece by piece.
 
-    A character whose bytes are incomplete is held back until `flush`. Special tokens have no text,
-    except those in `kept`. n_chars: characters returned so far.
+    A character whose bytes are incomplete is held back until `flush`, or until too many tokens show
+    that they make none. Special tokens have no text, except those in `kept`. n_chars: characters
+    returned so far.
     """
 
     def __init__(
@@ -30,28 +32,53 @@ class Detokenizer:
     ) -> None:
         self._tokenizer, self._kept = tokenizer, kept
         self.n_chars = 0
+        self._held: list[int] = []  # tokens whose text has not been returned
         self._begin(list(prompt_ids[-_CONTEXT:]))
 
     def _begin(self, context: list[int]) -> None:
-        before: str = self._tokenizer.decode(context)
-        if before.endswith(_BROKEN):  # a prompt cut inside a character gives no context
-            context, before = [], ""
+        if self._tokenizer.decode(context).endswith(_BROKEN):
+            context = []  # a prompt cut inside a character gives no context
         self._stream = DecodeStream(ids=context, skip_special_tokens=True)
         self._ids = context
-        self._offset = len(before) - self.n_chars  # from text returned to text of the decoded ids
 
     def push(self, token_id: int) -> str:
         """Return the text that a token completes."""
-        if token_id not in self._kept:
-            self._ids.append(token_id)
-            return self._count(self._stream.step(self._tokenizer, token_id) or "")
-        piece = self.flush() + self._count(token_text(self._tokenizer, token_id))
-        self._begin(self._ids[-_CONTEXT:])  # the decoder would leave the special token out
-        return piece
+        if token_id in self._kept:
+            piece = self.flush() + self._count(token_text(self._tokenizer, token_id))
+            self._begin(self._ids[-_CONTEXT:])  # the decoder would leave the special token out
+            return piece
+        self._ids.append(token_id)
+        self._held.append(token_id)
+        try:
+            piece = self._stream.step(self._tokenizer, token_id) or ""
+        except Exception:  # some decoders show no byte next to a broken one, even if it was shown
+            return self._take(len(self._held))
+        if piece:
+            self._held.clear()
+        elif len(self._held) > _MOST_HELD:
+            return self._take(self._whole())
+        return self._count(piece)
 
     def flush(self) -> str:
         """Return what was held back, at the end of the sequence."""
-        return self._count(self._tokenizer.decode(self._ids)[self.n_chars + self._offset :])
+        held, self._held = self._held, []
+        return self._count(self._tokenizer.decode(held))
+
+    def _whole(self) -> int:
+        """Return how many held tokens come before a character that may yet be completed."""
+        held, decode = self._held, self._tokenizer.decode
+        cuts = range(len(held) - 1, 0, -1)
+        whole = decode(held)
+        apart = (n for n in cuts if decode(held[:n]) + decode(held[n:]) == whole)
+        return next(apart, len(held)) if whole.endswith(_BROKEN) else len(held)
+
+    def _take(self, n: int) -> str:
+        """Return the text of the first held tokens; the others begin a text of their own."""
+        taken, left = self._held[:n], self._held[n:]
+        self._held = []
+        self._begin([] if left else self._ids[-_CONTEXT:])
+        text = self._count(self._tokenizer.decode(taken))
+        return text + "".join(map(self.push, left))
 
     def _count(self, piece: str) -> str:
         self.n_chars += len(piece)

@@ -62,6 +62,18 @@ def test_any_tokens_join_to_what_decoding_them_at_once_gives(
     assert "".join(shown(ids, prompt_ids, frozenset({EOS}))) == with_special
 
 
+broken = st.sampled_from([i for i in range(N) if token_bytes(tokenizer, i)[:1] > b"\x7f"])
+
+
+@given(st.lists(broken, min_size=20, max_size=60))
+def test_broken_bytes_are_not_held_back_until_the_end(ids: list[int]) -> None:
+    """They would be decoded again with each further one."""
+    pieces = shown(ids, [])
+    assert "".join(pieces) == tokenizer.decode(ids)
+    silences = (len(list(run)) for is_text, run in groupby(pieces, bool) if not is_text)
+    assert max(silences, default=0) <= 16
+
+
 def cut_at_first_stop(text: str, stops: list[str]) -> tuple[str, bool]:
     """The oracle: the shortest prefix that ends in a stop string, without the longest of those."""
     for end in range(1, len(text) + 1):
@@ -115,6 +127,18 @@ def sentence_pieces() -> Tokenizer:
 
 
 PIECES = sentence_pieces()
+
+
+def test_a_broken_byte_takes_nothing_back_that_was_shown() -> None:
+    """Where bytes are tokens, decoding them at once shows none of those next to a broken one."""
+    (letter,) = PIECES.encode("b").ids[-1:]
+    for ids, text in (
+        ([0x0A, 0xE2, letter], "\n\ufffdb"),
+        ([*"🙂".encode(), 0x80, letter, letter], "🙂\ufffdbb"),
+        ([letter, 0xE2, 0x82, 0xAC, 0x80], "b€\ufffd"),
+    ):
+        detokenizer = Detokenizer(PIECES, PIECES.encode("a").ids)
+        assert "".join([*map(detokenizer.push, ids), detokenizer.flush()]) == text
 
 
 @given(texts)
