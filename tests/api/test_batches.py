@@ -299,6 +299,9 @@ async def test_uploads_leave_nothing_behind_unless_whole(
             assert response.json()["bytes"] == 2
         plain = await served.client.post("/v1/files", json={})
         assert plain.status_code == 400
+        long = {"content-type": HEAD["content-type"] + "t" * 300}
+        cut = await served.client.post("/v1/files", content=body.encode(), headers=long)
+        assert cut.status_code == 400
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])

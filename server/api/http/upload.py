@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from fastapi import Request
 from python_multipart import MultipartParser
-from python_multipart.exceptions import MultipartParseError
+from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 
 from kvasir.server.batches.threads import in_thread
@@ -32,24 +33,30 @@ class Form:
         self._header = self._value = self._disposition = b""
         self._field: str | None = None  # None is the file
         self._data = b""
-        self._parser = MultipartParser(
-            boundary,
-            {
-                "on_header_field": self._add_header,
-                "on_header_value": self._add_value,
-                "on_header_end": self._end_header,
-                "on_headers_finished": self._begin_part,
-                "on_part_data": self._add_data,
-                "on_part_end": self._end_part,
-                "on_end": self._end,
-            },
-        )
+        with self._errors():
+            self._parser = MultipartParser(
+                boundary,
+                {
+                    "on_header_field": self._add_header,
+                    "on_header_value": self._add_value,
+                    "on_header_end": self._end_header,
+                    "on_headers_finished": self._begin_part,
+                    "on_part_data": self._add_data,
+                    "on_part_end": self._end_part,
+                    "on_end": self._end,
+                },
+            )
 
     def feed(self, piece: bytes) -> None:
         """Read a piece of the body. Raises InvalidRequestError, and what `write` raises."""
-        try:
+        with self._errors():
             self._parser.write(piece)
-        except MultipartParseError as error:
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except FormParserError as error:  # also of a boundary that is too long
             raise InvalidRequestError(f"the form is malformed: {error}") from None
 
     def _add_header(self, data: bytes, start: int, end: int) -> None:
