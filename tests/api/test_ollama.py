@@ -186,6 +186,9 @@ async def test_models_are_listed_with_a_tag_and_found_by_it() -> None:
         first = await served.client.post(TEXT_ROUTE, json=told)
         found = await served.client.get(f"/v1/models/{name}")
         version = await served.client.get("/api/version")
+        # By which clients find out if a server is there.
+        heads = [await served.client.head(path) for path in ("/", "/api/tags", "/api/version")]
+    assert [head.status_code for head in heads] == [200, 200, 200]
     assert name == f"{served.model.name}:latest"
     assert [one["name"] for one in loaded] == [name]
     assert shown["capabilities"] == ["completion", "tools"]

@@ -78,6 +78,7 @@ class OllamaVersion(ResponseBody):
     version: str = Field(description="Of Ollama, whose API this is; Kvasir's is in /version.")
 
 
+@router.head("/api/tags", responses=READ_ERRORS)
 @router.get("/api/tags", responses=READ_ERRORS)
 def tags(request: Request) -> OllamaModels:  # no coroutine: it asks the file system
     """List the models, as Ollama does."""
@@ -118,6 +119,7 @@ async def show(request: Request, body: ShowBody) -> Response:  # noqa: ARG001
     return held_response(shown.model_dump_json().encode(), served)
 
 
+@router.head("/api/version", responses=READ_ERRORS)
 @router.get("/api/version", responses=READ_ERRORS)
 async def versions() -> OllamaVersion:
     """Return the version of Ollama that knows these routes: clients refuse old ones."""
