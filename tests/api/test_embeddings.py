@@ -323,7 +323,7 @@ REFUSED: list[tuple[ModelDirectory, str, dict[str, Any], str]] = [
     (EMBEDDER, "/score", TO_SCORE | {"text_1": []}, "text_1"),
     (EMBEDDER, "/score", TO_SCORE | {"text_2": []}, "text_1"),
     (EMBEDDER, "/score", TO_SCORE | {"text_1": ["a", "b"]}, "text_1"),
-    (EMBEDDER, "/score", TO_SCORE | {"text_2": ["b"] * 2048}, "text_2"),
+    (EMBEDDER, "/score", TO_SCORE | {"text_2": ["b"] * 2049}, "text_2"),
     (EMBEDDER, "/score", TO_SCORE | {"text_2": ["b" * 200]}, "text_2"),
     (EMBEDDER, "/score", TO_SCORE | {"use_activation": False}, "use_activation"),
     (CLASSIFIER, "/pooling", {"input": "a", "task": "embed"}, "task"),
@@ -335,6 +335,23 @@ REFUSED: list[tuple[ModelDirectory, str, dict[str, Any], str]] = [
     (RERANKER, "/v2/rerank", TO_RANK | {"query": "a" * 200}, "documents"),
     (RERANKER, "/v2/rerank", TO_RANK | {"top_n": 0}, "top_n"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/rerank", {"query": "a", "texts": ["b"] * 2048}),
+        ("/v2/rerank", {"query": "a", "documents": ["b"] * 2048}),
+        ("/score", {"text_1": ["a"] * 2048, "text_2": ["b"] * 2048}),
+        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"] * 2048}}),
+    ],
+)
+async def test_what_texts_are_compared_with_is_beside_the_most(
+    path: str, body: dict[str, Any]
+) -> None:
+    """Of a model of vectors, too, which reads each text by itself."""
+    async with encoding(EMBEDDER) as client:
+        assert (await client.post(path, json=body)).status_code == 200
 
 
 async def test_a_bad_field_is_named() -> None:

@@ -92,15 +92,20 @@ async def respond(
     show: Show,
     form: str = "float",
     dimensions: int | None = None,
+    n_beside: int = 0,
 ) -> Response:
     """Return the response to a request; `param` names the field of its inputs in errors.
 
     form: "float", "base64" or "none", of the answer's vectors. dimensions: if not all are shown.
+    n_beside: inputs that are not of that field.
 
     The request runs when the response is sent: nothing holds its body any more.
     Raises InvalidRequestError for inputs or a prompt that the model cannot take.
     """
     served, state = served_model(request), state_of(request.scope)
+    if (n := len(inputs) - n_beside) > MAX_INPUTS:
+        message = f"{param}: {n} inputs are too many: at most {MAX_INPUTS} may be given"
+        raise InvalidRequestError(message, param=param)
     encodings = await _encodings(served, fields, inputs, param)
     if output == "scores":
         labels = pooling_of(served).labels
@@ -152,8 +157,10 @@ class Pairs:
         firsts, seconds = self._firsts, self._seconds
         if self._by_cosine:
             state_of(self._request.scope).scored_by = "cosine"
-            texts = [*firsts, *seconds]
-            return await respond(self._request, fields, texts, param, "pooled", show, "none")
+            texts, n = [*firsts, *seconds], len(firsts)
+            return await respond(
+                self._request, fields, texts, param, "pooled", show, "none", n_beside=n
+            )
         pairs = [*zip(firsts * (len(seconds) // len(firsts)), seconds, strict=True)]
         return await respond(self._request, fields, pairs, param, "scores", show)
 
@@ -176,9 +183,6 @@ async def _encodings(
     served: ServedModel, fields: EncoderFields, inputs: Sequence[Text | list[int]], param: str
 ) -> list[Encoding]:
     """Return the tokens of inputs, after the prompt and cut as the fields say."""
-    if len(inputs) > MAX_INPUTS:
-        message = f"{param}: {len(inputs)} inputs are too many: at most {MAX_INPUTS} may be given"
-        raise InvalidRequestError(message, param=param)
     truncate_to = fields.truncate_prompt_tokens
     if truncate_to == -1 or (truncate_to is None and fields.truncate):
         truncate_to = served.builder.max_model_len
