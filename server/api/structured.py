@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal, Self
 
@@ -14,6 +15,7 @@ from pydantic_core import from_json
 from kvasir.server.api.http.body import check_amount
 from kvasir.server.api.schemas import Items, RequestBody
 from kvasir.server.engine.grammar.constraints import Grammar
+from kvasir.server.requests.request import CompletionRequest
 
 
 def _schema_of(text: str) -> Any:
@@ -69,6 +71,14 @@ def tgi_grammar(form: TGIFormat, param: str) -> Grammar:
         return Grammar("regex", form.value, param)
     schema = form.value if isinstance(form, TGIJSON) else form.value.schema_
     return Grammar.json_schema(schema, param)
+
+
+def naming(wanted: CompletionRequest, param: str) -> CompletionRequest:
+    """Return a request whose errors have the name of its protocol for the form of the text."""
+    grammar = wanted.grammar
+    if grammar is None or grammar.param == "tools":
+        return wanted
+    return replace(wanted, grammar=replace(grammar, param=param))
 
 
 class JSONSchema(RequestBody):

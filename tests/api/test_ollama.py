@@ -16,6 +16,7 @@ from tests.kit.serving import Served, serving, small_tokenizer
 
 USER: Any = [{"role": "user", "content": "Weather?"}]
 TEXT = f"<think>\nHm.\n</think>\n\n{HERMES_TEXT}"
+WRONG: Any = {"type": "strin"}
 CHAT_ROUTE, TEXT_ROUTE = "/api/chat", "/api/generate"
 TYPES: dict[str, TypeAdapter[Any]] = {
     CHAT_ROUTE: TypeAdapter(OllamaChat),
@@ -207,6 +208,8 @@ async def test_models_are_listed_with_a_tag_and_found_by_it() -> None:
         (TEXT_ROUTE, {"prompt": "a", "raw": True, "system": "b"}, 400, "system"),
         (TEXT_ROUTE, {"prompt": "a", "options": {"mirostat": 1}}, 400, "options.mirostat"),
         (TEXT_ROUTE, {"prompt": "a", "options": {"num_predct": 1}}, 400, "num_predict"),
+        (TEXT_ROUTE, {"prompt": "a", "raw": True, "format": WRONG}, 400, "format: "),
+        (CHAT_ROUTE, {"messages": [*USER], "format": WRONG}, 400, "format: "),
         (CHAT_ROUTE, {"messages": [*USER], "think": True}, 400, "think"),
         (CHAT_ROUTE, {"messages": [USER[0] | {"images": ["aa"]}]}, 400, "images"),
         ("/api/embed", {"input": "a"}, 400, "vectors"),

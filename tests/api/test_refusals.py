@@ -228,6 +228,7 @@ TGI: list[tuple[dict[str, Any], str]] = [
     (parameters(watermark=True), "parameters.watermark"),
     (parameters(max_new_tokens=64), "64 tokens"),
 ]
+WRONG_SCHEMA = {"type": "json_schema", "schema": {"type": "strin"}}
 BY_MESSAGE: dict[str, list[tuple[dict[str, Any], str]]] = {  # by what a message names
     GENERATE: TGI,
     GENERATE_STREAM: [*TGI, (parameters(decoder_input_details=True), "decoder_input_details")],
@@ -246,6 +247,7 @@ BY_MESSAGE: dict[str, list[tuple[dict[str, Any], str]]] = {  # by what a message
         ({"tool_choice": {"type": "tool"}}, "tool_choice"),
         ({"mcp_servers": [{"type": "url", "url": "x", "name": "y"}]}, "mcp_servers"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "clear_tool"),
+        ({"output_config": {"format": WRONG_SCHEMA}}, "output_config.format: "),
         ({"max_tokens": None}, "max_tokens"),
         ({"stop": ["x"]}, "stop"),
         ({"system": LONG}, "prompt is too long"),
@@ -268,6 +270,7 @@ BY_MESSAGE: dict[str, list[tuple[dict[str, Any], str]]] = {  # by what a message
         ({"input": [{"type": "function_call", "call_id": "a", "name": "b"}]}, "arguments"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format"),
         ({"text": {"format": {"type": "json_schema"}}}, "schema"),
+        ({"text": {"format": WRONG_SCHEMA | {"name": "a"}}}, "text.format: "),
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"max_output_tokens": 10**6}, "context"),
         ({"n": 2}, "'n'"),

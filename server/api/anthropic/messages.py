@@ -25,6 +25,7 @@ from kvasir.server.api.http.streams import Formatter, event, respond
 from kvasir.server.api.openai.chat import prepare, render
 from kvasir.server.api.openai.formatting import JSON, join
 from kvasir.server.api.openai.tools import AnswerForm, read
+from kvasir.server.api.structured import naming
 from kvasir.server.engine.sequence import FinishReason
 from kvasir.server.errors import ContextLengthError
 from kvasir.server.requests.completion import Choice, Delta
@@ -47,6 +48,7 @@ async def messages(request: Request, body: MessagesBody) -> Response:
         wanted, form = await prepare(request, chat, body.max_tokens)
     except ContextLengthError as error:  # Claude Code knows these words, and shortens the prompt
         raise ContextLengthError(f"prompt is too long: {error.message}") from None
+    wanted = naming(wanted, "output_config.format")
     formatter = MessageFormatter(served, body, state.id, form)
     return respond(request, wanted, formatter, stream=body.stream)
 

@@ -37,6 +37,7 @@ from kvasir.server.api.openai.chat_schemas import ChatBody
 from kvasir.server.api.openai.completions import prepare_text
 from kvasir.server.api.openai.formatting import JSON
 from kvasir.server.api.openai.schemas import CompletionsBody
+from kvasir.server.api.structured import naming
 from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.errors import InvalidRequestError
 from kvasir.server.requests.request import CompletionRequest
@@ -136,7 +137,7 @@ def _respond(
 ) -> Response:
     arrived = state_of(request.scope).arrived
     formatter = OllamaFormatter(served_model(request), body, shown, parser, arrived)
-    return respond(request, wanted, formatter, stream=body.stream)
+    return respond(request, naming(wanted, "format"), formatter, stream=body.stream)
 
 
 def _loaded(request: Request, body: OllamaBody, shown: Shown) -> Response:

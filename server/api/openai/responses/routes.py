@@ -23,6 +23,7 @@ from kvasir.server.api.openai.responses.formatting import ResponseFormatter
 from kvasir.server.api.openai.responses.items import PREFIXES
 from kvasir.server.api.openai.responses.schemas import ResponsesBody
 from kvasir.server.api.openai.responses.store import Key, ResponseStore
+from kvasir.server.api.structured import naming
 from kvasir.server.errors import InvalidRequestError
 
 router = APIRouter(route_class=TextRoute)
@@ -43,7 +44,7 @@ async def create_response(request: Request, body: ResponsesBody) -> Response:
         if error.param != "messages":
             raise
         raise type(error)(error.message.removeprefix("messages: "), param="input") from None
-    wanted = replace(wanted, length_param="max_output_tokens")
+    wanted = naming(replace(wanted, length_param="max_output_tokens"), "text.format")
     key = _key(request, f"resp_{secrets.token_hex(16)}")
     formatter = ResponseFormatter(served, body, wanted, form, key)
     if body.store:
