@@ -69,7 +69,8 @@ def value_of(text: str, schema: Mapping[str, Any], key: str) -> Any:
         value = from_json(text, allow_inf_nan=False)
     except ValueError:
         return text
-    return text if "string" in (kinds or ()) and value is not None else value
+    may_be_text = isinstance(kinds, list) and "string" in kinds
+    return text if may_be_text and value is not None else value
 
 
 def bare_call(text: str, head: re.Pattern[str], quote: str) -> tuple[str, str] | None:

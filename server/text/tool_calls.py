@@ -151,7 +151,7 @@ class ToolCallParser:
                 continue
             if text and text[0] != "{":
                 return self._show(opening)
-            if head := _JSON_HEAD.match(text):
+            if head := _JSON_HEAD.match(text, 0, _MAX_HEAD):
                 name = None
                 with suppress(ValueError):  # such as half of a surrogate pair
                     name = str(from_json(head[1]))
@@ -192,16 +192,19 @@ class ToolCallParser:
             yield
         name, before, self.is_in_call = match[1], "{", True
         self._begin_call(name, text[match.end() :])
+        n_read = 0  # characters in which no argument ends
         while self.is_in_call:
             text = self._buffer.lstrip()
-            if match := tags.argument.match(text):
+            may_end = text.find(tags.last, max(0, n_read - len(tags.last))) >= 0
+            if may_end and (match := tags.argument.match(text)):
                 argument = {match[1]: value_of(match[2], self._schemas.get(name, {}), match[1])}
                 self._add(before + json.dumps(argument, ensure_ascii=False)[1:-1])
-                self._buffer, before = text[match.end() :], ", "
+                self._buffer, before, n_read = text[match.end() :], ", ", 0
             elif tags.begin.startswith(text[: len(tags.begin)]):  # of which the end is to come
                 if self._is_end:
                     self._buffer = ""
                     return None
+                n_read = len(text)
                 yield
             else:
                 self.is_in_call = False
@@ -223,7 +226,7 @@ class ToolCallParser:
         """Read a list of calls in Python, which is passed on once it is complete."""
         scanner, end, n_scanned = Scanner(is_python=True, depth=1), None, 0
         while end is None:
-            if Python.head.match(self._buffer) is None:
+            if Python.head.match(self._buffer, 0, _MAX_HEAD) is None:
                 return self._show(opening)
             end = scanner.scan(self._buffer[n_scanned:])
             if end is None:

@@ -31,7 +31,7 @@ class Tagged:
     """Arguments in tags: the function's head, an argument, and the end of the function.
 
     A head begins with `literal`, and goes on with `rest` while it is incomplete; an argument begins
-    with `begin`. The groups of an argument are its key and its value.
+    with `begin` and ends with `last`. The groups of an argument are its key and its value.
     """
 
     literal: str
@@ -39,6 +39,7 @@ class Tagged:
     head: re.Pattern[str]
     begin: str
     argument: re.Pattern[str]
+    last: str = "</parameter>"
     end: str = ""
 
     def may_begin(self, text: str) -> bool:
@@ -67,7 +68,7 @@ _FUNCTION = Tagged(
     re.compile(r"<function=([^>\s]+)>"),
     "<parameter=",
     re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL),
-    "</function>",
+    end="</function>",
 )
 _INVOKE = Tagged(
     '<invoke name="',
@@ -75,7 +76,7 @@ _INVOKE = Tagged(
     re.compile(r'<invoke name="([^">]+)">'),
     '<parameter name="',
     re.compile(r'<parameter name="([^">]+)">(.*?)</parameter>', re.DOTALL),
-    "</invoke>",
+    end="</invoke>",
 )
 _KEYS_AND_VALUES = Tagged(
     "",
@@ -83,6 +84,7 @@ _KEYS_AND_VALUES = Tagged(
     re.compile(r"([^\s<{]+)\s*(?=<arg_key>|</tool_call>)"),
     "<arg_key>",
     re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL),
+    "</arg_value>",
 )
 _KIMI_CALL, _KIMI_ARGUMENTS, _KIMI_END = map(re.escape, KIMI_TAGS[1:4])
 

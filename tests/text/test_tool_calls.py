@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import example, given, settings
@@ -263,15 +265,40 @@ def test_calls_that_were_written_are_read(
 
 
 def test_an_argument_without_quotation_marks_has_the_type_of_its_schema() -> None:
-    kinds = {"a": "string", "b": "integer", "c": ["string", "null"], "d": "boolean"}
+    kinds: dict[str, Any] = {"a": "string", "b": "integer", "c": ["string", "null"]}
+    kinds |= {"d": "boolean", "e": 5}  # which is no type
     schemas = {"f": {"properties": {key: {"type": kind} for key, kind in kinds.items()}}}
     for key, text, value in (
         ("a", "1", "1"), ("b", "1", 1), ("b", "one", "one"), ("c", "1", "1"), ("c", "null", None),
-        ("d", "true", True), ("unknown", "1", "1"),
+        ("d", "true", True), ("e", "1", 1), ("unknown", "1", "1"),
     ):  # fmt: skip
         call = f"<tool_call><function=f><parameter={key}>{text}</parameter></function></tool_call>"
         _, ((_, arguments),) = read(ToolCallFormat.QWEN_CODER, [call], schemas=schemas)
         assert json.loads(arguments) == {key: value}
+
+
+@pytest.mark.parametrize("form", TAGGED, ids=lambda form: form.name)
+def test_the_text_of_an_argument_is_not_read_again_with_each_piece(
+    form: ToolCallFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, call = form.inside, ("f", json.dumps({"a": "b" * 1000}))
+    assert isinstance(inside, Tagged)
+    match = Mock(side_effect=inside.argument.match)
+    monkeypatch.setattr(form, "inside", replace(inside, argument=Mock(match=match)))
+    assert read(form, written(form, [call])) == ("", [call])
+    assert match.call_count == 1
+
+
+def test_the_beginning_of_a_call_is_not_read_again_with_each_piece() -> None:
+    """One that is too long to be one is read once the call is complete."""
+    name = "f" * 1000
+    text = f'<tool_call>{{"name": "{name}", "arguments": {{"a": 1}}}}</tool_call>'
+    parser = ToolCallParser(HERMES)
+    assert parser.push(text[:-20]) == []
+    assert parser.push(text[-20:]) == [
+        ToolCallPiece(0, name, ""),
+        ToolCallPiece(0, None, '{"a": 1}'),
+    ]
 
 
 def test_a_call_is_passed_on_before_it_is_complete() -> None:
