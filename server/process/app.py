@@ -127,7 +127,10 @@ def _add_middleware(app: FastAPI, keys: ApiKeys) -> None:
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "x-kvasir-ignored", "retry-after", "x-should-retry"],
+            expose_headers=[
+                *("x-request-id", "request-id", "retry-after", "x-should-retry"),
+                *("x-kvasir-ignored", "x-kvasir-scores"),
+            ],
         )
 
 

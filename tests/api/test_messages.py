@@ -44,6 +44,16 @@ async def count(served: Served, **body: Any) -> int:
     return n_tokens
 
 
+async def test_arguments_that_are_no_object_are_left_out() -> None:
+    async with chatting('<tool_call>{"name": "time", "arguments": [1]}</tool_call>') as (
+        served,
+        _,
+        _,
+    ):
+        answer = await post(served, MESSAGES, tools=THEIR_TOOLS)
+    assert answer["content"][0]["input"] == {}
+
+
 async def test_arguments_that_are_no_json_do_not_fail_the_answer() -> None:
     text = '<tool_call>{"name": "time", "arguments": {"utc": nope}}</tool_call>'
     async with chatting(text) as (served, _, _):

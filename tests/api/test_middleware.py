@@ -245,7 +245,7 @@ async def test_pages_of_other_origins_are_served_only_where_that_is_set() -> Non
         assert answer.headers["access-control-allow-origin"] == "https://a.example"
     for answer in answers:
         exposed = answer.headers["access-control-expose-headers"].split(", ")
-        assert {"x-request-id", "retry-after", "x-should-retry"} <= set(exposed)
+        assert {"x-request-id", "retry-after", "x-should-retry", "x-kvasir-scores"} <= set(exposed)
 
 
 @pytest.mark.parametrize("root_path", ["", "/llm"])

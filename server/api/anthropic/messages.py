@@ -110,9 +110,10 @@ class MessageFormatter(Formatter):
         """Return the body of a finished message."""
         for block in self._content:
             if block["type"] == "tool_use":
-                written = block.pop("partial_json", "")
+                written, given = block.pop("partial_json", ""), None
                 with suppress(ValueError):  # the limit may have cut it, or it is no JSON
-                    block["input"] = from_json(written, allow_inf_nan=False, allow_partial=True)
+                    given = from_json(written, allow_inf_nan=False, allow_partial=True)
+                block["input"] = given if isinstance(given, dict) else {}
         return self._message(*self._stop(self.completion.choices[0]))
 
     def _message(self, reason: str | None, stop: str | None) -> JSON:
