@@ -281,6 +281,7 @@ async def test_info_has_teis_fields_and_limits(
         info = (await client.http.get("/info")).json()
     assert info["model_type"] == {kind: fields}
     assert (info["max_input_length"], info["model_id"]) == (LIMIT, MODEL)
+    assert info["max_concurrent_requests"] > info["max_client_batch_size"] == 2048
 
 
 async def test_the_openai_client_reads_its_usual_encoding() -> None:

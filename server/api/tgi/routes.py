@@ -221,7 +221,7 @@ class GenerateFormatter(streams.Formatter):
 async def info(served: responses.NamedModel) -> Info | EncoderInfo:
     """Return model and limits, in TGI's form; those of an encoder in TEI's."""
     model, limits = served.describe_model(), served.builder.limits
-    n_sequences = served.settings.max_num_seqs + served.settings.queue_limit
+    n_sequences = served.admission.capacity
     if served.task != "generate":
         return encoder_info(served, max_concurrent_requests=n_sequences)
     return Info(
