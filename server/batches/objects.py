@@ -84,20 +84,22 @@ class BatchUsage(_Object):
     total_tokens: int = 0
 
     def add(self, body: Any) -> None:
-        """Add the usage of an answer, in the names of chats and completions or of responses."""
+        """Add the usage of an answer, in the names of completions, responses or messages."""
         given = body.get("usage") if isinstance(body, Mapping) else None
         if not isinstance(given, Mapping):
             return
         prompt, completion = (
             ("input", "output") if "input_tokens" in given else ("prompt", "completion")
         )
-        self.input_tokens += given.get(f"{prompt}_tokens", 0)
+        apart = given.get("cache_read_input_tokens", 0)  # beside Anthropic's input tokens
+        self.input_tokens += given.get(f"{prompt}_tokens", 0) + apart
         self.output_tokens += given.get(f"{completion}_tokens", 0)
         self.total_tokens = self.input_tokens + self.output_tokens
         cached = given.get(f"{prompt}_tokens_details") or {}
         reasoning = given.get(f"{completion}_tokens_details") or {}
-        self.input_tokens_details.cached_tokens += cached.get("cached_tokens", 0)
-        self.output_tokens_details.reasoning_tokens += reasoning.get("reasoning_tokens", 0)
+        thought = reasoning.get("reasoning_tokens", 0) or reasoning.get("thinking_tokens", 0)
+        self.input_tokens_details.cached_tokens += cached.get("cached_tokens", 0) + apart
+        self.output_tokens_details.reasoning_tokens += thought
 
 
 class Batch(_Object):

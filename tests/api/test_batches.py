@@ -15,6 +15,9 @@ from unittest.mock import Mock
 import pytest
 from starlette.responses import FileResponse
 
+from kvasir.server.batches.objects import BatchUsage
+from tests.kit.chats import LONG, THINKING, with_template
+from tests.kit.dialects import CHAT, MESSAGES, RESPONSES, post
 from tests.kit.fake_runner import FakeRunner
 from tests.kit.serving import VOCAB_SIZE, Served, serving
 
@@ -250,6 +253,26 @@ async def test_files_and_batches_belong_to_a_named_key(tmp_path: Path) -> None:
         served.client.headers["x-api-key"] = "ann-key"
         batch = await ended(served, await begin(served, file["id"]))
         assert batch["status"] == "completed"
+
+
+async def test_the_usage_of_each_dialect_counts_alike() -> None:
+    """Anthropic's input tokens leave out those that the prefix cache held."""
+    runner = FakeRunner(VOCAB_SIZE, max_model_len=LONG)
+    thinking = with_template(THINKING.replace("{% elif deep %}", "{% else %}"))
+    async with serving(runner, cache_bytes=2**20, model_dir=thinking) as served:
+        used = {}
+        for path, length in (
+            (CHAT, "max_tokens"),
+            (MESSAGES, "max_tokens"),
+            (RESPONSES, "max_output_tokens"),
+        ):
+            for _ in range(2):
+                answer = await post(served, path, **{length: 4, "seed": 1, "ignore_eos": True})
+            used[path] = BatchUsage()
+            used[path].add(answer)
+    assert used[CHAT] == used[MESSAGES] == used[RESPONSES]
+    assert used[CHAT].input_tokens_details.cached_tokens > 0
+    assert used[CHAT].output_tokens_details.reasoning_tokens == 4
 
 
 BOUNDARY = "cut"
