@@ -70,7 +70,7 @@ def request_spans(app: ASGIApp, provider: TracerProvider, model: str) -> ASGIApp
             if message["type"] == "http.response.start":
                 attributes["http.response.status_code"] = message["status"]
                 kind = Headers(raw=message["headers"]).get("content-type", "")
-                if kind.startswith("text/event-stream"):
+                if kind.startswith(("text/event-stream", "application/x-ndjson")):
                     attributes["gen_ai.request.stream"] = True
             await send(message)
 

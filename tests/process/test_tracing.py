@@ -283,13 +283,18 @@ async def test_finish_reasons_are_the_protocols_words(
 
     runner = FakeRunner(VOCAB_SIZE, next_token=next_token, max_model_len=256)
     async with serving(runner, otlp_endpoint=ENDPOINT) as served:
-        for path, body in (("/v1/chat/completions", chat), (generate, {"inputs": "a"})):
+        for path, body in (
+            ("/v1/chat/completions", chat),
+            (generate, {"inputs": "a"}),
+            ("/api/chat", chat),
+        ):
             n_prompt = 0
             assert (await served.client.post(path, json=body)).status_code == 200
     found = [span.attributes or {} for span in request_spans(exporter)]
-    assert [one["gen_ai.operation.name"] for one in found] == ["chat", "text_completion"]
+    assert [one["gen_ai.operation.name"] for one in found] == ["chat", "text_completion", "chat"]
     reasons = [one["gen_ai.response.finish_reasons"] for one in found]
-    assert reasons == [("tool_calls",), ("eos_token",)]
+    assert reasons == [("tool_calls",), ("eos_token",), ("stop",)]
+    assert {one.get("gen_ai.request.stream", False) for one in found} == {stream}
 
 
 def ending(span: ReadableSpan) -> tuple[Any, ...]:
