@@ -35,6 +35,11 @@ QWEN = dict(zip(SIZES, (151936, 2048, 24, 14, 2, 64, 896, 4864), strict=True)) |
 # Qwen3-30B-A3B without its norms of heads.
 QWEN3_MOE = dict(zip(SIZES, (151936, 40960, 48, 32, 4, 128, 2048, 6144), strict=True))
 QWEN3_MOE |= {"n_experts": 128, "n_experts_per_token": 8, "d_expert": 768, "tied_embeddings": False}
+V3: dict[str, Any] = dict(zip(SIZES, (129280, 163840, 61, 128, 1, 576, 7168, 18432), strict=True))
+V3 |= {"latents": {"rank": 512, "key_dim": 128, "value_dim": 128, "query_rank": 1536}}
+V3 |= {"rotary_dim": 64, "n_experts": 256, "n_experts_per_token": 8, "d_expert": 2048}
+V3 |= {"d_shared_expert": 2048, "choice_bias": "scores", "dense_layers": [0, 1, 2]}
+V3 |= {"n_expert_groups": 8, "n_groups_per_token": 4, "tied_embeddings": False}
 # Small networks with features of few families, whose parameters PyTorch has counted.
 SHAPE = dict(zip(SIZES, (300, 96, 2, 4, 2, 16, 48, 96), strict=True))
 GROUPED: dict[str, Any] = {"router": "sigmoid", "choice_bias": "scores", "dense_layers": [0]}
@@ -44,7 +49,9 @@ BIASED: dict[str, Any] = dict.fromkeys(("qkv_bias", "output_bias", "feed_forward
 BIASED |= {"n_layer": 1, "n_kv_head": 4, "norm": "layernorm", "feed_forward": "relu2"}
 BIASED |= {"qk_norm": True, "qk_norm_kind": "layernorm"}
 LEARNED = {"norm_placement": "output", "qk_norm": True, "qk_norm_across_heads": True}
+NORMED: dict[str, Any] = {"mixture_norm": True, "qk_norm": True, "layers_without_qk_norm": [1]}
 SMALL = [
+    (GROUPED | NORMED, 109_222),
     (GROUPED, 109_254),
     (BIASED, 36_832),
     (LEARNED | {"feed_forward": "xielu", "qkv_clip": 0.7}, 51_956),
@@ -91,8 +98,40 @@ def test_parts_add_up_to_the_parameters(page: Page, card: dict[str, Any]) -> Non
     assert page.evaluate(COUNT, like | GPT2) == 124_439_808
     assert page.evaluate(COUNT, like | QWEN) == 494_032_768
     assert page.evaluate(COUNT, like | QWEN3_MOE) == 30_532_122_624 - 48 * 2 * 128
+    assert page.evaluate(COUNT, like | V3) == 671_026_419_200
     for changes, n_parameters in SMALL:
         assert page.evaluate(COUNT, like | SHAPE | changes) == n_parameters
+
+
+def test_experts_and_latents_are_drawn_and_counted(
+    open_page: Callable[..., Page], url: str, check_looks: Callable[[Page, str], None]
+) -> None:
+    """DeepSeek-V3's shape: 256 experts of which 8 are a token's, one of all, 576 cached numbers."""
+    page = open_page(url)
+
+    def answer(route: Route) -> None:
+        card = route.fetch().json()
+        card["config"] |= V3
+        card["kv_cache"]["bytes_per_token"] = 61 * (576 + 4)  # a scale for each token
+        route.fulfill(json=card | {"parameters": 671_026_419_200})
+
+    page.route(CARD, answer)
+    page.reload()
+    page.locator("header a[href='#model']").click()
+    drawing = page.locator("#architecture")
+    for name, count in {"expert": 256, "chosen": 8, "shared": 1, "query": 128, "latent": 1}.items():
+        expect(drawing.locator(f"i.{name}")).to_have_count(count)
+    latent, turned = (drawing.locator(f"i.{name}").bounding_box() for name in ("latent", "turned"))
+    assert latent is not None
+    assert turned is not None
+    assert latent["width"] / turned["width"] == pytest.approx(512 / 64, rel=0.1)
+    for words in ("Latent attention", "128 query heads of 192 channels", "from 4 of 8 groups"):
+        expect(drawing).to_contain_text(words)
+    expect(page.locator("[data-fact=token]")).to_have_text(
+        "34.6 KiB = 61 layers × (512 of the latent + 64 turned) × 1.007 bytes"
+    )
+    expect(page.locator("#parameters-differ")).to_be_hidden()
+    check_looks(page, "latents")
 
 
 def test_a_wrong_number_of_parameters_is_reported(open_page: Callable[..., Page], url: str) -> None:

@@ -1,11 +1,13 @@
 // The attention formula, with the shapes and properties of one head of this model.
 
 import { byId, present } from "../common/dom.js";
+import { keyWidth } from "../model/anatomy.js";
 import { maskOf } from "./weights.js";
 
 /** Fill in the formula for a text of n tokens. */
 export function showFormula({ config, precision }, layer, head, n) {
-  const { position, head_dim: width, attention_scale: scale, attention_softcap: cap } = config;
+  const { position, head_dim: width, latents, attention_softcap: cap } = config;
+  const scale = config.attention_scale ?? (latents && keyWidth(config) ** -0.5);
   const { window } = maskOf(config, layer);
   const biased = ["alibi", "relative", "learned_relative"].includes(position);
   const group = config.n_head / config.n_kv_head; // heads that share keys and values

@@ -27,6 +27,10 @@ export const mixturesOf = ({ n_experts: experts, n_layer: layers, dense_layers: 
 /** Return the width of the feed-forward, or of each expert. */
 export const innerWidth = ({ d_expert: ofExpert, d_ff: inner }) => ofExpert ?? inner;
 
+/** Return the numbers of a key that a query is multiplied by, before latents take their place. */
+export const keyWidth = ({ head_dim: width, latents, rotary_dim: turned }) =>
+  latents === null ? width : latents.key_dim + turned;
+
 /** Return whether positions have learned vectors, or distances learned biases. */
 export const hasLearnedPositions = ({ position }) => position.startsWith("learned");
 export const hasRelativeBias = ({ position }) => position.endsWith("relative");
@@ -96,18 +100,21 @@ const normStep = (config) => step("norm", config, { title: NORMS[config.norm] })
 
 function factsOf(config) {
   const { n_head: heads, n_kv_head: shared, rope_scaling: scaling, dense_layers: dense } = config;
-  const { layers_without_rotary: unturned, sliding_window_layers: windowed } = config;
+  const { layers_without_rotary: unturned, sliding_window_layers: windowed, latents } = config;
   return {
     ...config,
     scales: config.embedding_scale !== 1,
     embedding_factor: rounded(config.embedding_scale),
     learns_positions: hasLearnedPositions(config),
     learns_biases: hasRelativeBias(config),
-    own: heads === shared,
-    one_set: heads !== shared && shared === 1,
-    grouped: heads !== shared && shared !== 1,
+    ...latents,
+    own: latents === null && heads === shared,
+    one_set: latents === null && heads !== shared && shared === 1,
+    grouped: latents === null && heads !== shared && shared !== 1,
     heads: heads === 1 ? "head" : "heads",
     group: heads / shared,
+    key_width: keyWidth(config),
+    head_norm: NORMS[config.qk_norm_kind],
     turned: config.rotary_dim < config.head_dim ? config.rotary_dim : null,
     scaling: scaling && `${scaling.kind}, factor ${rounded(scaling.factor)}`,
     unturned: unturned.length ? layersNote(unturned, config) : "",
@@ -116,6 +123,7 @@ function factsOf(config) {
     windowed: windowed === null ? "in all layers" : layersNote(windowed, config),
     activation: FEED_FORWARDS[config.feed_forward],
     gated: isGated(config),
+    in_groups: config.n_groups_per_token < config.n_expert_groups,
     inner: innerWidth(config),
     dense: dense.length ? layersNote(dense, config) : "",
     logit_cap: rounded(config.logit_softcap),

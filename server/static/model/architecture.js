@@ -21,17 +21,31 @@ function drawStep({ kind, title, notes, times, steps, branches }, config) {
     const plus = make("span", { class: "plus", role: "img", "aria-label": "plus the input" }, "+");
     return make("li", { class: "residual" }, make("div", { class: "branches" }, ...paths), plus);
   }
-  const picture = { attention: drawHeads, "feed-forward": drawWidths }[kind]?.(config) ?? "";
+  const pictures = PICTURES[kind]?.map((draw) => draw(config)).filter(Boolean) ?? [];
   const lines = notes.map((note) => make("p", {}, note));
-  return make("li", { class: `box ${kind}` }, make("b", {}, title), picture, ...lines);
+  return make("li", { class: `box ${kind}` }, make("b", {}, title), ...pictures, ...lines);
 }
 
-/** Draw query heads above the key-value heads that they share. */
-function drawHeads({ n_head: heads, n_kv_head: shared }) {
+/** Draw query heads above the key-value heads that they share, or the two parts of a latent. */
+function drawHeads({ n_head: heads, n_kv_head: shared, latents, rotary_dim: turned }) {
   const queries = () => Array.from({ length: heads / shared }, () => make("i", { class: "query" }));
-  const group = () => make("span", {}, ...queries(), make("i", { class: "key-value" }));
+  const columns = latents && `${latents.rank}fr ${turned}fr`;
+  const parts = latents ? ["latent", "turned"].map((part) => make("i", { class: part })) : [];
+  const kept = () => make("i", { class: "key-value", style: { "--parts": columns } }, ...parts);
+  const group = () => make("span", {}, ...queries(), kept());
   const style = { "--heads": heads / shared, "--groups": shared };
   return make("div", { class: "heads", style }, ...Array.from({ length: shared }, group));
+}
+
+/** Draw a square for each expert, filled for those of a token, and a bar for the one of all. */
+function drawExperts({ n_experts: all, n_experts_per_token: chosen, d_expert: width, ...config }) {
+  if (all === null) return null;
+  const squares = Array.from({ length: all }, (_, i) =>
+    make("i", { class: i < chosen ? "expert chosen" : "expert" }),
+  );
+  const times = (config.d_shared_expert ?? 0) / width;
+  const shared = times ? [make("i", { class: "shared", style: { "--times": times } })] : [];
+  return make("div", { class: "experts" }, ...squares, ...shared);
 }
 
 /** Draw bars as wide as the input, the inner layer and the output. */
@@ -43,3 +57,5 @@ function drawWidths(config) {
   const names = ["outer", "inner", ...(isGated(config) ? ["inner"] : []), "outer"];
   return make("div", { class: "widths" }, ...names.map(bar));
 }
+
+const PICTURES = { attention: [drawHeads], "feed-forward": [drawExperts, drawWidths] };

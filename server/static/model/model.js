@@ -46,14 +46,17 @@ function memoryFacts({ config, kv_cache: cache, max_source_len: source, max_mode
   if (cache === null) {
     return { token: "not known until the model is loaded", prompt: "–", sequence: "–", budget: "–" };
   }
-  const { n_layer: layers, n_kv_head: heads, head_dim: channels } = config;
+  const { n_layer: layers, n_kv_head: heads, head_dim: channels, latents } = config;
   const { bytes_per_token: bytes, prompt_bytes_per_token: more, budget_tokens: budget } = cache;
   const length = target + (source ?? 0);
-  const each = bytes / (2 * layers * heads * channels);
+  const each = bytes / ((latents ? 1 : 2) * layers * heads * channels);
+  const parts = latents
+    ? `${layers} layers × (${latents.rank} of the latent + ${channels - latents.rank} turned)`
+    : `2 × ${layers} layers × ${heads} ${heads === 1 ? "head" : "heads"} × ${channels} channels`;
   return {
     token:
-      `${formatBytes(bytes)} = 2 × ${layers} layers × ${heads} heads × ${channels} channels × ` +
-      `${each} ${each === 1 ? "byte" : "bytes"}`,
+      `${formatBytes(bytes)} = ${parts} × ` +
+      `${formatCount(each)} ${each === 1 ? "byte" : "bytes"}`,
     prompt: more
       ? `${formatBytes(more)} more, as 32-bit floats, until the prompt is complete`
       : "same as other tokens",

@@ -1,6 +1,6 @@
 // The number of parameters of each part of a model, from its configuration.
 
-import { hasLearnedPositions, hasRelativeBias, isGated, mixturesOf } from "./anatomy.js";
+import { hasLearnedPositions, hasRelativeBias, isGated, keyWidth, mixturesOf } from "./anatomy.js";
 
 /** Return [[part, count]] of all parts that have parameters. */
 export function parametersOf(config) {
@@ -52,11 +52,21 @@ function projections({ pooling, d_model, norm_bias: isBiased }) {
 }
 
 function attention({ d_model: width, n_head: heads, n_kv_head: shared, ...config }) {
+  if (config.latents !== null) return latentAttention({ d_model: width, n_head: heads, ...config });
   const projected = (heads + 2 * shared) * config.head_dim;
   const biases = (config.qkv_bias ? projected : 0) + (config.output_bias ? width : 0);
   const sinks = config.attention_sinks ? heads : 0;
   const limits = config.qkv_clip === null ? 0 : projected;
   return width * projected + heads * config.head_dim * width + biases + sinks + limits;
+}
+
+/** Return the parameters of a layer's attention over latents, without their norms. */
+function latentAttention({ d_model: width, n_head: heads, head_dim: kept, latents, ...config }) {
+  const { rank, key_dim: ofKey, value_dim: ofValue, query_rank: ofQuery } = latents;
+  const queries = (ofQuery ?? width) * heads * keyWidth({ latents, ...config });
+  const made = heads * rank * (ofKey + ofValue);
+  const lowered = heads * ofValue * width + (config.output_bias ? width : 0);
+  return width * (kept + (ofQuery ?? 0)) + queries + made + lowered;
 }
 
 function feedForward({ d_model: width, d_ff: inner, feed_forward_bias: isBiased, ...config }) {
@@ -77,10 +87,14 @@ function mixture({ n_experts: experts, d_expert: inner, d_shared_expert: shared,
 function norms({ d_model: width, n_head: heads, n_kv_head: shared, ...config }) {
   const one = config.norm === "layernorm" && config.norm_bias ? 2 * width : width;
   const each = config.qk_norm_kind === "layernorm" && config.norm_bias ? 2 : 1;
+  const { latents } = config;
+  const ofLatents = latents === null ? 0 : latents.rank + (latents.query_rank ?? 0);
   const ofHeads = config.qk_norm ? each * (heads + shared) * config.head_dim : 0;
   const sublayers = config.encoder === null ? 2 : 3;
-  const perLayer = (config.norm_placement === "both" ? 2 : 1) * sublayers * one + ofHeads;
+  const perLayer = (config.norm_placement === "both" ? 2 : 1) * sublayers * one + ofLatents;
   const outside = (config.norm_placement === "post" ? 0 : 1) + (config.embedding_norm ? 1 : 0);
+  const more = config.mixture_norm ? mixturesOf(config) : 0;
   const absent = config.layers_without_attention_norm.length;
-  return config.n_layer * perLayer + (outside - absent) * one;
+  const withHeads = config.n_layer - config.layers_without_qk_norm.length;
+  return config.n_layer * perLayer + withHeads * ofHeads + (outside + more - absent) * one;
 }
