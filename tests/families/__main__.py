@@ -1,15 +1,18 @@
 """Try every causal type of transformers, and write the table of docs/checkpoints.md.
 
-python -m tests.families [TYPE...], which writes nothing, or --part I/N for every N-th type. Exit
-code 1 if one that is served differs from transformers, fails, or ends its process.
+python -m tests.families [TYPE...], which writes nothing, or --part I/N for one of N parts that have
+as many types that are read. Exit code 1 if one of them differs from transformers, fails, or ends
+its process.
 """
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from datetime import UTC, datetime
@@ -22,7 +25,7 @@ from typer import Argument, BadParameter, Option, echo, run
 
 from kvasir.commands.console.progress import ProgressBar
 from kvasir.model.platform.machine import usable_cpus
-from tests.families.trial import N_NEW, PROMPTS, TYPES, Outcome, try_alone
+from tests.families.trial import N_NEW, PROMPTS, TYPES, Outcome, is_read, try_alone
 
 PAGE = Path(__file__).parents[2] / "docs/checkpoints.md"
 _MARKS = ("<!-- make families: begin -->", "<!-- make families: end -->")
@@ -38,11 +41,23 @@ def _in_own_process(kind: str) -> Outcome:
             return Outcome("failed", "it ended its process")
 
 
-def try_all(kinds: list[str]) -> dict[str, Outcome]:
-    """Try types, as many at once as there are CPUs."""
+def part_of(kinds: Iterable[str], i: int, n: int) -> list[str]:
+    """Return the i-th of n parts of types, of which each has its share of those that are read.
+
+    Hashes decide the rest, so that relatives are in different parts.
+    """
+
+    def place(kind: str) -> tuple[bool, str]:
+        return not is_read(kind), hashlib.sha256(kind.encode()).hexdigest()
+
+    return sorted(sorted(kinds, key=place)[i % n :: n])
+
+
+def try_all(kinds: list[str], at_once: int) -> dict[str, Outcome]:
+    """Try types, some at once."""
     _CONTEXT.set_forkserver_preload(["tests.families.trial"])
     outcomes: dict[str, Outcome] = {}
-    threads = ThreadPoolExecutor(usable_cpus())
+    threads = ThreadPoolExecutor(at_once)
     with ProgressBar(takes_minutes=True) as progress:
         try:
             futures = {threads.submit(_in_own_process, kind): kind for kind in kinds}
@@ -93,22 +108,30 @@ def write(text: str) -> None:
 
 def main(
     kinds: Annotated[list[str] | None, Argument(help="Types; all by default.")] = None,
-    part: Annotated[str, Option(help="I/N: every N-th type, from the I-th on.")] = "0/1",
+    part: Annotated[
+        str, Option(help="I/N: the I-th of N parts of them; day/N: that of the day (UTC).")
+    ] = "0/1",
+    at_once: Annotated[int, Option(min=1, help="Types at once.")] = usable_cpus(),
 ) -> None:
     if unknown := set(kinds or ()) - TYPES.keys():
         raise BadParameter(f"transformers has no causal type {', '.join(sorted(unknown))}")
-    if (match := re.fullmatch(r"(\d+)/([1-9]\d*)", part)) is None:
-        raise BadParameter(f"--part is {part!r}, not I/N")
-    first, step = int(match[1]), int(match[2])
-    chosen = sorted(kinds or TYPES)[first % step :: step]
+    if (match := re.fullmatch(r"(\d+|day)/([1-9]\d*)", part)) is None:
+        raise BadParameter(f"--part is {part!r}, not I/N or day/N")
+    n = int(match[2])
+    i = (datetime.now(UTC).toordinal() if match[1] == "day" else int(match[1])) % n
+    chosen = part_of(kinds or TYPES, i, n)
     started = monotonic()
-    outcomes = try_all(chosen)
+    outcomes = try_all(chosen, at_once)
     spent = sum(outcome.seconds for outcome in outcomes.values())
-    echo(f"{len(outcomes)} types in {monotonic() - started:.0f} s, {spent:.0f} s of CPU")
+    took = f"{monotonic() - started:.0f} s, {spent:.0f} s of CPU"
+    echo(f"{len(outcomes)} types (part {i}/{n}) in {took}")
     if chosen == sorted(TYPES):
         write(table(outcomes))
         echo(f"wrote {PAGE}")
-    sys.exit(any(outcome.is_fault for outcome in outcomes.values()))
+    faults = {kind: outcome for kind, outcome in outcomes.items() if outcome.is_fault}
+    for kind, outcome in faults.items():
+        echo(f'{kind} {outcome.what}: {outcome.why}; make families ARGS="{kind}" repeats it')
+    sys.exit(bool(faults))
 
 
 if __name__ == "__main__":

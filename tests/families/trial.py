@@ -62,6 +62,16 @@ class Outcome:
         return self.what in ("different", "failed")
 
 
+def is_read(kind: str) -> bool:
+    """Tell whether a family computes checkpoints of a type."""
+    return _saved_as(kind) in {*DECODERS, *WITH_VISION}
+
+
+def _saved_as(kind: str) -> str:
+    of_config: str = transformers.CONFIG_MAPPING[kind].model_type  # GPT-SW3 is saved as GPT-2
+    return of_config
+
+
 def try_alone(kind: str) -> Outcome:
     """Try a type as the only work of this process, which ends if the type hangs."""
     signal.alarm(_MOST_SECONDS)
@@ -84,10 +94,10 @@ def try_type(kind: str) -> Outcome:
 
 
 def _try(kind: str, folder: Path) -> Outcome:
-    saved_as = transformers.CONFIG_MAPPING[kind].model_type  # GPT-SW3 is saved as GPT-2
-    values = next((values for of, values in FAMILIES.values() if of == saved_as), None)
-    if saved_as not in {*DECODERS, *WITH_VISION}:
+    if not is_read(kind):
         return _refusal(kind, folder)
+    saved_as = _saved_as(kind)
+    values = next((values for of, values in FAMILIES.values() if of == saved_as), None)
     if values is None:
         return Outcome("failed", "tests/kit/families.py has no configuration of it")
     torch.manual_seed(1)
