@@ -57,7 +57,8 @@ ARCHITECTURES = {
     "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
     "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
 }
-_LAYER_NORMS = ("cohere", "cohere2", "nemotron", "olmo")  # which llama.cpp finds by their key
+# Architectures whose norms llama.cpp finds by the key of layer norms.
+_LAYER_NORMS = ("cohere", "cohere2", "nemotron", "olmo", "phi", "stablelm", "starcoder2")
 _PERMUTED = (
     *("llama", "mistral", "mixtral", "smollm3", "arcee", "olmo"),
     *("granite", "granitemoe", "granitemoeshared"),
@@ -82,7 +83,7 @@ def write_gguf(
         path, gguf.MODEL_ARCH_NAMES[architecture], split_max_tensors=split_max_tensors
     )
     _write_config(writer, config)
-    write_tokenizer(writer, make_tokenizer(), "llama-bpe")
+    write_tokenizer(writer, make_tokenizer(), "llama-bpe", config.vocab_size)
     if chat_template is not None:
         writer.add_chat_template(chat_template)
     for name, value in values.items():
@@ -94,6 +95,7 @@ def write_gguf(
         array = tensor.detach().float().numpy()
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert theirs is not None, name
+        theirs += ".weight" if theirs.endswith("attn_sinks") else ""
         if array.ndim == 1 or array.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
             writer.add_tensor(theirs, array)
         else:
@@ -124,10 +126,9 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_head_count_kv(config.num_key_value_heads)
     if hasattr(config, "rms_norm_eps") and kind not in _LAYER_NORMS:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    elif hasattr(config, "rms_norm_eps"):
-        writer.add_layer_norm_eps(config.rms_norm_eps)
     else:
         named = {"gpt2": "layer_norm_epsilon", "starcoder2": "norm_epsilon"}
+        named |= {"nemotron": "norm_eps", "olmo": "rms_norm_eps"}
         writer.add_layer_norm_eps(getattr(config, named.get(kind, "layer_norm_eps")))
     if getattr(config, "head_dim", None):
         writer.add_key_length(head_dim)
@@ -213,20 +214,26 @@ def _write_experts(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if config.model_type in ("glm4_moe", "dots1"):
         writer.add_expert_weights_norm(config.norm_topk_prob)
+    if config.model_type in ("hunyuan_v1_moe", "minimax_m2", "gpt_oss"):
+        writer.add_expert_feed_forward_length(config.intermediate_size)
     if config.model_type == "hunyuan_v1_moe":
         writer.add_expert_shared_feed_forward_length(config.intermediate_size)
 
 
-def write_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, pre: str) -> None:
-    """Write a byte-level tokenizer."""
+def write_tokenizer(
+    writer: gguf.GGUFWriter, tokenizer: Tokenizer, pre: str, n_tokens: int = 0
+) -> None:
+    """Write a byte-level tokenizer, and more tokens for rows of the embedding that it has not."""
     vocabulary = tokenizer.get_vocab()
     tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
     special = tokenizer.get_added_tokens_decoder()
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
-    writer.add_token_types([control if i in special else normal for i in range(len(tokens))])
+    control, normal, unused = (getattr(gguf.TokenType, k) for k in ("CONTROL", "NORMAL", "UNUSED"))
+    types = [control if i in special else normal for i in range(len(tokens))]
+    further = range(len(tokens), n_tokens)
+    writer.add_token_list([*tokens, *(f"[PAD{i}]" for i in further)])
+    writer.add_token_types([*types, *(unused for _ in further)])
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
     writer.add_token_merges([" ".join(merge) for merge in merges])
     writer.add_bos_token_id(vocabulary[BOS])
