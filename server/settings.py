@@ -120,6 +120,10 @@ class Settings(BaseSettings):
         "stay valid. Before a key may stand name=N, concurrency=N and tokens_per_minute=N; a line "
         "that begins with * gives limits to those below it.",
     )
+    salt: SecretStr | None = None
+    """Secret that all replicas share: a key is then one caller on all of them. Default: random."""
+    salt_file: Path | None = None
+    """File that holds the salt."""
     cors_origins: Annotated[tuple[Origin, ...], NoDecode, BeforeValidator(_split)] | None = None
     """Origins whose pages may call from browsers, comma-separated; * is all. Default: none."""
     allowed_hosts: Annotated[tuple[Host, ...], NoDecode, BeforeValidator(_split)] | None = None
@@ -170,6 +174,25 @@ class Settings(BaseSettings):
     def has_keys(self) -> bool:
         """True if clients must send a key."""
         return self.api_key is not None or self.api_key_file is not None
+
+    def secret(self, name: Literal["salt"]) -> str | None:
+        """Return a secret of this name, or of the file that the setting `name_file` names.
+
+        Raises StartupError for both, and for a file that cannot be read or is empty.
+        """
+        given, path = getattr(self, name), getattr(self, f"{name}_file")
+        if path is None:
+            return given and str(given.get_secret_value())
+        if given is not None:
+            raise StartupError(f"settings {name} and {name}_file: give one of them")
+        try:
+            text: str = path.read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8"
+            raise StartupError(f"setting {name}_file = {path}: {reason}") from None
+        if not text:
+            raise StartupError(f"setting {name}_file = {path}: the file is empty")
+        return text
 
     def of_model(self, *, has_encoder: bool) -> Settings:
         """Return the settings of a model of text, which has defaults of its kind."""

@@ -56,7 +56,7 @@ def create_app(
     if isinstance(model_dirs, ModelDirectory):
         model_dirs = {settings.model_name: model_dirs}
     key = settings.api_key.get_secret_value() if settings.api_key else None
-    keys = ApiKeys(key, settings.api_key_file)
+    keys = ApiKeys(key, settings.api_key_file, settings.secret("salt"))
     models = ModelRegistry(settings, model_dirs)
     models.metrics.key_file_failed.set_function(lambda: keys.has_failed)
     clock = clock or StartClock()

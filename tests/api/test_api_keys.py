@@ -58,6 +58,21 @@ async def test_keys_are_told_apart_and_not_shown(path: Path) -> None:
     assert not any(key in shown for key in ("'one'", "two", "three"))
 
 
+async def test_replicas_with_one_salt_know_a_key_as_the_same_caller(path: Path) -> None:
+    write(path, "name=a two\nthree\n")
+    salts = {
+        salt: [
+            (await caller(ApiKeys("one", path, salt), key)).salt for key in ("one", "two", "three")
+        ]
+        for salt in ("a" * 16, "b" * 16)
+    }
+    again = ApiKeys("one", path, "a" * 16)
+    assert [(await caller(again, key)).salt for key in ("one", "two", "three")] == salts["a" * 16]
+    assert len({*salts["a" * 16], *salts["b" * 16]}) == 6
+    with pytest.raises(StartupError, match="salt: it has 15 characters"):
+        ApiKeys("one", path, "c" * 15)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

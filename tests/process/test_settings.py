@@ -120,3 +120,20 @@ def test_origins_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_queues_bounds_follow_one_another() -> None:
     assert load_settings(model="m", max_num_seqs=2).queue_tokens_limit == 2 * 4 * 4096
     assert load_settings(model="m", max_queue=3).queue_tokens_limit == 3 * 4096
+
+
+def test_a_secret_may_stand_in_a_file_but_not_in_two_places(tmp_path: Path) -> None:
+    path = tmp_path / "salt"
+    given = load_settings(model=Path("a"), salt="from the setting")
+    assert given.secret("salt") == "from the setting"
+    assert "from the setting" not in repr(given)
+    settings = load_settings(model=Path("a"), salt_file=path)
+    for content, fault in ((None, "No such file"), (b"\xff", "UTF-8"), (b" \n", "empty")):
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(StartupError, match=fault):
+            settings.secret("salt")
+    path.write_text("from a file\n")
+    assert settings.secret("salt") == "from a file"
+    with pytest.raises(StartupError, match="give one of them"):
+        load_settings(model=Path("a"), salt="other", salt_file=path).secret("salt")

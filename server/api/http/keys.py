@@ -19,6 +19,7 @@ from kvasir.server.requests.admission.callers import Caller
 logger = logging.getLogger("kvasir")
 
 LARGEST_FILE = 2**20  # bytes
+_SHORTEST_SALT = 16  # characters
 
 _NUMBER = "[1-9][0-9]{0,8}"
 _FIELDS = {"name": "[A-Za-z0-9._@-]{1,64}", "concurrency": _NUMBER, "tokens_per_minute": _NUMBER}
@@ -45,13 +46,23 @@ class _Entry(NamedTuple):
 class ApiKeys:
     """The known keys. Raises StartupError for a file without keys, and for a key nobody can send.
 
-    Only digests are kept, keyed by a secret of this process: the time of a lookup says nothing
-    about any key, and a leaked digest reveals none. Keys of one name are one caller; the setting's
-    is named `default`, and one without a name by its line. A caller outlives changes of the file.
+    Only digests are kept, keyed by a secret of this process, or of all replicas, the salt: the time
+    of a lookup says nothing about any key, and a leaked digest reveals none. Keys of one name are
+    one caller; the setting's is named `default`, and one without a name by its line. A caller
+    outlives changes of the file.
     """
 
-    def __init__(self, key: str | None = None, path: Path | None = None) -> None:
+    def __init__(
+        self, key: str | None = None, path: Path | None = None, salt: str | None = None
+    ) -> None:
+        if salt is not None and len(salt) < _SHORTEST_SALT:
+            raise StartupError(
+                f"salt: it has {len(salt)} characters, fewer than {_SHORTEST_SALT}; "
+                "make one with: openssl rand -hex 32"
+            )
         self._secret = secrets.token_bytes(32)
+        if salt is not None:
+            self._secret = hashlib.blake2b(salt.encode(), digest_size=32).digest()
         self._path, self._stamp = path, _current_stamp(path)
         self.has_failed = False  # to take the file's last change
         self._reloading = threading.Lock()
