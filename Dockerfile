@@ -13,11 +13,11 @@ COPY kvasir/__init__.py ./kvasir/
 
 # The dependencies come first, because they change less often than the source.
 FROM packages AS packages-cpu
-RUN /opt/kvasir/bin/pip install --constraint constraints.txt '.[cpu,otel,hub,oci,s3]' \
+RUN /opt/kvasir/bin/pip install --constraint constraints.txt '.[cpu,otel,hub,oci,s3,redis]' \
     && rm -r /opt/kvasir/lib/python3*/site-packages/kvasir && /opt/kvasir/bin/pip uninstall --yes pip setuptools
 
 FROM packages AS packages-cuda
-RUN /opt/kvasir/bin/pip install --constraint constraints.txt '.[cuda,otel,hub,oci,s3]' \
+RUN /opt/kvasir/bin/pip install --constraint constraints.txt '.[cuda,otel,hub,oci,s3,redis]' \
     && rm -r /opt/kvasir/lib/python3*/site-packages/kvasir && /opt/kvasir/bin/pip uninstall --yes pip setuptools
 
 FROM packages AS packages-load

@@ -43,6 +43,7 @@ _PURPOSES = {
     "s3": "pull s3://…",
     "tensorboard": "train --tensorboard",
     "otel": "serve --otlp-endpoint",
+    "redis": "serve --state-url",
     "loadtest": "make loadtest, in an environment of its own",
     "dev": "make test, make lint",
 }

@@ -124,6 +124,13 @@ class Settings(BaseSettings):
     """Secret that all replicas share: a key is then one caller on all of them. Default: random."""
     salt_file: Path | None = None
     """File that holds the salt."""
+    state_url: SecretStr | None = Field(
+        None,
+        description="URL of a Redis or Valkey in which replicas count limits and keep responses "
+        "together, such as redis://host:6379/0. Default: each for itself, in memory.",
+    )
+    state_url_file: Path | None = None
+    """File that holds the state_url."""
     cors_origins: Annotated[tuple[Origin, ...], NoDecode, BeforeValidator(_split)] | None = None
     """Origins whose pages may call from browsers, comma-separated; * is all. Default: none."""
     allowed_hosts: Annotated[tuple[Host, ...], NoDecode, BeforeValidator(_split)] | None = None
@@ -157,7 +164,8 @@ class Settings(BaseSettings):
     stored_responses_memory: ByteSize = Field(
         ByteSize(64 * 2**20),
         description="Memory for answers of /v1/responses, kept with their conversations for "
-        "follow-ups; the key with most loses its oldest. 0 keeps none.",
+        "follow-ups, of all replicas with state_url; the key with most loses its oldest. 0 keeps "
+        "none.",
     )
     explain: bool = True
     """Serve POST /explain, whose requests cost a pass over their text in a second session."""
@@ -175,7 +183,7 @@ class Settings(BaseSettings):
         """True if clients must send a key."""
         return self.api_key is not None or self.api_key_file is not None
 
-    def secret(self, name: Literal["salt"]) -> str | None:
+    def secret(self, name: Literal["salt", "state_url"]) -> str | None:
         """Return a secret of this name, or of the file that the setting `name_file` names.
 
         Raises StartupError for both, and for a file that cannot be read or is empty.
@@ -188,8 +196,7 @@ class Settings(BaseSettings):
         try:
             text: str = path.read_text(encoding="utf-8").strip()
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or "it is not UTF-8"
-            raise StartupError(f"setting {name}_file = {path}: {reason}") from None
+            raise StartupError(f"setting {name}_file: {error}") from None
         if not text:
             raise StartupError(f"setting {name}_file = {path}: the file is empty")
         return text
@@ -289,7 +296,7 @@ def _refusal(error: ValidationError) -> str:
     if first["type"] == "missing":
         return f"name a model directory: kvasir serve DIR, or {PREFIX}MODEL=DIR"
     name = str(first["loc"][0])
-    given = "" if name == "api_key" else f" = {first['input']!r}"
+    given = "" if name in ("api_key", "salt", "state_url") else f" = {first['input']!r}"
     fault = describe_fault(error)
     if first["type"] == "string_pattern_mismatch":
         fault = f"does not fit; it is: {Settings.model_fields[name].description}"

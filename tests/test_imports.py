@@ -59,17 +59,19 @@ RULES = {
     "server.engine.kv": (),
     "server.engine.grammar": ("model.platform",),
     "server.engine": (*WITHOUT_TORCH, "kernels"),
+    "server.state": ("model.platform", "server.errors"),
     "server.telemetry": ("model.platform", "server.errors", "server.engine"),
     "server.text": (*WITHOUT_TORCH, "server.engine.grammar"),
     "server.batches": SHARED,
     "server.explain": (*SHARED, "server.engine", "server.text"),
     "server.requests": (
         *(*SHARED, "server.settings"),
-        *("server.engine", "server.telemetry", "server.text"),
+        *("server.engine", "server.state", "server.telemetry", "server.text"),
     ),
     "server.api": (
         *(*SHARED, "server.settings", "server.explain"),
-        *("server.engine", "server.telemetry", "server.text", "server.requests", "server.batches"),
+        *("server.engine", "server.state", "server.telemetry", "server.text"),
+        *("server.requests", "server.batches"),
     ),
     "server.process": (*WITHOUT_TORCH, "kernels", "server"),
     "loadtest.locust": ("loadtest.client", "model.platform"),
@@ -79,6 +81,7 @@ RULES = {
 }
 ONLY_IMPORTERS = {
     "onnxruntime": ("model/onnx/runtime.py",),
+    "redis": ("server/state/link.py",),
     "prometheus_client": ("server/telemetry/metrics.py",),
     "llguidance": ("server/engine/grammar/compiler.py", "server/engine/grammar/constraints.py"),
     "opentelemetry.sdk.trace.export": ("server/process/tracing.py",),
@@ -194,7 +197,7 @@ COMMANDS = {
 
 def in_the_image() -> set[str]:
     """Names that code may import in the server's image: standard, installed, or copied there."""
-    names, wanted = set(sys.stdlib_module_names), ["kvasir-lm[cpu,otel,hub,oci,s3]"]
+    names, wanted = set(sys.stdlib_module_names), ["kvasir-lm[cpu,otel,hub,oci,s3,redis]"]
     installed: set[str] = set()
     while wanted:
         asked = Requirement(wanted.pop())

@@ -56,6 +56,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{- if .Values.apiKey.value }}{{ include "kvasir.fullname" . }}-keys{{ else }}{{ .Values.apiKey.secretName }}{{ end }}
 {{- end }}
 
+{{/* Name of the secret with the salt and the URL of the shared state; empty without. */}}
+{{- define "kvasir.stateSecret" -}}
+{{- if or .Values.sharedState.salt .Values.sharedState.url }}{{ include "kvasir.fullname" . }}-state{{ else }}{{ .Values.sharedState.secretName }}{{ end }}
+{{- end }}
+
 {{/* Image pull secrets and placement of every pod of the release. */}}
 {{- define "kvasir.placement" -}}
 {{- with .Values.image.pullSecrets }}

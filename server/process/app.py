@@ -35,6 +35,8 @@ from kvasir.server.requests.async_engine import AnyEngine
 from kvasir.server.requests.registry import ModelRegistry
 from kvasir.server.requests.served_model import ServedModel
 from kvasir.server.settings import Settings
+from kvasir.server.state.memory import MemoryState
+from kvasir.server.state.state import State
 from kvasir.server.telemetry.start_clock import StartClock
 
 _FLUSH_SECONDS = 3.0  # for the last spans to reach the collector at shutdown
@@ -56,9 +58,11 @@ def create_app(
     if isinstance(model_dirs, ModelDirectory):
         model_dirs = {settings.model_name: model_dirs}
     key = settings.api_key.get_secret_value() if settings.api_key else None
-    keys = ApiKeys(key, settings.api_key_file, settings.secret("salt"))
+    state = _state(settings)
+    keys = ApiKeys(key, settings.api_key_file, settings.secret("salt"), state)
     models = ModelRegistry(settings, model_dirs)
     models.metrics.key_file_failed.set_function(lambda: keys.has_failed)
+    models.metrics.shared_state_up.set_function(lambda: state.is_up)
     clock = clock or StartClock()
     tracing = _tracing() if settings.otlp_endpoint else None
     provider = tracing and tracing.make_provider(settings.otlp_endpoint, version("kvasir-lm"))
@@ -66,6 +70,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         clock.lap("application")
+        await state.start()
         of_text = [served for served in models.served.values() if served.task == "generate"]
         for served in of_text if engine is None else ():
             served.grammars.warm_up()
@@ -83,6 +88,7 @@ def create_app(
             yield
         loading.cancel()
         await models.close()
+        await state.close()
         if provider is not None:
             await asyncio.to_thread(_flush, provider.shutdown)
 
@@ -92,13 +98,34 @@ def create_app(
         name: Explanations(served.model_dir) for name, served in models.served.items()
     }
     app.state.batches = _batch_worker(app, keys if settings.has_keys else None)
-    app.state.response_store = ResponseStore(settings.stored_responses_memory)
+    app.state.response_store = ResponseStore(state)
     add_routes(app)
     _add_middleware(app, keys)
     if tracing is not None:
         app.add_middleware(tracing.request_spans, provider=provider, model=settings.model_name)
     app.add_middleware(request_context)
     return app
+
+
+def _state(settings: Settings) -> State:
+    """Return the state of this server, or of all replicas.
+
+    Raises StartupError without a salt, with which the others would know no key of this one, for an
+    URL that cannot be read, or if the package for it is missing.
+    """
+    n_bytes, url = int(settings.stored_responses_memory), settings.secret("state_url")
+    if url is None:
+        return MemoryState(n_bytes)
+    if settings.has_keys and settings.secret("salt") is None:
+        raise StartupError("setting state_url needs a salt, the same for all replicas")
+    try:
+        from kvasir.server.state.redis_state import RedisState  # noqa: PLC0415  imports redis
+    except ImportError as error:
+        message = (
+            f"state_url needs {error.name}; install it with: {install_command('cpu', 'redis')}"
+        )
+        raise StartupError(message) from None
+    return RedisState(url, n_bytes)
 
 
 def _tracing() -> Any:

@@ -23,6 +23,7 @@ from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.engine.sequence import FinishReason, Sequence
 from kvasir.server.errors import DeadlineExceededError, StartupError
 from kvasir.server.requests.admission.answers import AnswerMemory
+from kvasir.server.requests.admission.callers import Reservation
 from kvasir.server.requests.admission.queue import Admission, Phase, check_length
 from kvasir.server.requests.async_engine import AnyEngine, AsyncEngine, OutputStream
 from kvasir.server.requests.builder import RequestBuilder
@@ -180,22 +181,23 @@ class ServedModel:
     async def complete(self, request: CompletionRequest) -> AsyncIterator[Completion]:
         """Run a request until the block is left. Raises the errors of admission."""
         self.admission.check_open()
-        request.caller.check_tokens(perf_counter())
         engine = self.engine.engine
         assert isinstance(engine, Engine)
         params, n_given = request.params, len(request.target_prefix)
         for prompt in request.prompts:
             n = len(prompt.ids)
             check_length(n, params.max_tokens, engine, n_given, params.n_rows, request.length_param)
-        constraint, work = None, request.work
-        if request.grammar is not None and work.seconds_left > 0:
-            self.admission.check(request, work, self.engine.snapshot())
-            constraint = await self.grammars.constraint(request)
-        with self._admitted(request) as max_wait:
-            choices = make_choices(request, self.model_dir.tokenizer, self.engine.ids, constraint)
-            sequences = list(dict.fromkeys(choice.sequence for choice in choices))
-            with self._running(request, sequences, max_wait) as stream:
-                yield Completion(choices, stream)
+        async with request.caller.tokens(request.most_tokens) as reservation:
+            constraint, work = None, request.work
+            if request.grammar is not None and work.seconds_left > 0:
+                self.admission.check(request, work, self.engine.snapshot())
+                constraint = await self.grammars.constraint(request)
+            with self._admitted(request) as max_wait:
+                tokenizer = self.model_dir.tokenizer
+                choices = make_choices(request, tokenizer, self.engine.ids, constraint)
+                sequences = list(dict.fromkeys(choice.sequence for choice in choices))
+                with self._running(request, sequences, max_wait, reservation) as stream:
+                    yield Completion(choices, stream)
 
     async def embed(self, request: EmbeddingRequest) -> list[Floats]:
         """Return what a request asks for of each text, in their order.
@@ -204,16 +206,17 @@ class ServedModel:
         admission, DeadlineExceededError, UnavailableError (shutdown) and EngineError.
         """
         self.admission.check_open()
-        with self._admitted(request) as max_wait:
-            sequences, vectors = request.make_sequences(self.engine.ids), dict[int, Floats]()
-            with self._running(request, sequences, max_wait) as stream:
-                while len(vectors) < len(sequences):
-                    for output in await stream.receive():
-                        raise_failure(output.finish_reason)
-                        assert isinstance(output, EncoderOutput)
-                        assert output.vectors is not None
-                        vectors[output.sequence_id] = output.vectors
-            return [vectors[sequence.id] for sequence in sequences]
+        async with request.caller.tokens(request.most_tokens) as reservation:
+            with self._admitted(request) as max_wait:
+                sequences, vectors = request.make_sequences(self.engine.ids), dict[int, Floats]()
+                with self._running(request, sequences, max_wait, reservation) as stream:
+                    while len(vectors) < len(sequences):
+                        for output in await stream.receive():
+                            raise_failure(output.finish_reason)
+                            assert isinstance(output, EncoderOutput)
+                            assert output.vectors is not None
+                            vectors[output.sequence_id] = output.vectors
+                return [vectors[sequence.id] for sequence in sequences]
 
     @contextmanager
     def _admitted(self, request: Request) -> Iterator[float]:
@@ -223,17 +226,19 @@ class ServedModel:
             raise DeadlineExceededError(
                 "the deadline passed while the prompt was read; allow more time, or try later"
             )
-        request.caller.check_tokens(perf_counter())  # others may have begun since the last check
         with self.admission.admit(request, work, self.engine.snapshot()) as max_wait:
             yield max_wait
 
     @contextmanager
     def _running(
-        self, request: Request, sequences: list[Sequence], max_wait: float
+        self,
+        request: Request,
+        sequences: list[Sequence],
+        max_wait: float,
+        reservation: Reservation,
     ) -> Iterator[OutputStream]:
         """Run a request's sequences until the block is left, and count its tokens."""
-        stream, caller = self.engine.submit(sequences), request.caller
-        caller.n_used += request.most_tokens
+        stream = self.engine.submit(sequences)
         timers = start_timers(stream, max_wait, request.deadline - perf_counter())
         try:
             yield stream
@@ -242,8 +247,8 @@ class ServedModel:
                 timer.cancel()
             stream.close()
             n_prompt, n_generated = request.n_prompt_tokens, stream.n_generated
-            caller.n_used -= request.most_tokens - n_prompt - n_generated
-            self.metrics.used(caller.name, n_prompt, n_generated)
+            reservation.n_used = n_prompt + n_generated
+            self.metrics.used(request.caller.name, n_prompt, n_generated)
 
 
 def start_timers(

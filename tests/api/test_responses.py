@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from openai.types.responses.response_item import ResponseItem
 from pydantic import TypeAdapter
 
 from kvasir.server.api.openai.responses.schemas import LOGPROBS
-from kvasir.server.api.openai.responses.store import ResponseStore, Stored
+from kvasir.server.state.memory import MemoryState
 from tests.kit.chats import (
     BOTH,
     HERMES_TEXT,
@@ -131,7 +130,7 @@ async def test_a_conversation_by_id_is_the_same_sent_whole() -> None:
 async def test_other_keys_and_dropped_responses_are_not_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvasir.server.api.openai.responses.store.MAX_RESPONSES", 2)
+    monkeypatch.setattr(MemoryState, "max_responses", 2)
     keys = tmp_path / "keys"
     keys.write_text("name=a k1\nname=b k2\n")
     async with chatting("Hi.", api_key_file=keys) as (served, _, _):
@@ -161,32 +160,6 @@ async def test_other_keys_and_dropped_responses_are_not_found(
         for status in (200, 404):
             gone = await served.client.delete(f"{url}/{ids[2]}", headers=headers["k1"])
             assert gone.status_code == status
-
-
-def test_the_oldest_of_who_has_most_go_first_and_all_fit_in_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("kvasir.server.api.openai.responses.store.MAX_RESPONSES", 5)
-    random_ = random.Random(1)
-    responses, kept = ResponseStore(100), dict[tuple[bytes, str], int]()
-    for i in range(300):
-        size = random_.randrange(1, 110)
-        key = random_.choice([b"a", b"b", b"b"]), str(i)
-        responses.put(key, Stored(b"x" * size, b"", b""))
-        if size <= 100:
-            kept[key] = size
-        while len(kept) > 5 or sum(kept.values()) > 100:
-            weights = dict.fromkeys(kept, 1) if len(kept) > 5 else kept
-            used = {one: sum(weights[k] for k in kept if k[0] == one) for one, _ in kept}
-            assert not (len(used) == 2 and used[b"a"] == used[b"b"])  # ties would be anybody's
-            most = max(used, key=lambda one: used[one])
-            del kept[next(k for k in kept if k[0] == most)]
-        if kept and random_.random() < 0.3:
-            gone = random_.choice(list(kept))
-            responses.pop(gone)
-            del kept[gone]
-        assert len(responses) == len(kept)
-        assert all(responses.get(one).n_bytes == size for one, size in kept.items())
 
 
 async def test_structured_text_and_forced_calls() -> None:

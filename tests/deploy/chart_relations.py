@@ -17,9 +17,9 @@ WAITS = {"startupProbe": (60, 3600), "readinessProbe": (2, 10), "livenessProbe":
 INTERNAL = ("/health", "/metrics", "/debug")
 SETTINGS = (
     "host", "port", "drain_timeout", "cache_dir", "model", "served_model_name", "api_key_file",
-    "allowed_hosts", "batch_dir",
+    "allowed_hosts", "batch_dir", "salt_file", "state_url_file",
 )  # fmt: skip
-KEY_FILES = {"KVASIR_API_KEY_FILE", "KEY_FILE"}
+KEY_FILES = {"KVASIR_API_KEY_FILE", "KEY_FILE", "KVASIR_SALT_FILE", "KVASIR_STATE_URL_FILE"}
 WRITTEN = {"HOME", "MODEL_DIR", "KVASIR_CACHE_DIR", "KVASIR_BATCH_DIR"}
 # Fields that name an object, themselves or by their `name`.
 REFERENCES = {
@@ -176,9 +176,10 @@ def wrong_privileges(chart: Chart) -> Iterator[str]:
 def wrong_mounts(chart: Chart) -> Iterator[str]:
     """Yield mounts without a volume and the reverse, writable ones, and keys that are nowhere."""
     secrets = {one["metadata"]["name"]: one["stringData"] for one in chart.of("Secret")}
+    read = set()
     for spec in chart.pods:
         volumes = {volume["name"]: volume for volume in spec.get("volumes", ())}
-        mounted, read = set(), set()
+        mounted = set()
         for container in containers(spec):
             given = variables(container)
             written = {"/tmp"} | {given[name] for name in WRITTEN & given.keys()}  # noqa: S108
@@ -193,13 +194,16 @@ def wrong_mounts(chart: Chart) -> Iterator[str]:
                 volume = volumes.get(mounts.get(str(path.parent), {}).get("name"), {})
                 secret = volume.get("secret", {}).get("secretName")
                 read.add((secret, path.name))
-                known = secrets.get(secret, {chart.values["apiKey"]["secretKey"]})
+                entries = {"salt", "url"}  # of existing secrets
+                if secret == chart.values["apiKey"]["secretName"]:
+                    entries = {chart.values["apiKey"]["secretKey"]}
+                known = secrets.get(secret, entries)
                 if not secret or path.name not in known:
                     yield f"{name} of {container['name']} is {path}, which no Secret has"
         if mounted != volumes.keys():
             yield f"a pod mounts {sorted(mounted)} of its volumes {sorted(volumes)}"
-        if unread := {(name, key) for name, keys in secrets.items() for key in keys} - read:
-            yield f"a pod does not read the keys {sorted(unread)}"
+    if unread := {(name, key) for name, keys in secrets.items() for key in keys} - read:
+        yield f"no pod reads the keys {sorted(unread)}"
 
 
 def wrong_resources(chart: Chart) -> Iterator[str]:

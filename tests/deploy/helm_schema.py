@@ -24,8 +24,8 @@ from kvasir.server.telemetry.metrics import Metrics
 CHART = Path(__file__).resolve().parents[2] / "helm"
 SCHEMA = CHART / "values.schema.json"
 OF_THE_CHART = {
-    "host", "port", "model", "served_model_name", "api_key", "api_key_file", "drain_timeout", "salt",
-    "salt_file",
+    "host", "port", "model", "served_model_name", "api_key", "api_key_file", "drain_timeout",
+    "salt", "salt_file", "state_url", "state_url_file",
 }  # fmt: skip
 SIZE = r"^[0-9]*\.?[0-9]+ ?([kKmMgGtTpP]([iI]?[bB])?|[bB])?$"
 BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum"}

@@ -128,7 +128,7 @@ def test_a_secret_may_stand_in_a_file_but_not_in_two_places(tmp_path: Path) -> N
     assert given.secret("salt") == "from the setting"
     assert "from the setting" not in repr(given)
     settings = load_settings(model=Path("a"), salt_file=path)
-    for content, fault in ((None, "No such file"), (b"\xff", "UTF-8"), (b" \n", "empty")):
+    for content, fault in ((None, "No such file"), (b"\xff", "utf-8"), (b" \n", "empty")):
         if content is not None:
             path.write_bytes(content)
         with pytest.raises(StartupError, match=fault):

@@ -1,62 +1,97 @@
-"""Tokens a minute, against the clock that the tests give."""
+"""Limits of a caller, against the clock that the tests give; tests/state counts on."""
 
 from __future__ import annotations
 
 import random
+from contextlib import AsyncExitStack
 
 import pytest
 
 from kvasir.server.errors import OverloadedError
 from kvasir.server.requests.admission.callers import Caller
+from kvasir.server.state.memory import MemoryState
 
 
-def test_the_tokens_of_a_minute_come_back_in_a_minute() -> None:
-    caller = Caller("alice", tokens_per_minute=600)
-    caller.check_tokens(1000.0)
-    caller.n_used += 900
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    seconds = 1000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+async def test_the_tokens_of_a_minute_come_back_in_a_minute() -> None:
+    clock = Clock()
+    caller = Caller("alice", tokens_per_minute=600, state=MemoryState(clock=clock))
+    async with caller.tokens(5000) as reservation:
+        reservation.n_used = 900
+    clock.seconds += 5
     with pytest.raises(OverloadedError, match="600 tokens a minute, and 850 are used") as caught:
-        caller.check_tokens(1005.0)
+        async with caller.tokens(1):
+            pass
     assert caught.value.retry_after == 26  # 25 seconds would leave exactly 600 used
+    clock.seconds += 25
     with pytest.raises(OverloadedError):
-        caller.check_tokens(1030.0)
-    caller.check_tokens(1031.0)
-    assert caller.n_used == 590
-    caller.check_tokens(9000.0)
-    assert caller.n_used == 0
+        async with caller.tokens(1):
+            pass
+    clock.seconds += 1
+    async with caller.tokens(1):
+        pass
 
 
-def test_without_a_limit_nothing_is_counted_against_a_later_one() -> None:
+async def test_without_a_limit_nothing_is_counted_against_a_later_one() -> None:
     caller = Caller("alice")
-    caller.n_used += 10**9
-    caller.check_tokens(1.0)
+    async with caller.tokens(10**9) as reservation:
+        reservation.n_used = 10**9
     caller.tokens_per_minute = 10
-    caller.check_tokens(1.0)
+    async with caller.tokens(1):
+        pass
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_order_of_requests_keeps_to_the_limit(seed: int) -> None:
+async def test_any_order_of_requests_keeps_to_the_limit(seed: int) -> None:
     """Reservations that are given back late or never let at most one request exceed the limit."""
-    chance, limit, largest = random.Random(seed), 100, 80
-    caller = Caller("alice", tokens_per_minute=limit)
-    now, n_used, n_granted, running, waits = 0.0, 0, 0, list[int](), list[tuple[float, int]]()
+    chance, limit, largest, clock = random.Random(seed), 100, 80, Clock()
+    caller = Caller("alice", tokens_per_minute=limit, state=MemoryState(clock=clock))
+    n_used = n_granted = 0
+    running, n_refused = list[AsyncExitStack](), 0
     for _ in range(500):
-        now += chance.expovariate(0.5)
+        clock.seconds += chance.expovariate(0.5)
         if running and chance.random() < 0.5:
-            reserved = running.pop(chance.randrange(len(running)))
-            used = chance.choice((0, reserved // 2, reserved))
-            caller.n_used -= reserved - used
-            n_used += used
+            await running.pop(chance.randrange(len(running))).aclose()
+        stack, reserved = AsyncExitStack(), chance.randint(1, largest)
         try:
-            caller.check_tokens(now)
-        except OverloadedError as error:
-            waits.append((caller.n_used, error.retry_after or 0))
+            reservation = await stack.enter_async_context(caller.tokens(reserved))
+        except OverloadedError:
+            n_refused += 1
             continue
+        reservation.n_used = chance.choice((0, reserved // 2, reserved))
+        n_used += reservation.n_used
         n_granted += 1
-        reserved = chance.randint(1, largest)
-        caller.n_used += reserved
-        running.append(reserved)
-        assert n_used <= limit * (1 + now / 60) + largest
+        running.append(stack)
+        assert n_used <= limit * (1 + (clock.seconds - Clock.seconds) / 60) + largest
     assert n_granted > 50
-    for n_used_then, seconds in waits:
-        left = n_used_then - seconds * limit / 60
-        assert left < limit <= left + 2 * limit / 60
+    assert n_refused > 50
+    while running:
+        await running.pop().aclose()
+
+
+@pytest.mark.parametrize("n_used", [100, 101, 150, 5000])
+async def test_who_waits_as_long_as_told_is_served_and_not_much_sooner(n_used: int) -> None:
+    for early, is_served in ((0.0, True), (2.0, False)):
+        clock = Clock()
+        caller = Caller("alice", tokens_per_minute=60, state=MemoryState(clock=clock))
+        async with caller.tokens(n_used) as reservation:
+            reservation.n_used = n_used
+        with pytest.raises(OverloadedError) as caught:
+            async with caller.tokens(1):
+                pass
+        clock.seconds += (caught.value.retry_after or 0) - early
+        stack = AsyncExitStack()
+        if is_served:
+            await stack.enter_async_context(caller.tokens(1))
+        else:
+            with pytest.raises(OverloadedError):
+                await stack.enter_async_context(caller.tokens(1))
+        await stack.aclose()

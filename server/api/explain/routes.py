@@ -8,7 +8,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from time import perf_counter
 
 from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
@@ -132,10 +131,7 @@ class Explanations:
         source_ids: of an encoder-decoder, whose text is the target. Raises OverloadedError if
         others wait already, or if the caller's tokens are used.
         """
-        caller.check_tokens(perf_counter())
-        if self._n_inside >= _MAX_INSIDE:
-            raise OverloadedError("other texts are being explained; try again", retry_after=1)
-        caller.n_used += len(token_ids) + len(source_ids)
+        n_tokens = len(token_ids) + len(source_ids)
 
         def work() -> bytes:
             if self._explainer is None:
@@ -144,11 +140,15 @@ class Explanations:
             explanation = self._explainer.explain_tokens(token_ids, of_heads, source_ids, questions)
             return b"".join(shown(explanation, heads, self._model_dir.config))
 
-        self._n_inside += 1
-        try:  # if the client disconnects, an explanation that waits is cancelled
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-        finally:
-            self._n_inside -= 1
+        async with caller.tokens(n_tokens) as reservation:
+            if self._n_inside >= _MAX_INSIDE:
+                raise OverloadedError("other texts are being explained; try again", retry_after=1)
+            reservation.n_used = n_tokens
+            self._n_inside += 1
+            try:  # if the client disconnects, an explanation that waits is cancelled
+                return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            finally:
+                self._n_inside -= 1
 
 
 @router.post("/explain", response_model=Explanation, responses=BODY_ERRORS)

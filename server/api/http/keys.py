@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from kvasir.server.errors import StartupError
 from kvasir.server.requests.admission.callers import Caller
+from kvasir.server.state.memory import MemoryState
+from kvasir.server.state.state import State
 
 logger = logging.getLogger("kvasir")
 
@@ -49,11 +51,15 @@ class ApiKeys:
     Only digests are kept, keyed by a secret of this process, or of all replicas, the salt: the time
     of a lookup says nothing about any key, and a leaked digest reveals none. Keys of one name are
     one caller; the setting's is named `default`, and one without a name by its line. A caller
-    outlives changes of the file.
+    outlives changes of the file. state: counts what callers use.
     """
 
     def __init__(
-        self, key: str | None = None, path: Path | None = None, salt: str | None = None
+        self,
+        key: str | None = None,
+        path: Path | None = None,
+        salt: str | None = None,
+        state: State | None = None,
     ) -> None:
         if salt is not None and len(salt) < _SHORTEST_SALT:
             raise StartupError(
@@ -63,6 +69,7 @@ class ApiKeys:
         self._secret = secrets.token_bytes(32)
         if salt is not None:
             self._secret = hashlib.blake2b(salt.encode(), digest_size=32).digest()
+        self._state = state or MemoryState()
         self._path, self._stamp = path, _current_stamp(path)
         self.has_failed = False  # to take the file's last change
         self._reloading = threading.Lock()
@@ -108,7 +115,8 @@ class ApiKeys:
         by_id = {caller.salt: caller for caller in self._callers.values()}
         by_digest = {}
         for entry in (*self._fixed, *entries):
-            caller = by_id.setdefault(entry.id, Caller(salt=entry.id))
+            new = Caller(salt=entry.id, state=self._state, account=entry.id)
+            caller = by_id.setdefault(entry.id, new)
             caller.name = entry.name
             caller.concurrency, caller.tokens_per_minute = entry.limits
             by_digest[entry.digest] = caller

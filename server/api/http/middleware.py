@@ -33,7 +33,6 @@ from kvasir.server.errors import (
     AuthenticationError,
     ForbiddenError,
     InvalidRequestError,
-    OverloadedError,
     RequestTooLargeError,
 )
 from kvasir.server.requests.completion import RequestState
@@ -132,18 +131,8 @@ def key_check(app: ASGIApp, keys: ApiKeys) -> ASGIApp:
         state_of(scope).caller = caller
         models = models_of(scope)
         models.metrics.asked(caller.name)
-        if caller.concurrency is not None and caller.n_in_flight >= caller.concurrency:
-            raise OverloadedError(
-                f"{caller.concurrency} requests with this API key are in flight, which is its "
-                "limit; wait for one to end",
-                retry_after=models.retry_after(),
-                limit="key",
-            )
-        caller.n_in_flight += 1
-        try:
+        async with caller.request(models.retry_after):
             await app(scope, receive, send)
-        finally:
-            caller.n_in_flight -= 1
 
     return run
 

@@ -64,6 +64,9 @@ class Formatter(ABC):
         for part in self.parts(delta):
             self.keep(part)
 
+    async def finish(self) -> None:  # noqa: B027  (most forms store nothing)
+        """Store what is to be there once the client has seen the end."""
+
     @abstractmethod
     def whole(self) -> Any:
         """Return the body of a finished completion."""
@@ -105,6 +108,7 @@ async def _events(
                     yield piece
             elif chunk or not deltas:
                 yield chunk or formatter.keep_alive
+        await formatter.finish()
         async for piece in sent(formatter.tail(), served.text_worker):
             yield piece
 
@@ -115,6 +119,7 @@ async def _whole(state: RequestState, wanted: CompletionRequest, formatter: Form
         async for deltas in completion.deltas():
             for delta in deltas:
                 formatter.add(delta)
+        await formatter.finish()
     return json_response(whole(formatter.whole()), formatter.served.text_worker)
 
 

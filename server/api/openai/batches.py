@@ -123,7 +123,6 @@ class Answers:
 
     def __init__(self, app: FastAPI, keys: ApiKeys | None) -> None:
         self._app, self._keys = app, keys
-        self._callers: dict[str, Caller] = {}
 
     async def __call__(self, path: str, body: bytes, owner: str) -> Reply | float:
         """Answer a request of a key's name, or return the seconds after which to try again."""
@@ -133,8 +132,9 @@ class Answers:
             key = self._keys.named(owner)
             if key is None:
                 return _KEY_RETRY
-            state.caller = self._callers.setdefault(owner, Caller(owner, key.salt))
-            state.caller.tokens_per_minute = key.tokens_per_minute
+            limit = key.tokens_per_minute
+            account = b"batches of " + key.account
+            state.caller = Caller(owner, key.salt, None, limit, key.state, account)
         scope = {
             "type": "http",
             "method": "POST",

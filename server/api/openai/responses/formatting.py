@@ -13,13 +13,14 @@ from kvasir.server.api.http.streams import Formatter
 from kvasir.server.api.openai.formatting import JSON, token_logprobs
 from kvasir.server.api.openai.responses.items import PREFIXES, sealed
 from kvasir.server.api.openai.responses.schemas import ENCRYPTED, LOGPROBS, ResponsesBody
-from kvasir.server.api.openai.responses.store import Key, ResponseStore, Stored
+from kvasir.server.api.openai.responses.store import ResponseStore
 from kvasir.server.api.openai.tools import AnswerForm, read
 from kvasir.server.engine.sampling.params import TokenLogprobs
 from kvasir.server.engine.sequence import FinishReason
 from kvasir.server.requests.completion import Delta
 from kvasir.server.requests.request import CompletionRequest
 from kvasir.server.requests.served_model import ServedModel
+from kvasir.server.state.state import Key, Stored
 from kvasir.server.text.answer import AnswerPiece, Reasoning
 from kvasir.server.text.tool_calls import ToolCallPiece
 
@@ -88,12 +89,10 @@ class ResponseFormatter(Formatter):
 
     def tail(self) -> Written:
         """Return the event of the end."""
-        self._end()
         return self.event(self._ended())
 
     def whole(self) -> JSON:
         """Return the response, finished."""
-        self._end()
         return self.response
 
     def failed(self, fields: JSON) -> bytes:
@@ -211,8 +210,8 @@ class ResponseFormatter(Formatter):
             details = {"reason": _REASONS[reason]}
             self.response |= {"status": "incomplete", "incomplete_details": details}
 
-    def _end(self) -> None:
-        """Count the tokens, and keep the response if wanted."""
+    async def finish(self) -> None:
+        """Count the tokens, and store the response if wanted."""
         self.response["usage"] = self._usage()
         if self.store is not None:
             output = [
@@ -222,7 +221,7 @@ class ResponseFormatter(Formatter):
                 for item in self.response["output"]
             ]
             kept = Stored(written(self.response), self.items, compact(output).encode())
-            self.store.put(self._key, kept)
+            await self.store.state.put(self._key, kept)
 
     def _part(self, kind: str, text: str) -> JSON:
         part: JSON = {"type": _TEXTS[kind], "text": text}

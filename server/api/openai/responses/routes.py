@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from kvasir.server.api.http.body import TextRoute
-from kvasir.server.api.http.pieces import compact, held_response, written
+from kvasir.server.api.http.pieces import compact, held_response
 from kvasir.server.api.http.responses import STREAMED, errors, models_of, served_model, state_of
 from kvasir.server.api.http.streams import respond
 from kvasir.server.api.openai.chat import prepare
@@ -22,9 +22,10 @@ from kvasir.server.api.openai.responses.answers import DeletedResponse, InputIte
 from kvasir.server.api.openai.responses.formatting import ResponseFormatter
 from kvasir.server.api.openai.responses.items import PREFIXES
 from kvasir.server.api.openai.responses.schemas import ResponsesBody
-from kvasir.server.api.openai.responses.store import Key, ResponseStore
+from kvasir.server.api.openai.responses.store import ResponseStore, conversation
 from kvasir.server.api.structured import naming
 from kvasir.server.errors import InvalidRequestError
+from kvasir.server.state.state import Key
 
 router = APIRouter(route_class=TextRoute)
 
@@ -37,6 +38,8 @@ async def create_response(request: Request, body: ResponsesBody) -> Response:
     served, store = served_model(request), _store(request)
     if state_of(request.scope).is_background and "store" not in body.model_fields_set:
         body = body.model_copy(update={"store": False})  # a batch would drop what clients follow up
+    if body.store:
+        store.check()
     chat, items = await _chat(request, body)
     try:
         wanted, form = await prepare(request, chat)
@@ -50,7 +53,7 @@ async def create_response(request: Request, body: ResponsesBody) -> Response:
     if body.store:
         formatter.store, formatter.items = store, items
     if body.stream:
-        store.streaming[key] = formatter
+        await store.state.announce(key, formatter)
     return respond(request, wanted, formatter, stream=body.stream)
 
 
@@ -59,9 +62,9 @@ async def _chat(request: Request, body: ResponsesBody) -> tuple[ChatBody, bytes]
     store, state = _store(request), state_of(request.scope)
     owner, given = state.caller.salt, body.items
     earlier = body.previous_response_id
-    previous = earlier and store.get((owner, earlier), "previous_response_id")
+    previous = await store.get((owner, earlier), "previous_response_id") if earlier else None
     references = [item["id"] for item in given if item["type"] == "item_reference"]
-    stored = {key: store.get(key) for key in (store.of_item(owner, i) for i in references)}
+    stored = dict([await store.of_item(owner, item_id) for item_id in references])
     state.body_size += previous.n_read if previous else 0
     state.body_size += sum(len(response.output) for response in stored.values())
     if state.body_size > (most := served_model(request).settings.max_body_bytes):
@@ -76,7 +79,7 @@ async def _chat(request: Request, body: ResponsesBody) -> tuple[ChatBody, bytes]
         referenced = {item["id"]: item for output in outputs for item in output}
         if lost := [item_id for item_id in references if item_id not in referenced]:
             raise store.missing(lost[0], "input")
-        items = previous.conversation() if previous else []
+        items = conversation(previous) if previous else []
         for item in given:
             is_reference = item["type"] == "item_reference"
             items.append(referenced[item["id"]] if is_reference else item)
@@ -94,27 +97,21 @@ async def response(
     """Return a response that is kept, or that is being streamed."""
     if stream:
         raise InvalidRequestError("a response is not streamed again; leave stream out")
-    key = _key(request, response_id)
-    if (running := _running(request, key)) is not None:
-        return held_response(written(running.response), running.served)
-    return held_response(_store(request).get(key).response, models_of(request.scope))
+    shown = await _store(request).shown("get", _key(request, response_id))
+    return held_response(shown, models_of(request.scope))
 
 
 @router.post("/v1/responses/{response_id}/cancel", response_model=ModelResponse, responses=_ERRORS)
 async def cancel_response(request: Request, response_id: str) -> Response:
     """End a response that is being streamed. One that has ended is returned as it is."""
-    key = _key(request, response_id)
-    if (running := _running(request, key)) is None:
-        return held_response(_store(request).get(key).response, models_of(request.scope))
-    running.cancel()
-    cancelled = running.response | {"status": "cancelled"}
-    return held_response(written(cancelled), running.served)
+    shown = await _store(request).shown("cancel", _key(request, response_id))
+    return held_response(shown, models_of(request.scope))
 
 
 @router.delete("/v1/responses/{response_id}", responses=_ERRORS)
 async def delete_response(request: Request, response_id: str) -> DeletedResponse:
     """Forget a response."""
-    _store(request).pop(_key(request, response_id))
+    await _store(request).pop(_key(request, response_id))
     return DeletedResponse(id=response_id)
 
 
@@ -127,7 +124,7 @@ async def input_items(
     after: Annotated[str | None, Query(description="The last item before the page.")] = None,
 ) -> InputItems:
     """List the conversation before a response that is kept."""
-    raw = _store(request).get(_key(request, response_id)).items
+    raw = (await _store(request).get(_key(request, response_id))).items
     worker = models_of(request.scope).text_worker
     stored = await worker.call(len(raw), partial(json.loads, raw))
     items = [_listed(item, response_id, place) for place, item in enumerate(stored)]
@@ -168,8 +165,3 @@ def _store(request: Request) -> ResponseStore:
 
 def _key(request: Request, response_id: str) -> Key:
     return state_of(request.scope).caller.salt, response_id
-
-
-def _running(request: Request, key: Key) -> ResponseFormatter | None:
-    formatter = _store(request).streaming.get(key)
-    return formatter if formatter is not None and formatter.is_running else None

@@ -1,0 +1,122 @@
+"""The link to Redis: whether it replies, and how long anybody waits to find out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from kvasir.server.errors import StartupError, UnavailableError
+
+T = TypeVar("T")
+
+logger = logging.getLogger("kvasir")
+
+# Seconds for a reply. The second wait is for one that came while the event loop was busy.
+_PATIENCE = (0.04, 0.01)
+_BYTES_PER_SECOND = 20e6  # that a value takes in addition
+_RETRY_SECONDS = 0.25
+_CONNECTIONS = 8
+
+
+def away() -> UnavailableError:
+    """Return the error for what only the shared state could tell."""
+    message = "the state that replicas share cannot be reached; try again in a moment"
+    return UnavailableError(message, retry_after=1)
+
+
+class Link:
+    """Redis at an URL: once a reply fails to come, nobody waits until `keep` has had one.
+
+    Raises StartupError for an URL that cannot be read.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.is_up = False
+        self.found = asyncio.Event()  # and told what it has missed
+        self._lost = asyncio.Event()
+        self._is_told = False  # that it is away
+        self._n_replies = 0
+        try:
+            # By default a full pool is an error, and a refused connection is tried for seconds. The
+            # old protocol, without the client's name, connects without a word.
+            pool = BlockingConnectionPool.from_url(
+                url,
+                max_connections=_CONNECTIONS + 1,  # one listens
+                timeout=None,
+                retry=Retry(NoBackoff(), 0),
+                protocol=2,
+                driver_info=None,
+            )
+        except ValueError as error:
+            raise StartupError(f"setting state_url: {error}") from None
+        self.redis: Any = Redis.from_pool(pool)  # whose types allow for texts in place of bytes
+
+    async def reply(self, command: Callable[[], Awaitable[T]], n_bytes: int = 0) -> T:
+        """Return the reply to a command, to or from which `n_bytes` are sent.
+
+        Raises UnavailableError at once while Redis is away, and if it turns out to be.
+        """
+        if not self.is_up:
+            raise away()
+        return await self._reply(command, n_bytes / _BYTES_PER_SECOND)
+
+    async def _reply(self, command: Callable[[], Awaitable[T]], more_seconds: float = 0.0) -> T:
+        task = asyncio.ensure_future(command())
+        try:
+            n_replies = -1
+            while n_replies != self._n_replies:  # while others have replies, it waits in a queue
+                n_replies = self._n_replies
+                for seconds in _PATIENCE:
+                    await asyncio.wait((task,), timeout=seconds + more_seconds)
+                    if task.done():
+                        self._n_replies += 1
+                        return task.result()
+            self.lose("no reply")
+        except (RedisError, OSError) as error:
+            self.lose(str(error) or type(error).__name__)
+        finally:
+            task.cancel()
+        raise away()
+
+    async def _connect(self) -> None:
+        """Open all connections, so that no request waits for one."""
+        await asyncio.gather(*(self.redis.ping() for _ in range(_CONNECTIONS)))
+
+    def lose(self, reason: str) -> None:
+        """Note that Redis is away."""
+        if not self._is_told:
+            logger.error("the shared state is away", extra={"fields": {"reason": reason}})
+        self.is_up, self._is_told = False, True
+        self.found.clear()
+        self._lost.set()
+
+    async def keep(
+        self,
+        restore: Callable[[], Awaitable[None]],
+        renew: Callable[[], Awaitable[None]],
+        seconds: float,
+    ) -> None:
+        """Wait for Redis, `restore` what it has missed, `renew` every few seconds, and again."""
+        while True:
+            try:
+                await self._reply(self._connect)
+                self._lost.clear()
+                self.is_up = True
+                await restore()
+                logger.info("the shared state is there")
+                self._is_told = False
+                self.found.set()
+                while self.is_up:
+                    await renew()
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(self._lost.wait(), seconds)
+            except UnavailableError:
+                await asyncio.sleep(_RETRY_SECONDS)

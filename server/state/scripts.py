@@ -1,0 +1,97 @@
+"""What Redis does at once for the shared state, in Lua. KEYS and ARGV are named above each script.
+
+Times are of Redis' clock, in seconds.
+"""
+
+_NOW = """
+local t = redis.call('TIME')
+local now = t[1] + t[2] / 1e6
+"""
+
+# An account's hash {used, at}; limit, tokens. Returns the tokens that were used before.
+TAKE = (
+    _NOW
+    + """
+local limit, kept = tonumber(ARGV[1]), redis.call('HMGET', KEYS[1], 'used', 'at')
+local used = math.max(0, (kept[1] or 0) - (now - (kept[2] or now)) * limit / 60)
+local left = used
+if used < limit then left = used + ARGV[2] end
+redis.call('HSET', KEYS[1], 'used', left, 'at', now)
+redis.call('EXPIRE', KEYS[1], math.ceil(left * 60 / limit) + 1)
+return tostring(used)
+"""
+)
+
+# An account's hash; tokens. One that has expired has nothing to take them from.
+GIVE_BACK = """
+if redis.call('EXISTS', KEYS[1]) == 1 then
+  redis.call('HSET', KEYS[1], 'used', math.max(0, redis.call('HGET', KEYS[1], 'used') - ARGV[1]))
+end
+"""
+
+# An account's sorted set of leases by their ends; limit, seconds, lease. Returns 1 if it is new.
+ENTER = (
+    _NOW
+    + """
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+if redis.call('ZCARD', KEYS[1]) >= tonumber(ARGV[1]) then return 0 end
+redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[3])
+redis.call('EXPIRE', KEYS[1], ARGV[2])
+return 1
+"""
+)
+
+# An account's sorted set; seconds, leases.
+RENEW = (
+    _NOW
+    + """
+for i = 2, #ARGV do redis.call('ZADD', KEYS[1], now + ARGV[1], ARGV[i]) end
+redis.call('EXPIRE', KEYS[1], ARGV[1])
+"""
+)
+
+# Responses are fields of one hash, by `owner id`. Each owner has a sorted set of its ids by age;
+# two more tell the bytes and the number of each owner's responses, a hash those of all.
+_FORGET = """
+local function forget(owner, id)
+  local field = owner .. ' ' .. id
+  local bytes = redis.call('HGET', KEYS[1] .. ':sizes', field)
+  if not bytes then return 0 end
+  redis.call('HDEL', KEYS[1], field)
+  redis.call('HDEL', KEYS[1] .. ':sizes', field)
+  redis.call('ZREM', KEYS[1] .. ':of:' .. owner, id)
+  for what, n in pairs({bytes = -bytes, count = -1}) do
+    redis.call('HINCRBY', KEYS[1] .. ':all', what, n)
+    if tonumber(redis.call('ZINCRBY', KEYS[1] .. ':' .. what, n, owner)) <= 0 then
+      redis.call('ZREM', KEYS[1] .. ':' .. what, owner)
+    end
+  end
+  return 1
+end
+"""
+
+# The hash of responses; owner, id. Returns 1 if there was one.
+POP = _FORGET + "return forget(ARGV[1], ARGV[2])"
+
+# The hash; owner, id, most bytes, most responses, bytes, value.
+PUT = (
+    _FORGET
+    + """
+local owner, id, most = ARGV[1], ARGV[2], {bytes = tonumber(ARGV[3]), count = tonumber(ARGV[4])}
+local field = owner .. ' ' .. id
+if redis.call('HSETNX', KEYS[1] .. ':sizes', field, ARGV[5]) == 0 then return end
+redis.call('HSET', KEYS[1], field, ARGV[6])
+local age = redis.call('HINCRBY', KEYS[1] .. ':all', 'age', 1)
+redis.call('ZADD', KEYS[1] .. ':of:' .. owner, age, id)
+for what, n in pairs({bytes = ARGV[5], count = 1}) do
+  redis.call('HINCRBY', KEYS[1] .. ':all', what, n)
+  redis.call('ZINCRBY', KEYS[1] .. ':' .. what, n, owner)
+end
+for _, what in ipairs({'count', 'bytes'}) do
+  while tonumber(redis.call('HGET', KEYS[1] .. ':all', what)) > most[what] do
+    local first = redis.call('ZREVRANGE', KEYS[1] .. ':' .. what, 0, 0)[1]
+    forget(first, redis.call('ZRANGE', KEYS[1] .. ':of:' .. first, 0, 0)[1])
+  end
+end
+"""
+)

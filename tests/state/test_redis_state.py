@@ -1,0 +1,137 @@
+"""What is of Redis alone: a dead replica, questions between replicas, and Redis itself away."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import redis
+
+from kvasir.server.errors import StartupError, UnavailableError
+from kvasir.server.requests.admission.callers import Caller
+from kvasir.server.state.redis_state import LEASE_SECONDS, RedisState
+from kvasir.server.state.state import Key, Question, Stored
+from tests.kit.redis_server import RedisServer, needs_redis
+from tests.state.conftest import RedisFleet
+
+pytestmark = needs_redis
+
+ACCOUNT = b"\x01" * 16
+KEY = (ACCOUNT, "resp_1")
+STORED = Stored(b"response", b"items", b"output")
+
+
+class Streamed:
+    """Stands for a formatter."""
+
+
+async def test_the_requests_of_a_dead_replica_no_longer_count(replicas: RedisFleet) -> None:
+    first, second = replicas.replicas
+    assert isinstance(first, RedisState)
+    assert isinstance(second, RedisState)
+    leases = [await replica.enter(ACCOUNT, 3) for replica in (first, first, second)]
+    assert None not in leases
+    assert await second.enter(ACCOUNT, 3) is None
+    replicas.advance(LEASE_SECONDS - 1)
+    await second._renew()  # and the first does not
+    replicas.advance(2)
+    again = [await second.enter(ACCOUNT, 3) for _ in range(3)]
+    assert [lease is not None for lease in again] == [True, True, False]
+
+
+async def test_a_replica_answers_for_what_it_streams(replicas: RedisFleet) -> None:
+    first, second = replicas.replicas
+    asked: list[tuple[Question, Key]] = []
+
+    async def answer(question: Question, key: Key) -> bytes | None:
+        asked.append((question, key))
+        return b"so far" if len(asked) < 3 else None
+
+    first.answer = answer
+    formatter = Streamed()
+    assert await second.ask("get", KEY) is None
+    await first.announce(KEY, formatter)
+    assert await second.ask("get", (b"\x02" * 16, KEY[1])) is None
+    assert await second.ask("get", KEY) == b"so far"
+    assert await second.ask("cancel", KEY) == b"so far"
+    assert await second.ask("get", KEY) is None  # it has ended
+    assert asked == [("get", KEY), ("cancel", KEY), ("get", KEY)]
+    assert await first.ask("get", KEY) is None  # it knows its own
+    await first.close()
+    assert await second.ask("get", KEY) is None
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_nothing_is_lost_while_redis_is_away(
+    server: RedisServer, replicas: RedisFleet, monkeypatch: pytest.MonkeyPatch, *, hangs: bool
+) -> None:
+    monkeypatch.setattr("kvasir.server.state.link._PATIENCE", (0.04, 0.01))
+    first, second = replicas.replicas
+    assert isinstance(first, RedisState)
+    assert isinstance(second, RedisState)
+    before = await first.take(ACCOUNT, 1000, 900)
+    lease = await first.enter(ACCOUNT, 2)
+    assert lease is not None
+    server.pause(paused=True) if hangs else server.stop()
+    try:
+        for used in (0, 700):
+            assert (await first.take(ACCOUNT, 1000, 700)).n_used == pytest.approx(used, abs=100)
+        assert (await first.take(ACCOUNT, 1000, 1)).n_used > 1000  # the limit is its own now
+        await first.give_back(ACCOUNT, before, 900)
+        assert await first.enter(ACCOUNT, 2) is not None
+        assert await first.enter(ACCOUNT, 2) is None
+        assert not first.is_up
+        await first.put(KEY, STORED)
+        assert await first.get(KEY) == STORED
+        for asking in (second.get(KEY), second.pop(KEY), second.ask("get", KEY)):
+            with pytest.raises(UnavailableError, match="cannot be reached"):
+                await asking
+    finally:
+        server.pause(paused=False) if hangs else server.start()
+    monkeypatch.setattr("kvasir.server.state.link._PATIENCE", (10.0, 0.01))
+    for replica in (first, second):
+        await replica._link.found.wait()
+    assert await second.get(KEY) == STORED
+    assert not first._local.responses
+    # What the one that hung had received is counted there, too, until a minute has forgotten it.
+    counted = 700 if hangs else 0
+    assert (await second.take(ACCOUNT, 1000, 1)).n_used == pytest.approx(counted, abs=100)
+    await first._renew()
+    assert await second.enter(ACCOUNT, 2) is None
+    await first.leave(ACCOUNT, lease)
+    assert await second.enter(ACCOUNT, 2) is not None
+
+
+async def test_a_restart_without_data_knows_the_scripts_again(
+    server: RedisServer, replicas: RedisFleet
+) -> None:
+    first, _ = replicas.replicas
+    assert (await first.take(ACCOUNT, 1000, 900)).n_used == 0
+    with redis.Redis.from_url(server.url) as client:
+        client.flushall()
+        client.script_flush()
+    assert (await first.take(ACCOUNT, 1000, 900)).n_used == 0
+    assert first.is_up
+
+
+async def test_who_leaves_while_tokens_are_taken_gives_them_back(replicas: RedisFleet) -> None:
+    first, second = replicas.replicas
+    caller = Caller("a", concurrency=1, tokens_per_minute=1000, state=first, account=ACCOUNT)
+
+    async def ask() -> None:
+        async with caller.request(lambda: 1), caller.tokens(1000):
+            await asyncio.Event().wait()
+
+    for n_turns in range(20):
+        asking = asyncio.ensure_future(ask())
+        for _ in range(n_turns):
+            await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+    assert (await second.take(ACCOUNT, 1000, 1)).n_used == 0
+    assert await second.enter(ACCOUNT, 1) is not None
+
+
+def test_an_address_that_is_none_is_refused() -> None:
+    with pytest.raises(StartupError, match="setting state_url: Redis URL must specify"):
+        RedisState("localhost:6379", 0)
