@@ -183,24 +183,6 @@ class Settings(BaseSettings):
         """True if clients must send a key."""
         return self.api_key is not None or self.api_key_file is not None
 
-    def secret(self, name: Literal["salt", "state_url"]) -> str | None:
-        """Return a secret of this name, or of the file that the setting `name_file` names.
-
-        Raises StartupError for both, and for a file that cannot be read or is empty.
-        """
-        given, path = getattr(self, name), getattr(self, f"{name}_file")
-        if path is None:
-            return given and str(given.get_secret_value())
-        if given is not None:
-            raise StartupError(f"settings {name} and {name}_file: give one of them")
-        try:
-            text: str = path.read_text(encoding="utf-8").strip()
-        except (OSError, ValueError) as error:
-            raise StartupError(f"setting {name}_file: {error}") from None
-        if not text:
-            raise StartupError(f"setting {name}_file = {path}: the file is empty")
-        return text
-
     def of_model(self, *, has_encoder: bool) -> Settings:
         """Return the settings of a model of text, which has defaults of its kind."""
         if not has_encoder or "max_num_seqs" in self.model_fields_set:

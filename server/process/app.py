@@ -6,13 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI
+from pydantic import SecretStr
 from starlette.middleware.cors import CORSMiddleware
 
 from kvasir.model.directory import ModelDirectory
+from kvasir.model.platform.files import in_words
 from kvasir.model.platform.machine import yield_to_streams
 from kvasir.model.platform.suggestions import install_command
 from kvasir.server.api.explain.routes import Explanations
@@ -59,7 +62,7 @@ def create_app(
         model_dirs = {settings.model_name: model_dirs}
     key = settings.api_key.get_secret_value() if settings.api_key else None
     state = _state(settings)
-    keys = ApiKeys(key, settings.api_key_file, settings.secret("salt"), state)
+    keys = ApiKeys(key, settings.api_key_file, secret_of(settings, "salt"), state)
     models = ModelRegistry(settings, model_dirs)
     models.metrics.key_file_failed.set_function(lambda: keys.has_failed)
     models.metrics.shared_state_up.set_function(lambda: state.is_up)
@@ -107,16 +110,36 @@ def create_app(
     return app
 
 
+def secret_of(settings: Settings, name: Literal["salt", "state_url"]) -> str | None:
+    """Return a secret that a setting holds, or the file that the setting `name_file` names.
+
+    Raises StartupError for both, and for a file that cannot be read or is empty.
+    """
+    given: SecretStr | None = getattr(settings, name)
+    path: Path | None = getattr(settings, f"{name}_file")
+    if path is None:
+        return None if given is None else given.get_secret_value()
+    if given is not None:
+        raise StartupError(f"settings {name} and {name}_file: give one of them")
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise StartupError(f"setting {name}_file: {in_words(error)}") from None
+    if not text:
+        raise StartupError(f"setting {name}_file: {path} is empty")
+    return text
+
+
 def _state(settings: Settings) -> State:
     """Return the state of this server, or of all replicas.
 
     Raises StartupError without a salt, with which the others would know no key of this one, for an
     URL that cannot be read, or if the package for it is missing.
     """
-    n_bytes, url = int(settings.stored_responses_memory), settings.secret("state_url")
+    n_bytes, url = int(settings.stored_responses_memory), secret_of(settings, "state_url")
     if url is None:
         return MemoryState(n_bytes)
-    if settings.has_keys and settings.secret("salt") is None:
+    if settings.has_keys and secret_of(settings, "salt") is None:
         raise StartupError("setting state_url needs a salt, the same for all replicas")
     try:
         from kvasir.server.state.redis_state import RedisState  # noqa: PLC0415  imports redis

@@ -19,9 +19,10 @@ T = TypeVar("T")
 
 logger = logging.getLogger("kvasir")
 
-# Seconds for a reply. The second wait is for one that came while the event loop was busy.
-_PATIENCE = (0.04, 0.01)
-_BYTES_PER_SECOND = 20e6  # that a value takes in addition
+# A reply has so many slices of time; one in which the event loop was busy does not count.
+_SLICES = 5
+_SLICE = 0.01  # seconds
+_BYTES_PER_SLICE = 200_000  # that a value has in addition
 _RETRY_SECONDS = 0.25
 _CONNECTIONS = 8
 
@@ -66,19 +67,21 @@ class Link:
         """
         if not self.is_up:
             raise away()
-        return await self._reply(command, n_bytes / _BYTES_PER_SECOND)
+        return await self._reply(command, n_bytes // _BYTES_PER_SLICE)
 
-    async def _reply(self, command: Callable[[], Awaitable[T]], more_seconds: float = 0.0) -> T:
-        task = asyncio.ensure_future(command())
+    async def _reply(self, command: Callable[[], Awaitable[T]], n_more: int = 0) -> T:
+        task, clock = asyncio.ensure_future(command()), asyncio.get_running_loop().time
+        n_left, n_replies = _SLICES + n_more, self._n_replies
         try:
-            n_replies = -1
-            while n_replies != self._n_replies:  # while others have replies, it waits in a queue
-                n_replies = self._n_replies
-                for seconds in _PATIENCE:
-                    await asyncio.wait((task,), timeout=seconds + more_seconds)
-                    if task.done():
-                        self._n_replies += 1
-                        return task.result()
+            while n_left:
+                begun = clock()
+                await asyncio.wait((task,), timeout=_SLICE)
+                if task.done():
+                    self._n_replies += 1
+                    return task.result()
+                if n_replies != self._n_replies:  # others have replies, so it waits in a queue
+                    n_left, n_replies = _SLICES + n_more, self._n_replies
+                n_left -= clock() - begun < 2 * _SLICE
             self.lose("no reply")
         except (RedisError, OSError) as error:
             self.lose(str(error) or type(error).__name__)

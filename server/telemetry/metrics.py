@@ -90,11 +90,9 @@ class ServerMetrics:
         self._failed = gauge("model_failed", text, ["model"])
         text = "1 while api_key_file cannot be taken, so that keys removed from it stay valid."
         self.key_file_failed = gauge("key_file_failed", text)
-        text = "0 while state_url cannot be reached, so that limits are those of each replica."
-        self.shared_state_up = gauge("shared_state_up", text)
-        gauge("memory_limit_bytes", "Memory of the container or machine.").set_function(
-            memory_limit
-        )
+        self.shared_state_up = gauge("shared_state_up", "0 while state_url cannot be reached.")
+        text = "Memory of the container or machine."
+        gauge("memory_limit_bytes", text).set_function(memory_limit)
         text = "Memory that is left of it; page cache that is not in use counts as left."
         gauge("memory_available_bytes", text).set_function(available_memory)
         self._key_names: set[str] = set()

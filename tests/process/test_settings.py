@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvasir.server.errors import StartupError
+from kvasir.server.process.app import secret_of
 from kvasir.server.settings import Settings, load_settings
 
 
@@ -125,15 +126,15 @@ def test_the_queues_bounds_follow_one_another() -> None:
 def test_a_secret_may_stand_in_a_file_but_not_in_two_places(tmp_path: Path) -> None:
     path = tmp_path / "salt"
     given = load_settings(model=Path("a"), salt="from the setting")
-    assert given.secret("salt") == "from the setting"
+    assert secret_of(given, "salt") == "from the setting"
     assert "from the setting" not in repr(given)
     settings = load_settings(model=Path("a"), salt_file=path)
-    for content, fault in ((None, "No such file"), (b"\xff", "utf-8"), (b" \n", "empty")):
+    for content, fault in ((None, "no such file"), (b"\xff", "utf-8"), (b" \n", "empty")):
         if content is not None:
             path.write_bytes(content)
         with pytest.raises(StartupError, match=fault):
-            settings.secret("salt")
+            secret_of(settings, "salt")
     path.write_text("from a file\n")
-    assert settings.secret("salt") == "from a file"
+    assert secret_of(settings, "salt") == "from a file"
     with pytest.raises(StartupError, match="give one of them"):
-        load_settings(model=Path("a"), salt="other", salt_file=path).secret("salt")
+        secret_of(load_settings(model=Path("a"), salt="other", salt_file=path), "salt")

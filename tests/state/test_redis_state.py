@@ -9,6 +9,7 @@ import redis
 
 from kvasir.server.errors import StartupError, UnavailableError
 from kvasir.server.requests.admission.callers import Caller
+from kvasir.server.state import link
 from kvasir.server.state.redis_state import LEASE_SECONDS, RedisState
 from kvasir.server.state.state import Key, Question, Stored
 from tests.kit.redis_server import RedisServer, needs_redis
@@ -65,7 +66,7 @@ async def test_a_replica_answers_for_what_it_streams(replicas: RedisFleet) -> No
 async def test_nothing_is_lost_while_redis_is_away(
     server: RedisServer, replicas: RedisFleet, monkeypatch: pytest.MonkeyPatch, *, hangs: bool
 ) -> None:
-    monkeypatch.setattr("kvasir.server.state.link._PATIENCE", (0.04, 0.01))
+    monkeypatch.setattr(link, "_SLICES", 5)
     first, second = replicas.replicas
     assert isinstance(first, RedisState)
     assert isinstance(second, RedisState)
@@ -88,7 +89,7 @@ async def test_nothing_is_lost_while_redis_is_away(
                 await asking
     finally:
         server.pause(paused=False) if hangs else server.start()
-    monkeypatch.setattr("kvasir.server.state.link._PATIENCE", (10.0, 0.01))
+    monkeypatch.setattr(link, "_SLICES", 1000)
     for replica in (first, second):
         await replica._link.found.wait()
     assert await second.get(KEY) == STORED
