@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from kvasir.commands.console.options import Preset
 from kvasir.commands.console.output import console, one_line_errors, show
 from kvasir.commands.console.progress import ProgressBar, loading
 from kvasir.commands.pull import on_this_machine
+from kvasir.model.download.reference import Reference
 from kvasir.model.platform.files import writing
 from kvasir.model.platform.progress import Progress
 from kvasir.model.training.settings import Schedule
@@ -27,6 +28,7 @@ _WITH_INIT = {"dropout", "attention_dropout", "pooling"}  # changes that weights
 # With which Sentence-BERT (Reimers & Gurevych 2019) tunes BERT. A rate of pre-training would soon
 # undo what a published model has learned from far more text.
 _PUBLISHED_LEARNING_RATE = 2e-5
+_ADAPTER_LEARNING_RATE = 2e-4  # Hu et al. 2022, appendix D: of GPT-3's adapters
 
 
 def _check_seed(seed: int) -> int:
@@ -63,6 +65,9 @@ def train(
         None, help="Text files or folders; or chats, pairs: *.jsonl, *.tsv."
     ),
     init: Path | None = Option(None, help="Run, checkpoint or model, also hf://…, to start from."),
+    lora: str | None = Option(
+        None, help="Train an adapter of --init: r=16[,alpha=32,modules=q_proj+v_proj,rslora]."
+    ),
     preset: Preset = "tiny",
     changes: list[str] | None = Option(None, "--set", help="Change a preset's field: name=value."),
     tokenizer: Path | None = Option(None, help="A tokenizer.json. Default: train one."),
@@ -77,7 +82,9 @@ def train(
     batch_size: int = Option(16, min=1, help="Sequences per batch, in all processes."),
     accumulate: int = Option(1, min=1, help="Batches per step."),
     learning_rate: float | None = Option(
-        None, min=0.0, help="Peak, after --warmup. Default: 1e-3; from a published model 2e-5."
+        None,
+        min=0.0,
+        help="Peak, after --warmup. Default: 1e-3; with --lora 2e-4; from a published model 2e-5.",
     ),
     schedule: Schedule = Option("cosine", help="Fall of it: to a tenth, or as 1 / sqrt(step)."),
     warmup: int = Option(100, min=1, help="Steps until the full learning rate."),
@@ -141,9 +148,11 @@ def _train(options: dict[str, Any], given: dict[str, str]) -> None:
             if not complete:
                 raise typer.Exit(130)
             if is_first:
-                show(
-                    False, {}, then=("export", out, "--out", Path("artifacts", out.resolve().name))
-                )
+                made = Path("artifacts", out.resolve().name)
+                if trainer.base is None:
+                    show(False, {}, then=("export", out, "--out", made))
+                else:
+                    show(False, {}, then=("merge", trainer.base["path"], out, "--out", made))
         except (DivergedError, PeerError, ShardError) as error:  # all processes raise one at once
             if isinstance(error, PeerError) or not is_first:
                 raise typer.Exit(1) from None
@@ -154,14 +163,20 @@ def _prepare_run(
     options: dict[str, Any], given: dict[str, str], lines: Console, progress: Progress
 ) -> None:
     """Write the run that the options of `train` describe. They are named as fields of settings."""
+    from kvasir.model.adapter_config import AdapterConfig
     from kvasir.model.checkpoint import load_checkpoint
     from kvasir.model.config import TransformerConfig
     from kvasir.model.presets import preset
+    from kvasir.model.training.adapter import NewAdapter
     from kvasir.model.training.preparation import CorpusSettings, prepare_run
     from kvasir.model.training.settings import TrainSettings
 
     changes, checkpoint = _parse_changes(options["changes"] or []), None
+    described = None if options["lora"] is None else AdapterConfig.parse(options["lora"])
+    adapter = None
     if options["init"] is None:
+        if described is not None:
+            raise ValueError("--lora trains an adapter of a model; name that with --init")
         by_tokenizer = {"bos_token_id", "eos_token_ids"}
         by_tokenizer |= {"vocab_size"} if options["tokenizer"] else set()
         for name in sorted(by_tokenizer & changes.keys()):
@@ -175,8 +190,17 @@ def _prepare_run(
         config = TransformerConfig(**(asdict(checkpoint.config) | changes))
         for note in checkpoint.notes:
             lines.print(f"note: {note}", soft_wrap=True)
+        if described is not None:
+            reference = Reference.parse(options["init"])
+            base = str(checkpoint.path.resolve())
+            if reference is not None and reference.scheme == "hf":
+                base = reference.name
+            described = replace(described, base=base)
+            adapter = NewAdapter.make(checkpoint, described, options["seed"])
     chosen = {name: value for name, value in options.items() if value not in (None, [])}
-    if checkpoint is not None and not checkpoint.progress:  # it comes from no run of `train`
+    if adapter is not None:
+        chosen = {"learning_rate": _ADAPTER_LEARNING_RATE} | chosen
+    elif checkpoint is not None and not checkpoint.progress:  # it comes from no run of `train`
         chosen = {"learning_rate": _PUBLISHED_LEARNING_RATE} | chosen
     corpus, settings = (
         {field.name: chosen[field.name] for field in fields(kind) if field.name in chosen}
@@ -188,7 +212,7 @@ def _prepare_run(
     elif "label_smoothing" in settings:
         raise ValueError("--label-smoothing is for an encoder-decoder; leave it out")
     made = TrainSettings(**{"steps": 0, "evaluate_every": 0} | settings)  # 0: as the corpus says
-    prepare_run(options["out"], source, config, made, lines, checkpoint, progress)
+    prepare_run(options["out"], source, config, made, lines, checkpoint, progress, adapter)
 
 
 def _refuse(reason: str, options: list[str]) -> None:

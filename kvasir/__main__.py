@@ -25,6 +25,7 @@ with handling(signal.SIG_DFL, signal.SIGINT):
     from kvasir.commands.explain import explain
     from kvasir.commands.export import evaluate, export
     from kvasir.commands.generate import embed, generate
+    from kvasir.commands.merge import merge
     from kvasir.commands.pull import pull
     from kvasir.commands.serve import serve
     from kvasir.commands.train import train
@@ -34,6 +35,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
     ("Make a model", train, "kvasir train my-texts/ --out runs/mine"),
     ("Make a model", pull, "kvasir pull hf://HuggingFaceTB/SmolLM2-135M-Instruct"),
     ("Make a model", export, "kvasir export runs/mine --out artifacts/mine"),
+    ("Make a model", merge, "kvasir merge SmolLM2-135M/ runs/mine --out merged/mine"),
     ("Make a model", evaluate, "kvasir eval artifacts/mine --against runs/mine"),
     ("Use it", serve, "kvasir serve artifacts/mine"),
     ("Use it", chat, "kvasir chat artifacts/mine"),

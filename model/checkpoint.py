@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from kvasir.model.adapter_config import ADAPTER_WEIGHTS_FILE
 from kvasir.model.config import ConfigError, TransformerConfig
 from kvasir.model.directory import (
     CONFIG_FILE,
@@ -32,9 +33,10 @@ from kvasir.model.directory import (
 )
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.published import is_published, read_published
+from kvasir.model.network.low_rank import PublishedRows
 from kvasir.model.network.skeleton import build_decoder, check_size, parameter_shapes
 from kvasir.model.network.transformer import Transformer
-from kvasir.model.not_a_model import find_mistake
+from kvasir.model.not_a_model import ADAPTER_FILE, find_mistake
 from kvasir.model.platform.files import in_words, new_directory, read_object
 from kvasir.model.tensor_files import (
     WEIGHTS_FILE,
@@ -71,6 +73,8 @@ class Checkpoint:
     extra_files: dict[str, bytes] = field(default_factory=dict)
     weight_files: Sequence[Path] = ()
     notes: tuple[str, ...] = ()  # what was left out of a published model
+    # Returns where the rows of a matrix are published, by its name and height; None: nowhere.
+    rows: Callable[[str, int], PublishedRows] | None = None
 
     @cached_property
     def decoder(self) -> Transformer:
@@ -102,7 +106,8 @@ def save_checkpoint(
     """Write `run/step-…`, unless it exists, and then remove older steps.
 
     state: what resuming needs beside the weights, or a folder within `run` with it, which is moved.
-    weights: the decoder's, where it does not hold them whole.
+    weights: the decoder's, where it does not hold them whole; or, if extra_files describe an
+    adapter, that one's.
     """
     target = run / f"step-{step:08d}"
     for abandoned in run.glob("step-*.part-*"):
@@ -113,9 +118,12 @@ def save_checkpoint(
         return target
     older = list(run.glob("step-*"))
     with new_directory(target) as part:
-        decoder.config.save(part / CONFIG_FILE)
+        if ADAPTER_FILE in (extra_files or {}):  # it is no model, and has peft's files alone
+            save_file(weights or {}, part / ADAPTER_WEIGHTS_FILE, {"format": "pt"})
+        else:
+            decoder.config.save(part / CONFIG_FILE)
+            save_file(decoder.state_dict() if weights is None else weights, part / WEIGHTS_FILE)
         tokenizer.save(str(part / TOKENIZER_FILE))
-        save_file(decoder.state_dict() if weights is None else weights, part / WEIGHTS_FILE)
         if isinstance(state, Path):
             state.rename(part / STATE_FOLDER)
             older = [path for path in older if path != state]
@@ -162,11 +170,14 @@ def _open_published(source: Path) -> Checkpoint:
     tokenizer = parse_tokenizer(files.pop(TOKENIZER_FILE), source)
     config, weights = published.config, LazyWeights(published.weights)
     notes = tuple(published.notes)
-    return Checkpoint(source, config, weights, tokenizer, {}, files, published.files, notes)
+    rows, stored = published.rows, published.files
+    return Checkpoint(source, config, weights, tokenizer, {}, files, stored, notes, rows)
 
 
 def _open_directory(directory: Path) -> Checkpoint:
     path = find_checkpoint(directory)
+    if (path / ADAPTER_FILE).is_file() and (wrong := find_mistake(path)):  # of a run
+        raise CheckpointError(wrong)
     try:
         config, tokenizer = load_config_and_tokenizer(path)
         files = weight_files(path)

@@ -71,8 +71,8 @@ def _advice_on_missing(source: Path) -> str | None:
 def of_adapter(base: object) -> str:
     """Return what is wrong with an adapter, for a line that begins with its name."""
     return (
-        f"is a LoRA adapter of {base or 'another model'}, not a model; merge it into that with "
-        "peft, merge_and_unload(), and save it with its tokenizer"
+        f"is a LoRA adapter of {base or 'another model'}, not a model; merge it into that with: "
+        f"kvasir merge {base or 'MODEL'} ADAPTER --out DIR"
     )
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import reduce
+from math import prod
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from torch import Tensor
 from kvasir.model.config import TransformerConfig
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.families.family import Family
-from kvasir.model.importing.tensors import module_and_kind, reorder_rotary_pairs
+from kvasir.model.importing.tensors import Source, module_and_kind, reorder_rotary_pairs
+from kvasir.model.network.low_rank import PublishedRows
 from kvasir.model.network.skeleton import check_size, parameter_shapes
 from kvasir.model.tensor_files import Shape, StoredTensor
 
@@ -100,15 +102,10 @@ def _take(
     taken: set[str],
 ) -> Callable[[], Tensor]:
     """Return what makes a parameter; the names of its tensors are added to `taken`."""
-    layer = (_LAYER.search(name) or ("",))[0]
-    module, kind = module_and_kind(_LAYER.sub("*", name))
-    if name.startswith(_ENCODER) and config.encoder is not None:
-        config = config.encoder
-    source = family.source(module)
+    source, config, layer, kind = _place(name, family, config)
     tensors = []
     for theirs, expected in zip(source.names(config), source.shapes(shape, config), strict=True):
-        places = theirs.replace("*", layer).split("|")[: 2 if config.parallel_residual else 1]
-        names = [f"{place}.{kind}" for place in places]
+        names = _choices(theirs, layer, kind, config)
         wanted = next((name for name in names if name in held), names[0])
         if wanted not in held and source.zeros_if_absent:
             return lambda: torch.zeros(shape)
@@ -130,11 +127,68 @@ def _take(
             for i, tensor in enumerate(tensors):
                 source.part(made, i).copy_(tensor.read())
             return made
-        made = source.join([tensor.read() for tensor in tensors], config)
-        if turned := _TURNED.search(name):
-            made = reorder_rotary_pairs(made, config, of_norm=turned[1] != "qkv")
+        made = _join(name, source, config, [tensor.read() for tensor in tensors])
         if kind == "weight" and source.weight_plus:
             made = made.float() + source.weight_plus
         return made.to(dtype).expand(shape).contiguous()
 
     return make
+
+
+def _place(
+    name: str, family: Family, config: TransformerConfig
+) -> tuple[Source, TransformerConfig, str, str]:
+    """Return a parameter's source, the side's configuration, its layer and its kind."""
+    layer = (_LAYER.search(name) or ("",))[0]
+    module, kind = module_and_kind(_LAYER.sub("*", name))
+    if name.startswith(_ENCODER) and config.encoder is not None:
+        config = config.encoder
+    return family.source(module), config, layer, kind
+
+
+def _choices(theirs: str, layer: str, kind: str, config: TransformerConfig) -> list[str]:
+    """Return the plain names that a tensor of a source may have, the usual one first."""
+    places = theirs.replace("*", layer).split("|")[: 2 if config.parallel_residual else 1]
+    return [f"{place}.{kind}" for place in places]
+
+
+def _join(name: str, source: Source, config: TransformerConfig, tensors: list[Tensor]) -> Tensor:
+    made = source.join(tensors, config)
+    if turned := _TURNED.search(name):
+        made = reorder_rotary_pairs(made, config, of_norm=turned[1] != "qkv")
+    return made
+
+
+def published_rows(
+    family: Family, config: TransformerConfig, stored: Iterable[str], name: str, n_rows: int
+) -> PublishedRows:
+    """Return where the rows of our matrix `name` [n_rows, …], not one of a stack, are published.
+
+    stored: the names of all tensors of the model.
+    """
+    held = {family.plain_name(tensor): tensor for tensor in stored}
+    source, side, layer, kind = _place(name, family, config)
+    shapes = source.shapes((n_rows, 1), side)  # one column tells: no source moves columns
+    heights = tuple(map(prod, shapes))
+    firsts = [sum(heights[:i]) for i in range(len(heights))]
+    numbers = [
+        torch.arange(first + 1, first + 1 + height, dtype=torch.float64).view(shape)
+        for first, height, shape in zip(firsts, heights, shapes, strict=True)
+    ]
+    ones = [torch.ones_like(part) for part in numbers]
+    factor = _join(name, source, side, ones).flatten()[0].item()
+    made = _join(name, source, side, numbers).flatten().double() / factor
+    places = (_choices(place, layer, kind, side)[0] for place in source.names(side))
+    names = [held[place].removesuffix(".weight") for place in places]
+    prefix = next((p for p in family.prefixes if names[0].startswith(p)), "")
+    if config.pooling is not None:  # transformers loads the body alone
+        names = [one.removeprefix(prefix) for one in names]
+    elif not prefix and config.encoder is None:
+        names = [family.prefixes[-1] + one for one in names]
+    return PublishedRows(
+        modules=tuple(names),
+        heights=heights,
+        order=made.round().long() - 1,
+        factor=factor,
+        transposed=len(shapes) == 1 and shapes[0] != (n_rows, 1),
+    )

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from kvasir.model.network.feed_forward import ExpertLinear
+from kvasir.model.network.low_rank import adapter_parameters
 from kvasir.model.network.transformer import Transformer
 
 # FLOP/s of dense bfloat16 products by CUDA's name of a GPU (NVIDIA's data sheets). The name has to
@@ -31,7 +32,8 @@ def flops_per_token(decoder: Transformer, context: int, *, has_logits: bool = Tr
     They are 6 N + 12 · n_layer · n_head · head_dim · context. N is the number of parameters without
     embedding tables, which are looked up and not multiplied; a tied embedding counts once, as the
     output projection if there are logits. As in the paper, attention counts as if it were not
-    causal. Of a mixture the experts count that a token goes through.
+    causal. Of a mixture the experts count that a token goes through. Beside an adapter nothing else
+    has gradients of its own: 2 of the 6 are of the adapter alone.
     """
     config = decoder.config
     tables = [module for module in decoder.modules() if isinstance(module, nn.Embedding)]
@@ -45,7 +47,10 @@ def flops_per_token(decoder: Transformer, context: int, *, has_logits: bool = Tr
     )
     skipped = of_experts - of_experts * (config.n_experts_per_token or 0) // (config.n_experts or 1)
     multiplied = decoder.n_parameters - looked_up + output - skipped
-    return 6 * multiplied + 12 * config.n_layer * config.n_head * config.head_dim * context
+    updates = adapter_parameters(decoder).values()
+    trained = sum(update.numel() for update in updates) if updates else multiplied
+    products = 4 * multiplied + 2 * trained
+    return products + 12 * config.n_layer * config.n_head * config.head_dim * context
 
 
 def flops_per_translation(decoder: Transformer, n_source: int, n_target: int) -> int:

@@ -36,6 +36,7 @@ from kvasir.model.tokenizer import (
     train_tokenizer,
     vocabulary_size,
 )
+from kvasir.model.training.adapter import NewAdapter
 from kvasir.model.training.data.conversations import Conversation, pack, read_conversations
 from kvasir.model.training.data.corpus import Corpus, CorpusError, read_corpus, read_lines
 from kvasir.model.training.data.masking import Masking
@@ -80,18 +81,17 @@ def prepare_run(
     lines: Console,
     init: Checkpoint | None = None,
     progress: Progress = no_progress,
+    adapter: NewAdapter | None = None,
 ) -> None:
     """Write tokens, and a checkpoint of step 0 with tokenizer and weights.
 
-    With `init`, weights, tokenizer and extra files are its own. Without, weights are random, and a
-    tokenizer is trained to `config.vocab_size`, which becomes the size it reaches. The remains of a
-    preparation that was killed are removed. Raises ChatTemplateError, ConfigError, CorpusError,
-    TokenizerError or, when the folder is in use, FileExistsError, and leaves no files.
+    With `init`, weights, tokenizer and extra files are its own; an `adapter` of it, if given, is
+    all that is trained and written. Without, weights are random, and a tokenizer is trained to
+    `config.vocab_size`, which becomes the size it reaches. The remains of a preparation that was
+    killed are removed. Raises ChatTemplateError, ConfigError, CorpusError, TokenizerError or, when
+    the folder is in use, FileExistsError, and leaves no files.
     """
-    held = list(folder.iterdir()) if folder.exists() else []
-    if not all(_LEFTOVER.fullmatch(path.name) for path in held):
-        mend = "continue it with --resume or choose another --out"
-        raise FileExistsError(f"{folder} is not empty; {mend}")
+    leftovers = _find_leftovers(folder)
     extra_files = _extra_files(corpus, init)
     tell = partial(lines.print, soft_wrap=True)
     if not config.causal and config.pooling is None:
@@ -107,7 +107,7 @@ def prepare_run(
         )
     if isinstance(documents, Pairs | Translations):
         settings = replace(settings, evaluate_rows=_EVALUATED_PAIRS)
-    for leftover in held:
+    for leftover in leftovers:
         shutil.rmtree(leftover)
     with new_directory(folder / DATA_FOLDER) as part:
         tokens, config = _write_data(
@@ -118,12 +118,14 @@ def prepare_run(
         decoder = Transformer(config)
         if init is not None:
             decoder.load_state_dict(init.decoder.state_dict())
+        base = None if adapter is None else adapter.join(decoder, extra_files)
         tell(
             f"{tokens.n_train:,} tokens to train on, {tokens.n_held_out:,} held out; "
             f"vocabulary {config.vocab_size:,}; {decoder.n_parameters:,} parameters"
+            + ("" if adapter is None else f", of which {adapter.n_parameters:,} are trained")
         )
         on_cpu = Processes(0, 1, torch.device("cpu"))  # a GPU may not hold a decoder to be sharded
-        trainer = Trainer(decoder, tokenizer, tokens, settings, extra_files, on_cpu)
+        trainer = Trainer(decoder, tokenizer, tokens, settings, extra_files, on_cpu, base=base)
         size, _ = trainer.step_size
         made = settings.completed(size, tokens.n_train, decoder.n_parameters)
         if made.steps != settings.steps:
@@ -131,6 +133,15 @@ def prepare_run(
             tell(f"{made.steps:,} steps of {size:,} tokens, {passes}; --steps sets another number")
         trainer.settings = made
         trainer.save(folder)
+
+
+def _find_leftovers(folder: Path) -> list[Path]:
+    """Return the remains of preparations. Raises FileExistsError if there is anything else."""
+    held = list(folder.iterdir()) if folder.exists() else []
+    if not all(_LEFTOVER.fullmatch(path.name) for path in held):
+        mend = "continue it with --resume or choose another --out"
+        raise FileExistsError(f"{folder} is not empty; {mend}")
+    return held
 
 
 def _check_objective(

@@ -12,6 +12,9 @@ from tokenizers import Tokenizer
 
 from kvasir.model.checkpoint import CheckpointError, load_checkpoint
 from kvasir.model.config import TransformerConfig
+from kvasir.model.directory import newest_checkpoint
+from kvasir.model.not_a_model import ADAPTER_FILE
+from kvasir.model.training.adapter import open_adapter
 from kvasir.model.training.data.masking import Masking
 from kvasir.model.training.data.pairs import PairData
 from kvasir.model.training.data.tokens import DATA_FOLDER, TokenData, open_arrays
@@ -27,11 +30,13 @@ from kvasir.model.training.trainer import Trainer
 def open_run(folder: Path, processes: Processes, *, shard: bool = False) -> Trainer:
     """Return the trainer of a run at its newest checkpoint, with the settings it began with.
 
-    Every process holds the whole decoder in CPU memory until it is spread. Raises CheckpointError,
-    CorpusError or ValueError; PeerError where another process does.
+    Every process holds the whole decoder in CPU memory until it is spread. Raises AdapterError,
+    CheckpointError, CorpusError or ValueError; PeerError where another process does.
     """
     with processes.together():
-        checkpoint = load_checkpoint(folder)
+        step = newest_checkpoint(folder)
+        is_adapter = step is not None and (step / ADAPTER_FILE).is_file()
+        checkpoint = open_adapter(step) if step and is_adapter else load_checkpoint(folder)
         if not checkpoint.progress:
             reason = "was not written by a training run, so it cannot be resumed"
             raise CheckpointError(f"{checkpoint.path} {reason}")
@@ -45,7 +50,8 @@ def open_run(folder: Path, processes: Processes, *, shard: bool = False) -> Trai
         processes.rows_per_process(settings.batch_size)
     decoder, tokenizer = checkpoint.decoder, checkpoint.tokenizer
     files = checkpoint.extra_files | held_out_file(folder / DATA_FOLDER)
-    trainer = Trainer(decoder, tokenizer, tokens, settings, files, processes, shard)
+    base = checkpoint.progress.get("base")
+    trainer = Trainer(decoder, tokenizer, tokens, settings, files, processes, shard, base)
     trainer.restore(checkpoint.path, checkpoint.progress)
     return trainer
 

@@ -26,6 +26,7 @@ from torch.distributed import ReduceOp
 from torch.nn.utils import clip_grad_norm_
 
 from kvasir.model import checkpoint
+from kvasir.model.network.low_rank import adapter_parameters
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.training.data.pairs import PairData
 from kvasir.model.training.data.tokens import TokenData
@@ -62,6 +63,7 @@ class Trainer:
     extra_files: Mapping[str, bytes] = field(default_factory=dict)  # go into every checkpoint
     processes: Processes = field(default_factory=one_process)
     shard: bool = False  # processes hold slices of the decoder's and the optimizer's tensors
+    base: Mapping[str, Any] | None = None  # of an adapter: its model, as training.json says
     step: int = field(default=0, init=False)
     seconds: float = field(default=0.0, init=False)  # of training, since the run began
     held_out: Evaluation = field(default=Evaluation(), init=False)
@@ -195,7 +197,8 @@ class Trainer:
     def save(self, folder: Path) -> None:
         """Write a checkpoint that any number of processes can continue, sharded or not."""
         is_first = self.processes.is_first
-        tensors = ((name, gather(tensor)) for name, tensor in self.decoder.state_dict().items())
+        held = adapter_parameters(self.decoder) or self.decoder.state_dict()
+        tensors = ((name, gather(tensor.detach())) for name, tensor in held.items())
         weights = {name: tensor.cpu() for name, tensor in tensors if is_first}
         state = checkpoint.optimizer_state(self.decoder, self.optimizer)
         shards = folder / f"step-{self.step:08d}.{checkpoint.STATE_FOLDER}.part"
@@ -204,13 +207,15 @@ class Trainer:
                 if is_first:
                     shutil.rmtree(shards, ignore_errors=True)
             self.processes.save_shards(shards, state)
-        progress = {
+        progress: dict[str, Any] = {
             "settings": asdict(self.settings),
             "seconds": round(self.seconds, 1),
             **self.held_out.columns,
             "train_tokens": self.data.n_train,
             "held_out_tokens": self.data.n_held_out,
         }
+        if self.base is not None:
+            progress["base"] = self.base
         with self.processes.together():
             if is_first:
                 checkpoint.save_checkpoint(

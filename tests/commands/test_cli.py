@@ -27,7 +27,7 @@ from kvasir.server.settings import Settings
 ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples/stdlib")
 COMMANDS = (
-    *("train", "pull", "export", "eval"),
+    *("train", "pull", "export", "merge", "eval"),
     *("serve", "chat", "generate", "embed", "explain", "list", "rm", "doctor", "bench serve"),
 )
 BENCHES = ("bench model", "bench engine", "bench serve")

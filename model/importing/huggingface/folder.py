@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from kvasir.model.importing.huggingface.tokenizer import (
     read_special_tokens,
     read_tokenizer,
 )
-from kvasir.model.importing.plan import plan_parameters
+from kvasir.model.importing.plan import plan_parameters, published_rows
 from kvasir.model.importing.quantized import restore
 from kvasir.model.importing.quantized_formats import QUANTIZATION_KEYS
 from kvasir.model.platform.suggestions import nearest
@@ -69,9 +70,10 @@ def read_folder(source: Path) -> Contents:
         GENERATION_FILE: generation_defaults(generation, notes),
         EMBEDDING_FILE: None if config.pooling is None else read_prompts(source),
     }
-    stored = restore(list_tensors(source, _IGNORED), values, notes)
+    stored = list(restore(list_tensors(source, _IGNORED), values, notes))
     config, weights = plan_parameters(family, config, [*stored, *of_layers])
-    return Contents(config, weights, texts, weight_files(source), notes)
+    rows = partial(published_rows, family, config, [tensor.name for tensor in stored])
+    return Contents(config, weights, texts, weight_files(source), notes, rows)
 
 
 def _find_family(values: dict[str, Any], notes: list[str]) -> tuple[Family, dict[str, Any]]:
