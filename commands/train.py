@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -172,10 +172,9 @@ def _prepare_run(
     from kvasir.model.training.settings import TrainSettings
 
     changes, checkpoint = _parse_changes(options["changes"] or []), None
-    described = None if options["lora"] is None else AdapterConfig.parse(options["lora"])
     adapter = None
     if options["init"] is None:
-        if described is not None:
+        if options["lora"] is not None:
             raise ValueError("--lora trains an adapter of a model; name that with --init")
         by_tokenizer = {"bos_token_id", "eos_token_ids"}
         by_tokenizer |= {"vocab_size"} if options["tokenizer"] else set()
@@ -190,12 +189,11 @@ def _prepare_run(
         config = TransformerConfig(**(asdict(checkpoint.config) | changes))
         for note in checkpoint.notes:
             lines.print(f"note: {note}", soft_wrap=True)
-        if described is not None:
-            reference = Reference.parse(options["init"])
-            base = str(checkpoint.path.resolve())
+        if options["lora"] is not None:
+            reference, base = Reference.parse(options["init"]), str(checkpoint.path.resolve())
             if reference is not None and reference.scheme == "hf":
                 base = reference.name
-            described = replace(described, base=base)
+            described = AdapterConfig.parse(options["lora"], base)
             adapter = NewAdapter.make(checkpoint, described, options["seed"])
     chosen = {name: value for name, value in options.items() if value not in (None, [])}
     if adapter is not None:

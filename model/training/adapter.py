@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -92,8 +93,16 @@ class NewAdapter:
                 raise AdapterError(f"{place} has no module {end!r} for an adapter; {advice}")
         targets = config.target_modules or sorted({name.rpartition(".")[2] for name in updates})
         causal = checkpoint.config.pooling is None and checkpoint.config.encoder is None
-        text = config.to_json(targets, causal=causal, transposed=transposed == {True})
-        return cls(checkpoint, updates, text)
+        described = config.model_dump() | {
+            "target_modules": list(targets),
+            "task_type": "CAUSAL_LM" if causal else None,
+            "fan_in_fan_out": transposed == {True},
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "modules_to_save": None,
+            "inference_mode": True,
+        }
+        return cls(checkpoint, updates, json.dumps(described, indent=2) + "\n")
 
     @property
     def n_parameters(self) -> int:
@@ -190,7 +199,7 @@ def write_merged(checkpoint: Checkpoint, adapter: Path, out: Path) -> tuple[int,
     if folder is None or not (folder / ADAPTER_FILE).is_file():
         raise AdapterError(f"{adapter} is no adapter: there is no {ADAPTER_FILE}, nor a run of one")
     config, notes = checkpoint.config, list[str]()
-    base, own = AdapterConfig.read(folder).base, str(checkpoint.path.resolve())
+    base, own = AdapterConfig.read(folder).base_model_name_or_path, str(checkpoint.path.resolve())
     if base not in (None, own) and Path(base or "").name != checkpoint.path.name:
         notes.append(f"{folder} names {base} as its model, not {checkpoint.path}; their shapes fit")
     with new_directory(out) as part:
