@@ -47,9 +47,9 @@ class AdapterConfig(Record):
     r: Rank
     lora_alpha: Alpha
     use_rslora: bool = False
-    rank_pattern: dict[str, Rank] = {}
-    alpha_pattern: dict[str, Alpha] = {}
-    target_modules: list[str] = []
+    rank_pattern: dict[str, Rank] = Field(default_factory=dict)
+    alpha_pattern: dict[str, Alpha] = Field(default_factory=dict)
+    target_modules: list[str] = Field(default_factory=list)
 
     @classmethod
     def parse(cls, text: str, base: str) -> AdapterConfig:
