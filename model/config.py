@@ -134,6 +134,28 @@ class Latents:
 
 @_raising_config_error
 @dataclass(
+    config=ConfigDict(extra="forbid", title="recurrence"), frozen=True, slots=True, kw_only=True
+)
+class ShortConvolution:
+    """Recurrent layers that mix a channel's last `kernel` tokens, between two gates (LFM2, 2025).
+
+    bias: of the convolution and of both linear layers.
+    """
+
+    kind: Literal["short_convolution"] = "short_convolution"
+    kernel: Annotated[Size, Field(ge=2)]
+    bias: StrictBool = False
+
+    def states(self, d_model: int) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each part of a layer's state, by name."""
+        return {"convolution": (self.kernel - 1, d_model)}
+
+
+Recurrence = ShortConvolution
+
+
+@_raising_config_error
+@dataclass(
     config=ConfigDict(extra="forbid", title="projections"), frozen=True, slots=True, kw_only=True
 )
 class Projection:
@@ -188,6 +210,8 @@ class TransformerConfig:
     latents: keys and values are latents: attention has one key-value head, whose key is a token's
     latent and rotary_dim channels that are turned, together head_dim, and whose value is the
     latent. attention_scale is then 1 / sqrt(key_dim + rotary_dim), unless given.
+    recurrence: of the layers of recurrent_layers, in the place of attention. Such a layer keeps a
+    state of fixed size for each row, and no keys and values.
     attention_softcap, logit_softcap: c in c · tanh(x / c), on scores and on logits (Gemma 2, 2024).
     sliding_window: in the layers of `sliding_window_layers` (None: in all) a token sees those that
     are less than so many positions away (Beltagy et al. 2020). attention_sinks: each head has a
@@ -258,6 +282,8 @@ class TransformerConfig:
     layers_without_qk_norm: tuple[StrictInt, ...] = ()
     qkv_clip: Positive | None = None
     latents: Latents | None = None
+    recurrence: Recurrence | None = None
+    recurrent_layers: tuple[StrictInt, ...] = ()
     attention_sinks: StrictBool = False
     attention_scale: Positive | None = None
     attention_softcap: Positive | None = None
@@ -313,9 +339,24 @@ class TransformerConfig:
         return self.attention_scale or 1.0 / math.sqrt(own or self.head_dim)
 
     @property
-    def cache_shape(self) -> tuple[int, int, int, bool]:
-        """Layers, key-value heads, channels of a head, and whether values are the keys."""
-        return self.n_layer, self.n_kv_head, self.head_dim, self.latents is not None
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that keep keys and values."""
+        return tuple(i for i in range(self.n_layer) if i not in self.recurrent_layers)
+
+    @property
+    def states(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each part of a recurrent layer's state, by name."""
+        return {} if self.recurrence is None else self.recurrence.states(self.d_model)
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int, bool, tuple[tuple[int, ...], ...]]:
+        """What a row keeps: layers of attention, key-value heads, channels of a head, and more.
+
+        Whether values are the keys, and the shapes of all states.
+        """
+        states = tuple(self.states.values()) * len(self.recurrent_layers)
+        heads = self.n_kv_head, self.head_dim
+        return len(self.attention_layers), *heads, self.latents is not None, states
 
     @property
     def turns_outside(self) -> bool:

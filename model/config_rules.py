@@ -9,6 +9,7 @@ _EXPERT_MULTIPLE = 32  # of experts' sizes: ONNX Runtime rounds their weights in
 _LAYERS = (
     *("layers_without_rotary", "sliding_window_layers"),
     *("dense_layers", "layers_without_attention_norm", "layers_without_qk_norm"),
+    "recurrent_layers",
 )
 _OF_EXPERTS = (
     *("n_experts_per_token", "d_expert", "normalize_expert_shares", "dense_layers"),
@@ -29,6 +30,7 @@ def rules(config: Any) -> Iterator[Rule]:
     for name in _LAYERS:
         exist = all(layer in layers for layer in getattr(config, name) or ())
         yield name, exist, f"layers from 0 to {config.n_layer - 1}"
+    yield from _recurrence(config)
     yield from _experts(config)
     headless = config.pooling is None or (config.tied_embeddings and not config.head_bias)
     yield "tied_embeddings", headless, "true with a pooling, which leaves no head"
@@ -74,6 +76,17 @@ def _latents(config: Any) -> Iterator[Rule]:
     others = ("qk_norm", "qkv_clip", "qkv_bias", "encoder", "pooling", "sliding_window_rope_theta")
     for name in others:
         yield name, not getattr(config, name), "left out with latents"
+
+
+def _recurrence(config: Any) -> Iterator[Rule]:
+    is_recurrent = config.recurrence is not None
+    given = bool(config.recurrent_layers) == is_recurrent
+    yield "recurrent_layers", given, "given with a recurrence, and only then"
+    some = len({*config.recurrent_layers}) < config.n_layer
+    yield "recurrent_layers", some, "fewer than all layers"
+    whole = config.causal and config.encoder is None and config.pooling is None
+    allowed = "left out in encoders, with an encoder and with a pooling"
+    yield "recurrence", whole or not is_recurrent, allowed
 
 
 def _positions(config: Any) -> Iterator[Rule]:

@@ -54,6 +54,10 @@ KV_BLOCK_SIZE = 256
 # A graph's keys and values: each input {name}.{layer}.key or .value is written to the output
 # {name}.{layer}.… Those of prompts exist where running sequences have int8 ones.
 CACHE_OUTPUTS = {"past_key_values": "present", "prompt_key_values": "prompt_present"}
+# The states of recurrent layers: each input {name}.{layer}.{part} becomes the output of that name,
+# after the first tokens of each row, as many as the input NEW_TOKENS_INPUT says.
+STATE_OUTPUTS = {"past_states": "present_states"}
+NEW_TOKENS_INPUT = "n_new"
 CANDIDATES_OUTPUT = "candidates"  # of a graph that chooses the likeliest tokens of each row
 INVERSE_TEMPERATURES_INPUT = "inverse_temperatures"  # of the same: [rows, 1]
 DECODE_INPUT = "decode"  # chooses the int8 keys and values of running sequences, where there are
@@ -131,6 +135,12 @@ class ModelDirectory:
 def cache_names(name: str, n_layer: int) -> list[str]:
     """Return a graph's names for keys and values, as "present.0.key"; name: of CACHE_OUTPUTS."""
     return [f"{name}.{layer}.{kind}" for layer in range(n_layer) for kind in ("key", "value")]
+
+
+def present_name(past: str) -> str:
+    """Return the output of a graph that an input for keys, values or a state becomes."""
+    kind, _, place = past.partition(".")
+    return f"{(CACHE_OUTPUTS | STATE_OUTPUTS)[kind]}.{place}"
 
 
 def newest_checkpoint(directory: Path) -> Path | None:

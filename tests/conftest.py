@@ -27,7 +27,7 @@ from torch.onnx._internal._lazy_import import onnxscript_apis  # type: ignore[at
 from torch.onnx._internal.exporter import _decomp
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-from kvasir.model.config import Latents
+from kvasir.model.config import Latents, ShortConvolution
 from kvasir.model.directory import GRAPH_FILE
 from kvasir.server.telemetry.logs import QueuedHandler
 from tests.kit.random_models import RandomModel, export_random, make_config, make_decoder
@@ -222,6 +222,13 @@ random_latent_model = _shared(
     choice_bias="scores",
     mixture_norm=True,
 )
+# Short convolutions around attention: a row keeps a state beside its keys and values.
+CONVOLUTIONS: dict[str, Any] = {
+    "recurrence": ShortConvolution(kernel=3),
+    "recurrent_layers": (0, 2),
+}
+random_hybrid_model = _shared("int8", **CONVOLUTIONS)
+random_int4_hybrid_model = _shared("int4", **CONVOLUTIONS, qk_norm=True)
 # Scores with a learned bias by distance, over int8 rows; both sublayers read one input.
 random_biased_model = _shared(
     "int8",

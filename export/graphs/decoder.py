@@ -9,6 +9,10 @@ int8 and int4 have rows of int8 under these names, which the input `decode` (a b
 rows of floats for prompts beside them: prompt_key_values.{i}.key, .value and
 prompt_present.{i}.key, .value (export.rounding.kv_cache).
 
+A recurrent layer has in their place past_states.{i}.{part}, of `TransformerConfig.states`, and
+present_states.{i}.{part}, floats in every precision: what they are after the first n_new tokens
+[batch] of each row.
+
 A decoder with an encoder also reads SOURCE_INPUTS and keys and values of sources,
 source_key_values.{i}.key and .value: float [batch, n_kv_head, n_source_positions, head_dim], which
 `export.graphs.source` makes. It has rows of floats only, and no input `decode`. A run of several
@@ -35,6 +39,7 @@ from kvasir.export.rounding.kv_cache import quantize_kv_cache, scale_kv_channels
 from kvasir.export.rounding.quantize import quantize
 from kvasir.export.rounding.weights import TRANSPOSED, Inputs, Weights
 from kvasir.model.config import TransformerConfig
+from kvasir.model.directory import NEW_TOKENS_INPUT
 from kvasir.model.network.run_inputs import StepInputs
 from kvasir.model.network.skeleton import make_target_skeleton
 from kvasir.model.network.transformer import Transformer
@@ -82,6 +87,8 @@ def export_graph(
     progress("tracing PyTorch", 0, 0)
     rows: list[int | str] = ["batch", config.n_kv_head, "n_positions", config.head_dim]
     of_step = STEP_INPUTS if config.encoder is None else STEP_INPUTS | SOURCE_INPUTS
+    if config.recurrence is not None:
+        of_step = of_step | {NEW_TOKENS_INPUT: (torch.int64, ["batch"])}
     model = trace(decoder, scaled, StepInputs, of_step, (torch.float32, rows))
     place_experts(model, scaled, precision)
     if precision == "fp32":

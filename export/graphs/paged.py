@@ -57,7 +57,7 @@ def check_pageable(config: TransformerConfig) -> None:
             f"{config.position} positions bias scores, which ONNX Runtime's PagedAttention cannot; "
             "export for the CPU"
         )
-    for name in ("n_experts", "attention_sinks", "latents"):
+    for name in ("n_experts", "attention_sinks", "latents", "recurrence"):
         if value := getattr(config, name):
             raise ConfigError(f"{name} {value} is exported for the CPU only")
 

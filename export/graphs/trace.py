@@ -10,7 +10,7 @@ import itertools
 import logging
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import cast
 
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from kvasir.export.rewrite import copy_node, lazy_constant, remove_unused_constants
 from kvasir.export.rounding.weights import TRANSPOSED, Weights
-from kvasir.model.directory import cache_names
+from kvasir.model.directory import cache_names, present_name
 from kvasir.model.network.attention import LayerCache
-from kvasir.model.network.block import LAYER_MARK
+from kvasir.model.network.block import LAYER_MARK, Block, Cache
 from kvasir.model.network.cross_attention import SourceRows
 from kvasir.model.network.run_inputs import CachedInputs
 from kvasir.model.network.transformer import Transformer
@@ -41,7 +41,10 @@ _EXAMPLE |= {
 }
 
 # Of the name of a parameter, or of an input or output of the graph: its layer.
-_LAYER = re.compile(r"((?:^|\.)blocks\.|^(?:past|source)_key_values\.|^present\.)(\d+)(?=\.)")
+_LAYER = re.compile(
+    r"((?:^|\.)blocks\.|^(?:past|source)_key_values\.|^present\.|^(?:past|present)_states\.)"
+    r"(\d+)(?=\.)"
+)
 
 # A tensor's type and dimensions; those with names are free.
 TensorSpec = tuple[torch.dtype, Sequence[int | str]]
@@ -55,9 +58,9 @@ SOURCE_INPUTS: dict[str, TensorSpec] = {
 
 
 class StepGraph(nn.Module):
-    """`Transformer.step` with tensors as arguments: the inputs by name, then keys and values.
+    """`Transformer.step` with tensors as arguments: the inputs by name, then what layers keep.
 
-    Those of sources come last.
+    Keys and values of sources come last.
     """
 
     def __init__(
@@ -67,13 +70,17 @@ class StepGraph(nn.Module):
         self.decoder, self.make_inputs, self.names = decoder, make_inputs, names
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return float32 logits and each layer's keys and values."""
-        inputs, n_layer = dict(zip(self.names, tensors, strict=False)), len(self.decoder.blocks)
-        rows = tensors[len(self.names) :]
-        pairs = list(zip(rows[::2], rows[1::2], strict=True))
-        caches = [LayerCache(*pair) for pair in pairs[:n_layer]]
+        """Return float32 logits and what each layer keeps."""
+        inputs = dict(zip(self.names, tensors, strict=False))
+        rest, caches = iter(tensors[len(self.names) :]), list[Cache]()
+        for block in self.decoder.blocks:
+            assert isinstance(block, Block)
+            if block.recurrence is None:
+                caches.append(LayerCache(next(rest), next(rest)))
+            else:
+                caches.append(tuple(next(rest) for _ in block.recurrence.shapes))
         lengths = [inputs.pop(name) for name in SOURCE_INPUTS if name in inputs]
-        sources = [SourceRows(*pair, *lengths) for pair in pairs[n_layer:]]
+        sources = [SourceRows(*pair, *lengths) for pair in zip(rest, rest, strict=True)]
         input_ids, indices = inputs.pop("input_ids"), inputs.pop("logits_indices")
         logits, presents = self.decoder.step(
             input_ids, self.make_inputs(**inputs), indices, caches, sources
@@ -94,17 +101,20 @@ def trace(
     are read when it is saved. make_inputs: takes the tensors of `inputs` by name, except input_ids
     and logits_indices. A linear layer's weight may be transposed; its name then ends in TRANSPOSED.
     """
-    n_layer = decoder.config.n_layer
-    past, present = cache_names("past_key_values", n_layer), cache_names("present", n_layer)
-    tensors = {**inputs, **dict.fromkeys(past, cache)}
-    if decoder.config.encoder is not None:
+    config, past = decoder.config, dict[str, TensorSpec]()
+    for layer in range(config.n_layer):
+        if layer in config.recurrent_layers:
+            for part, shape in config.states.items():
+                past[f"past_states.{layer}.{part}"] = torch.float32, ["batch", *shape]
+        else:
+            past |= {f"past_key_values.{layer}.{kind}": cache for kind in ("key", "value")}
+    tensors = {**inputs, **past}
+    if config.encoder is not None:
         batch, heads, _, head_dim = cache[1]
         of_source = (cache[0], [batch, heads, "n_source_positions", head_dim])
-        tensors |= dict.fromkeys(cache_names("source_key_values", n_layer), of_source)
-    outputs: dict[str, Sequence[int | str]] = {
-        "logits": ["rows", decoder.config.vocab_size],
-        **dict.fromkeys(present, cache[1]),
-    }
+        tensors |= dict.fromkeys(cache_names("source_key_values", config.n_layer), of_source)
+    outputs: dict[str, Sequence[int | str]] = {"logits": ["rows", config.vocab_size]}
+    outputs |= {present_name(name): shape for name, (_, shape) in past.items()}
     return trace_module(StepGraph(decoder, make_inputs, list(inputs)), weights, tensors, outputs)
 
 
@@ -123,17 +133,25 @@ def trace_module(
     assert isinstance(network, Transformer)
     blocks = network.blocks
     kinds = [_kind_of(block) for block in blocks]
-    firsts = list(dict.fromkeys(kinds))
-    network.blocks = nn.ModuleList(blocks[kinds.index(kind)] for kind in firsts)
+    firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    network.blocks = nn.ModuleList(blocks[layer] for layer in firsts)
+    # A traced layer has the names of its place among these.
+    places = {layer: str(place) for place, layer in enumerate(firsts)} | {None: ""}
 
-    def is_traced(name: str) -> bool:
-        return (_layer_of(name) or 0) < len(firsts)
+    def traced(names: Iterable[str]) -> dict[str, str]:
+        return {
+            name: _LAYER.sub(rf"\g<1>{places[layer]}", name)
+            for name in names
+            if (layer := _layer_of(name)) in places
+        }
 
-    traced = {name: spec for name, spec in tensors.items() if is_traced(name)}
-    model, parameters = _export(module, traced, list(filter(is_traced, outputs)))
+    arguments = {name: tensors[of_all] for of_all, name in traced(tensors).items()}
+    model, parameters = _export(module, arguments, list(traced(outputs).values()))
     network.blocks = blocks
     graph = model.graph
-    for value in _repeat_layers(model, parameters, [firsts.index(kind) for kind in kinds]):
+    _share_batch(graph, arguments)
+    likes = [firsts.index(kinds.index(kind)) for kind in kinds]
+    for value in _repeat_layers(model, parameters, likes):
         _place(graph, value, str(value.name).partition(".")[2], weights)
     remove_unused_constants(graph)
     ClearMetadataAndDocStringPass()(model)  # of stack traces, with this machine's paths
@@ -189,6 +207,18 @@ def _export(
     program.optimize()
     del program.model.graph.inputs[n_inputs:]
     return program.model, parameters
+
+
+def _share_batch(graph: onnx_ir.Graph, tensors: Mapping[str, TensorSpec]) -> None:
+    """Read the size of the batch from no layer's cache, or other layers would depend on it."""
+    inputs = {str(value.name): value for value in graph.inputs}
+    for name, (_, shape) in tensors.items():
+        if _layer_of(name) is None or shape[0] != "batch":
+            continue
+        for node, _ in tuple(inputs[name].uses()):
+            end = node.attributes.get("end")
+            if node.op_type == "Shape" and end is not None and end.as_int() == 1:
+                node.replace_input_with(0, inputs["seqlens_k"])
 
 
 def _kind_of(block: nn.Module) -> str:

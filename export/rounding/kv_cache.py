@@ -31,6 +31,7 @@ from kvasir.model.network.attention import LayerCache
 
 _SMALLEST_SCALE = 1e-8  # for a channel of zeros
 _LAYER = re.compile(r"blocks\.\d+\.")  # begins the names of its parameters
+_ATTENTION = "GroupQueryAttention"
 _N_INPUTS = 14  # of GroupQueryAttention; the last two are the scales of keys and values
 
 Floats = NDArray[np.float32]
@@ -66,7 +67,7 @@ class KVScales:
 
 def scale_kv_channels(weights: Weights, config: TransformerConfig, scales: Floats) -> None:
     """Divide keys and values by their scales, and multiply what meets them: logits stay equal."""
-    for layer in range(config.n_layer):
+    for layer in config.attention_layers:
         keys, values = scales[2 * layer : 2 * layer + 2]  # [n_kv_head, head_dim]
         by_query, by_output = (steps.repeat(config.n_groups, axis=0) for steps in (keys, values))
         prefix = f"blocks.{layer}.attention"
@@ -106,41 +107,52 @@ def quantize_kv_cache(model: ir.Model, config: TransformerConfig, *, whole_layer
     """Give every attention int8 rows beside its rows of floats, in place.
 
     whole_layers: each `If` holds a layer, so that its products can differ too, and not attention
-    alone.
+    alone; recurrent layers get one then.
     """
     graph = model.graph
     decode = ir.val(DECODE_INPUT, ir.DataType.BOOL, [])
     graph.inputs.append(decode)
     scale = constant(graph, "kv_cache.step", np.ones(1, dtype=np.float32))
-    attentions = [node for node in graph if node.op_type == "GroupQueryAttention"]
-    parts = _layers(graph) if whole_layers else [[node] for node in attentions]
-    for layer, (node, part) in enumerate(zip(attentions, parts, strict=True)):
-        inputs = list(node.inputs) + [None] * (_N_INPUTS - len(node.inputs))
-        in_floats = list(inputs)
-        for position, kind in ((3, "key"), (4, "value")):
-            running = inputs[position]
-            assert running is not None
-            floats = ir.val(f"prompt_key_values.{layer}.{kind}", ir.DataType.FLOAT, running.shape)
-            graph.inputs.append(floats)
-            in_floats[position] = floats
-            running.type = ir.TensorType(ir.DataType.INT8)
-        inputs[-2:] = [scale, scale]
-        made = [value for inner in part for value in inner.outputs if value not in node.outputs[1:]]
-        read = [value for value in made if any(user not in part for user, _ in value.uses())]
+    layers: Sequence[int] = config.attention_layers
+    parts = [[node] for node in graph if node.op_type == _ATTENTION]
+    if whole_layers:
+        layers, parts = range(config.n_layer), _layers(graph)
+    for layer, part in zip(layers, parts, strict=True):
+        attention = next((node for node in part if node.op_type == _ATTENTION), None)
+        inputs, in_floats = list[ir.Value | None](), list[ir.Value | None]()
+        if attention is not None:
+            inputs += attention.inputs
+            inputs += [None] * (_N_INPUTS - len(inputs))
+            in_floats += inputs
+            for position, kind in ((3, "key"), (4, "value")):
+                running, name = inputs[position], f"prompt_key_values.{layer}.{kind}"
+                assert running is not None
+                in_floats[position] = floats = ir.val(name, ir.DataType.FLOAT, running.shape)
+                graph.inputs.append(floats)
+                running.type = ir.TensorType(ir.DataType.INT8)
+            inputs[-2:] = [scale, scale]
+        rows = [] if attention is None else attention.outputs[1:]
+        made = [value for inner in part for value in inner.outputs if value not in rows]
+        read = [
+            value
+            for value in made
+            if value.is_graph_output() or any(user not in part for user, _ in value.uses())
+        ]
         branches = {
-            "then_branch": _branch(part, node, inputs, read, config, f"decode.{layer}"),
-            "else_branch": _branch(part, node, in_floats, read, config, f"{PROMPT}{layer}"),
+            "then_branch": _branch(part, attention, inputs, read, config, f"decode.{layer}"),
+            "else_branch": _branch(part, attention, in_floats, read, config, f"{PROMPT}{layer}"),
         }
-        choice = ir.node("If", [decode], attributes=branches, num_outputs=len(read) + 4)
+        old = [*read, *rows]
+        choice = ir.node("If", [decode], attributes=branches, num_outputs=len(old) + len(rows))
         graph.insert_before(part[0], choice)
-        old, new = [*read, *node.outputs[1:]], choice.outputs
-        ir.convenience.replace_all_uses_with(old, new[:-2], replace_graph_outputs=True)
-        for before, after in zip(old, new, strict=False):
+        new, in_prompts = choice.outputs[: len(old)], choice.outputs[len(old) :]
+        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+        for before, after in zip(old, new, strict=True):
             after.name, after.shape, after.type = before.name, before.shape, before.type
-        for before, after in zip(node.outputs[1:], new[-2:], strict=True):
+        for before, after in zip(rows, in_prompts, strict=True):
             after.name, after.shape, after.type = f"prompt_{before.name}", before.shape, before.type
             graph.outputs.append(after)
-        for running in new[-4:-2]:
+        for running in new[len(read) :]:
             running.type = ir.TensorType(ir.DataType.INT8)
         graph.remove(part, safe=True)
 
@@ -160,7 +172,7 @@ def _layers(graph: ir.Graph) -> list[list[ir.Node]]:
 
 def _branch(
     part: Sequence[ir.Node],
-    attention: ir.Node,
+    attention: ir.Node | None,
     inputs: Sequence[ir.Value | None],
     read: Sequence[ir.Value],
     config: TransformerConfig,
@@ -181,13 +193,13 @@ def _branch(
             nodes[-1].attributes.add(ir.AttrString("k_quant_type", "PER_TENSOR"))
             nodes[-1].attributes.add(ir.AttrString("v_quant_type", "PER_TENSOR"))
             nodes[-1].attributes.add(ir.AttrInt64("kv_cache_bit_width", 8))
-    rows = [copies[value] for value in attention.outputs[1:]]
+    rows = [] if attention is None else [copies[value] for value in attention.outputs[1:]]
     shape, dtype = (1, config.n_kv_head, 0, config.head_dim), np.float32 if decodes else np.int8
     nothing = ir.tensor(np.zeros(shape, dtype=dtype))
     constants = [ir.node("Constant", [], attributes={"value": nothing}) for _ in rows]
     empty = [constant.outputs[0] for constant in constants]
     outputs = [copies[value] for value in read] + (rows + empty if decodes else empty + rows)
-    kinds = [ir.DataType.INT8] * 2 + [ir.DataType.FLOAT] * 2
+    kinds = [ir.DataType.INT8] * len(rows) + [ir.DataType.FLOAT] * len(rows)
     types = [value.type for value in read] + [ir.TensorType(kind) for kind in kinds]
     for output, kind in zip(outputs, types, strict=True):
         output.type = kind

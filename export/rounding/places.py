@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvasir.model.config import TransformerConfig
+from kvasir.model.config import ShortConvolution, TransformerConfig
 from kvasir.model.network.skeleton import parameter_shapes
 
 Factors = NDArray[np.float32]
@@ -82,32 +82,25 @@ def places(config: TransformerConfig) -> Iterator[Place]:
 
 def _of_blocks(config: TransformerConfig, shapes: Shapes, prefix: str) -> Iterator[Place]:
     n_values = config.n_kv_head * config.head_dim
-    before_values = config.n_head * config.head_dim + n_values
-    for block in (f"{prefix}blocks.{layer}" for layer in range(config.n_layer)):
-        attention, cross, feed = (
-            f"{block}.{part}" for part in ("attention", "cross_attention", "feed_forward")
-        )
+    groups = n_values, config.head_dim, config.n_groups
+    for layer in range(config.n_layer):
+        block = f"{prefix}blocks.{layer}"
+        cross, feed = f"{block}.cross_attention", f"{block}.feed_forward"
         is_mixture = f"{feed}.router.weight" in shapes
         up, down = ("expert_up", "expert_down") if is_mixture else ("up", "down")
         if config.norm_placement in ("pre", "both"):
-            if f"{attention}_norm.weight" in shapes:
-                names = (f"{attention}.{part}.weight" for part in _first_products(config))
-                yield _after_norm(config, shapes, f"{attention}_norm", *names)
+            if f"{block}.attention_norm.weight" in shapes:
+                first = _first_products(config, shapes, block, layer)
+                yield _after_norm(config, shapes, f"{block}.attention_norm", *first)
             if f"{cross}_norm.weight" in shapes:
                 yield _after_norm(config, shapes, f"{cross}_norm", f"{cross}.query.weight")
             modules = (up, "router", "shared.up", "shared_gate") if is_mixture else (up,)
             readers = [name for module in modules if (name := f"{feed}.{module}.weight") in shapes]
             yield _after_norm(config, shapes, f"{feed}_norm", *readers)
-        groups = n_values, config.head_dim, config.n_groups
-        if config.latents is None:
-            qkv = f"{attention}.{'qkv' if config.qkv_clip is None else 'clip'}"
-            yield _between(shapes, qkv, f"{attention}.output", before_values, 1, *groups)
+        if layer in config.recurrent_layers:
+            yield from _of_recurrence(config, shapes, f"{block}.recurrence")
         else:
-            values = config.n_head * config.latents.value_dim
-            yield _between(shapes, f"{attention}.value_up", f"{attention}.output", 0, 1, values)
-            if (rank := config.latents.query_rank) is not None:
-                makers = f"{attention}.query_latent_norm", f"{attention}.query"
-                yield _between(shapes, *makers, 0, 1, rank)
+            yield from _of_attention(config, shapes, f"{block}.attention", groups)
         if f"{cross}.key_value.weight" in shapes:
             yield _between(shapes, f"{cross}.key_value", f"{cross}.output", n_values, 1, *groups)
         match config.feed_forward:
@@ -125,11 +118,38 @@ def _of_blocks(config: TransformerConfig, shapes: Shapes, prefix: str) -> Iterat
                 yield _between(shapes, f"{feed}.{up}", f"{feed}.{down}", 0, 1, config.d_ff)
 
 
-def _first_products(config: TransformerConfig) -> tuple[str, ...]:
-    """Return the modules of attention that read its input."""
+def _of_attention(
+    config: TransformerConfig, shapes: Shapes, attention: str, groups: tuple[int, ...]
+) -> Iterator[Place]:
     if config.latents is None:
-        return ("qkv",)
-    return ("query" if config.latents.query_rank is None else "query_latent", "latent")
+        qkv = f"{attention}.{'qkv' if config.qkv_clip is None else 'clip'}"
+        before_values = config.n_head * config.head_dim + groups[0]
+        yield _between(shapes, qkv, f"{attention}.output", before_values, 1, *groups)
+        return
+    values = config.n_head * config.latents.value_dim
+    yield _between(shapes, f"{attention}.value_up", f"{attention}.output", 0, 1, values)
+    if (rank := config.latents.query_rank) is not None:
+        makers = f"{attention}.query_latent_norm", f"{attention}.query"
+        yield _between(shapes, *makers, 0, 1, rank)
+
+
+def _of_recurrence(config: TransformerConfig, shapes: Shapes, recurrence: str) -> Iterator[Place]:
+    if isinstance(config.recurrence, ShortConvolution):  # its second gate
+        matrices = f"{recurrence}.input", f"{recurrence}.output"
+        yield _between(shapes, *matrices, config.d_model, 1, config.d_model)
+
+
+def _first_products(
+    config: TransformerConfig, shapes: Shapes, block: str, layer: int
+) -> tuple[str, ...]:
+    """Return the matrices that read the input of attention or of a recurrence."""
+    if layer in config.recurrent_layers:
+        first = f"{block}.recurrence.input"
+        return tuple(n for n in shapes if n.startswith(first) and n.endswith(".weight"))
+    parts: tuple[str, ...] = ("qkv",)
+    if (latents := config.latents) is not None:
+        parts = ("query" if latents.query_rank is None else "query_latent", "latent")
+    return tuple(f"{block}.attention.{part}.weight" for part in parts)
 
 
 def _after_norm(config: TransformerConfig, shapes: Shapes, norm: str, *readers: str) -> Place:

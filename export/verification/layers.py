@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import groupby
 
 import numpy as np
@@ -28,7 +28,8 @@ _TOKENS = 256  # computed together: of short rows, or of a chunk of a long one
 _WEIGHTS = 2**24  # of the head in float32 at a time
 
 Ids = NDArray[np.int64]
-# Called with a layer, the number of a row, and its keys and values [n_kv_head, tokens, head_dim].
+# Called with a layer of attention, the number of a row, and its keys and values [n_kv_head, tokens,
+# head_dim].
 Observer = Callable[[int, int, LayerCache], None]
 # Called with a block, and what its parameters' names begin with, to watch what it computes.
 Watch = Callable[[torch.nn.Module, str], AbstractContextManager[None]]
@@ -158,19 +159,19 @@ class LayeredDecoder:
             in_row = torch.arange(x.shape[1], device=self._device)
             return block(x, self._decoder.positions(in_row[None], in_row.clone), source), None
         batch, sequence, _ = x.shape
-        empty = x.new_zeros(batch, self.config.n_kv_head, sequence, self.config.head_dim)
-        cache, outputs = LayerCache(empty, empty), list[Tensor]()
+        cache, outputs = block.empty_cache(x, sequence), list[Tensor]()
         with torch.device(self._device):
             for chunk in x.split(max(1, _TOKENS // batch), dim=1):
                 start = sum(output.shape[1] for output in outputs)
                 place = torch.arange(start, start + chunk.shape[1])
                 last = place[-1].int()
-                inputs = StepInputs(last.expand(batch), last + 1, place.expand(batch, -1))
-                of_keys = partial(inputs.key_positions, cache)
-                positions = self._decoder.positions(place[None], of_keys)
+                n_new = last.long().new_full((batch,), chunk.shape[1])
+                inputs = StepInputs(last.expand(batch), last + 1, place.expand(batch, -1), n_new)
+                positions = self._decoder.positions(place[None], lambda: torch.arange(sequence))
                 output, cache = block.step(chunk, positions, inputs, cache)
                 outputs.append(output)
-        return torch.cat(outputs, dim=1), cache
+        kept = cache if isinstance(cache, LayerCache) else None
+        return torch.cat(outputs, dim=1), kept
 
     def _load(self, module: torch.nn.Module, prefix: str) -> None:
         names = module.state_dict()

@@ -18,7 +18,15 @@ from numpy.typing import NDArray
 from onnx_ir.analysis import analyze_implicit_usage
 
 from kvasir.model.config import TransformerConfig
-from kvasir.model.directory import CACHE_OUTPUTS, DECODE_INPUT, ENCODER_GRAPH_FILE, cache_names
+from kvasir.model.directory import (
+    CACHE_OUTPUTS,
+    DECODE_INPUT,
+    ENCODER_GRAPH_FILE,
+    NEW_TOKENS_INPUT,
+    STATE_OUTPUTS,
+    cache_names,
+    present_name,
+)
 from kvasir.model.onnx.runtime import onnxruntime, open_cpu_session
 from kvasir.model.packing import SOURCE_OUTPUT, pack
 from kvasir.model.platform.progress import Progress, no_progress, with_progress
@@ -59,6 +67,7 @@ class Step(NamedTuple):
             "total_sequence_length": np.array(max(self.lengths), dtype=np.int32),
             "position_ids": self.positions,
             "logits_indices": np.array(self.wanted, dtype=np.int64),
+            NEW_TOKENS_INPUT: np.minimum(np.array(self.lengths, dtype=np.int64), self.sequence),
             DECODE_INPUT: np.array(self.decode),
         }
 
@@ -159,20 +168,21 @@ class SegmentedGraph:
                 for kind, arrays_of_kind in caches.items()
                 for place, array in arrays_of_kind.items()
             }
-            places = list(caches.get(used, {}))
-            names = [*makes, *(f"{CACHE_OUTPUTS[used]}.{place}" for place in places)]
+            kept = [
+                (kind, place) for kind in (used, *STATE_OUTPUTS) for place in caches.get(kind, {})
+            ]
+            names = [*makes, *(present_name(f"{kind}.{place}") for kind, place in kept)]
             values = session.run(names, {name: feeds[name] for name in inputs})
             arrays.update(zip(makes, values, strict=False))
             for name in set(segment.takes) - set(segment.hands_on):
                 del arrays[name]
-            rows = dict(zip(places, values[len(makes) :], strict=True))
-            if rows:
-                caches[used] = rows
+            for (kind, place), value in zip(kept, values[len(makes) :], strict=True):
+                caches[kind][place] = value
             if prompt:
                 with np.errstate(invalid="ignore"):  # a NaN shows in the logits
                     caches["past_key_values"] = {
                         place: np.clip(np.rint(array), -127, 127).astype(np.int8)
-                        for place, array in rows.items()
+                        for place, array in caches[used].items()
                     }
 
     def _open(self, segment: _Segment, pending: Sequence[Arrays]) -> onnxruntime.InferenceSession:
@@ -190,23 +200,30 @@ class SegmentedGraph:
 
 
 def _cut(graph: onnx_ir.Graph) -> list[_Segment]:
-    """Cut the nodes before each attention and before the head, where the fewest values cross.
+    """Cut the nodes before each layer's keys or state and before the head, at the fewest values.
 
     A node that does not depend on tokens belongs to every segment that needs it.
     """
     captured = analyze_implicit_usage(graph)
     inputs = {str(value.name): value for value in graph.inputs}
-    caches = {value for name, value in inputs.items() if name.partition(".")[0] in CACHE_OUTPUTS}
+    caches = {
+        value: name.split(".")[1]
+        for name, value in inputs.items()
+        if name.partition(".")[0] in CACHE_OUTPUTS | STATE_OUTPUTS
+    }
+    begun = set[str]()  # layers
     of_tokens, of_choice = {inputs["input_ids"]}, {inputs["logits_indices"]}
     order: list[onnx_ir.Node] = []  # of the nodes that depend on tokens
-    starts: list[int] = []  # of attentions and of the head, in this order
+    starts: list[int] = []  # of layers and of the head, in this order
     last_reader: dict[onnx_ir.Value, int] = {}
     for node in graph:
         parts = (part.as_graph() for part in node.attributes.values() if part.type == _GRAPH)
         reads = {value for value in node.inputs if value}.union(*(captured[part] for part in parts))
         if reads & of_tokens:
-            if reads & caches or (reads & of_choice and not of_tokens & of_choice):
+            begins = {caches[value] for value in reads & caches.keys()} - begun
+            if begins or (reads & of_choice and not of_tokens & of_choice):
                 starts.append(len(order))
+                begun |= begins
             last_reader |= dict.fromkeys(reads, len(order))
             of_tokens.update(node.outputs)
             order.append(node)
@@ -246,11 +263,14 @@ def _set_type(value: onnx_ir.Value, arrays: Sequence[NDArray[Any]]) -> None:
 def _empty_caches(
     session: onnxruntime.InferenceSession, config: TransformerConfig, batch: int, n_positions: int
 ) -> dict[str, Arrays]:
-    """Return the session's rows of keys and values, by CACHE_OUTPUTS and what follows in a name."""
+    """Return the session's keys, values and states, by their kind and what follows in a name."""
     shape, caches = (batch, config.n_kv_head, n_positions, config.head_dim), dict[str, Arrays]()
     for value in session.get_inputs():
         kind, _, place = value.name.partition(".")
         if kind in CACHE_OUTPUTS:
             dtype = np.int8 if value.type == "tensor(int8)" else np.float32
             caches.setdefault(kind, {})[place] = np.zeros(shape, dtype)
+        elif kind in STATE_OUTPUTS:
+            of_state = np.zeros((batch, *value.shape[1:]), np.float32)
+            caches.setdefault(kind, {})[place] = of_state
     return caches

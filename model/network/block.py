@@ -1,4 +1,4 @@
-"""A block of the Transformer: attention and feed-forward, with residuals and norms."""
+"""A block: attention or a recurrence, and a feed-forward, with residuals and norms."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ from kvasir.model.network.feed_forward import FeedForward, Mixture
 from kvasir.model.network.latent_attention import LatentAttention
 from kvasir.model.network.norm import make_norm
 from kvasir.model.network.positions import Positions
+from kvasir.model.network.recurrent.mixers import make_mixer
 
 LAYER_MARK = "kvasir::LayerMark"  # an operator that the exporter takes out again
+# What a layer keeps of a row: a LayerCache, or the state of a recurrent layer.
+Cache = tuple[Tensor, ...]
 
 
 class Block(nn.Module):
     """Attention and feed-forward, each with a residual and norms as `norm_placement` says.
 
-    Between them, in a decoder with an encoder, is cross-attention.
+    Between them, in a decoder with an encoder, is cross-attention. A recurrent layer has a `Mixer`
+    in attention's place.
     """
+
+    attention: Attention
 
     def __init__(self, config: TransformerConfig, layer: int) -> None:
         super().__init__()
@@ -29,8 +35,10 @@ class Block(nn.Module):
         before, after = self.placement != "output", self.placement in ("both", "output")
         normed = before and layer not in config.layers_without_attention_norm
         self.attention_norm = make_norm(config) if normed else nn.Identity()
-        kind = Attention if config.latents is None else LatentAttention
-        self.attention = kind(config, layer)
+        self.recurrence = make_mixer(config) if layer in config.recurrent_layers else None
+        if self.recurrence is None:
+            kind = Attention if config.latents is None else LatentAttention
+            self.attention = kind(config, layer)
         self.cross_attention = None
         if config.encoder is not None:
             self.cross_attention_norm = make_norm(config)
@@ -44,20 +52,34 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, positions: Positions, source: Source | None = None) -> Tensor:
         """Run whole sequences x [batch, sequence, d_model]."""
-        return self._finish(x, self.attention(self._attention_input(x), positions), source)
+        mixer = self.attention if self.recurrence is None else self.recurrence
+        return self._finish(x, mixer(self._attention_input(x), positions), source)
 
     def step(
         self,
         x: Tensor,
         positions: Positions,
         inputs: RunInputs,
-        cache: LayerCache,
+        cache: Cache,
         source: SourceRows | None = None,
-    ) -> tuple[Tensor, LayerCache]:
-        """Run new tokens x [..., d_model] over cached keys and values, and over their sources'."""
+    ) -> tuple[Tensor, Cache]:
+        """Run new tokens x [..., d_model] over what is cached, and over their sources' keys."""
         x = _mark(x)
-        attended, present = self.attention.step(self._attention_input(x), positions, inputs, cache)
+        normed, present = self._attention_input(x), cache
+        if self.recurrence is not None:
+            attended, present = self.recurrence.step(normed, positions, inputs, cache)
+        else:
+            kept = LayerCache(*cache)
+            attended, present = self.attention.step(normed, positions, inputs, kept)
         return _mark(self._finish(x, attended, source)), present
+
+    def empty_cache(self, x: Tensor, n_positions: int) -> Cache:
+        """Return what the layer keeps before the first token, for each row of x."""
+        if self.recurrence is not None:
+            return self.recurrence.empty_state(x)
+        config = self.attention.config
+        empty = x.new_zeros(x.shape[0], config.n_kv_head, n_positions, config.head_dim)
+        return LayerCache(empty, empty)
 
     def _attention_input(self, x: Tensor) -> Tensor:
         normed: Tensor = x if self.placement == "post" else self.attention_norm(x)

@@ -30,12 +30,14 @@ class StepInputs(RunInputs):
 
     seqlens_k: int32 [batch], tokens in each row after this run, minus one.
     total_sequence_length: int32 scalar, tokens in the longest row after this run.
-    position_ids: int64 [batch, sequence], absolute.
+    position_ids: int64 [batch, sequence], absolute. n_new: int64 [batch], the tokens of each row
+    that move its state, in a decoder with recurrent layers.
     """
 
     seqlens_k: Tensor
     total_sequence_length: Tensor
     position_ids: Tensor
+    n_new: Tensor | None = None
 
     def key_positions(self, cache: LayerCache) -> Tensor:
         """Return 0, 1, … of all that a row has room for or, exported, of what is in use."""

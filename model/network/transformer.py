@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from kvasir.model.config import TransformerConfig
 from kvasir.model.network.attention import LayerCache
-from kvasir.model.network.block import Block
+from kvasir.model.network.block import Block, Cache
 from kvasir.model.network.cross_attention import Source, SourceRows
 from kvasir.model.network.feed_forward import ExpertLinear
 from kvasir.model.network.latent_attention import HeadLinear
@@ -113,7 +113,7 @@ class Transformer(nn.Module):
                 nn.init.zeros_(module.bias)
         std = 0.02 / math.sqrt(2 * config.n_layer)
         for name, weight in self.blocks.named_parameters():
-            if name.endswith(("attention.output.weight", "down.weight")):
+            if name.endswith((".output.weight", "down.weight")):
                 nn.init.normal_(weight, std=std)
 
     @property
@@ -179,17 +179,20 @@ class Transformer(nn.Module):
         input_ids: Tensor,
         inputs: CachedInputs,
         logits_indices: Tensor,
-        caches: list[LayerCache],
+        caches: Sequence[Cache],
         sources: Sequence[SourceRows] = (),
-    ) -> tuple[Tensor, list[LayerCache]]:
-        """Run new tokens over cached keys and values, as the serving graph does.
+    ) -> tuple[Tensor, list[Cache]]:
+        """Run new tokens over cached keys and values and states, as the serving graph does.
 
         input_ids: [batch, sequence] over rows, or [tokens] over blocks. logits_indices: int64
         [rows], the tokens that want logits. sources: of each layer of a decoder with an encoder.
-        Returns logits [rows, vocab] and the caches with the new keys and values.
+        Returns logits [rows, vocab] and the caches after the new tokens.
         """
         x = self.embed(input_ids, inputs.position_ids)
-        positions = self.positions(inputs.position_ids, lambda: inputs.key_positions(caches[0]))
+        of_attention = (cache for cache in caches if isinstance(cache, LayerCache))
+        positions = self.positions(
+            inputs.position_ids, lambda: inputs.key_positions(next(of_attention))
+        )
         presents = []
         given: Sequence[SourceRows | None] = sources or [None] * len(caches)
         for block, cache, source in zip(self.blocks, caches, given, strict=True):

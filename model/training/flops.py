@@ -29,11 +29,12 @@ _SECONDS = 0.5  # to measure products; a few milliseconds may all be slowed by o
 def flops_per_token(decoder: Transformer, context: int, *, has_logits: bool = True) -> int:
     """Return the FLOPs of forward and backward pass (Chowdhery et al. 2022, appendix B).
 
-    They are 6 N + 12 · n_layer · n_head · head_dim · context. N is the number of parameters without
-    embedding tables, which are looked up and not multiplied; a tied embedding counts once, as the
-    output projection if there are logits. As in the paper, attention counts as if it were not
-    causal. Of a mixture the experts count that a token goes through. Beside an adapter nothing else
-    has gradients of its own: 2 of the 6 are of the adapter alone.
+    They are 6 N + 12 · layers of attention · n_head · head_dim · context. N is the number of
+    parameters without embedding tables, which are looked up and not multiplied; a tied embedding
+    counts once, as the output projection if there are logits. As in the paper, attention counts as
+    if it were not causal. Of a mixture the experts count that a token goes through. What a
+    recurrence computes beside its matrices is left out. Beside an adapter nothing else has
+    gradients of its own: 2 of the 6 are of the adapter alone.
     """
     config = decoder.config
     tables = [module for module in decoder.modules() if isinstance(module, nn.Embedding)]
@@ -49,8 +50,8 @@ def flops_per_token(decoder: Transformer, context: int, *, has_logits: bool = Tr
     multiplied = decoder.n_parameters - looked_up + output - skipped
     updates = adapter_parameters(decoder).values()
     trained = sum(update.numel() for update in updates) if updates else multiplied
-    products = 4 * multiplied + 2 * trained
-    return products + 12 * config.n_layer * config.n_head * config.head_dim * context
+    attended = len(config.attention_layers) * config.n_head * config.head_dim * context
+    return 4 * multiplied + 2 * trained + 12 * attended
 
 
 def flops_per_translation(decoder: Transformer, n_source: int, n_target: int) -> int:

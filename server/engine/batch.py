@@ -64,8 +64,8 @@ class StepBatch:
     """The chunks of one step. A sequence with a draft is not among the decodes.
 
     window: the holder of each row from 0 to the last that decodes, and of the next row if it has
-    one, None for a free row. Every prefill except the last completes its prompt and wants at most
-    one logit.
+    one, None for a free row. Every prefill except the last completes its prompt, or all but a rest
+    after a block (see `KVRows.cut`), and wants at most one logit.
     """
 
     decodes: list[Chunk] = field(default_factory=list)

@@ -37,7 +37,9 @@ def open_decoder(
 
     options: OnnxRunner's. Raises as it does.
     """
-    if library is not None:
+    if config.recurrence is not None:
+        logger.info("%s runs over rows, as its recurrent layers do", graph.parent.name)
+    elif library is not None:
         from kvasir.kernels.graph import Mismatch  # noqa: PLC0415  imports onnx
 
         try:

@@ -15,29 +15,42 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvasir.kernels.library import Library
 from kvasir.model.config import TransformerConfig
-from kvasir.model.directory import DECODE_INPUT
+from kvasir.model.directory import DECODE_INPUT, NEW_TOKENS_INPUT, present_name
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.model.platform.machine import available_memory, usable_cpus
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.kv.memory import KVShape, RowMemory
 from kvasir.server.engine.kv.prefix_cache import BLOCK_SIZE, PrefixCache
-from kvasir.server.engine.kv.rows import KVRows
+from kvasir.server.engine.kv.rows import KVRows, n_rows
 from kvasir.server.engine.model_runner import check_max_model_len, group_neighbours
 from kvasir.server.engine.sampling.logits import Logits, most_logits
 from kvasir.server.engine.sampling.params import Floats
-from kvasir.server.engine.session import check_shape, kv_inputs, open_session
+from kvasir.server.engine.session import check_shape, kv_inputs, open_session, state_inputs
 
 TOKEN_BLOCK = 128  # of ONNX Runtime's MatMulNBits
-# A row's tokens, the position of the first, and the number of logits wanted of the last ones.
-RowWork = tuple[list[int], int, int]
 MAX_PADDING = 1.25  # ratio of the tokens that a run of several prompts has to those it needs
+
+
+class RowWork(NamedTuple):
+    """A row's tokens, the position of the first, and the logits wanted of the last ones.
+
+    moves_state: False for a row that only rides along.
+    """
+
+    tokens: list[int]
+    start: int
+    n_logits: int
+    moves_state: bool = True
+
+
+_NOBODY = RowWork([0], 0, 0, moves_state=False)
 
 
 class OnnxRunner:
@@ -78,11 +91,17 @@ class OnnxRunner:
         shape = KVShape(*config.cache_shape)
         itemsize = min(kv.itemsize for kv in kv_inputs(self._session))
         per_token, per_prompt_token = shape.token_bytes(itemsize), shape.token_bytes()
-        least = 2 * (per_token + per_prompt_token)
+        of_states = shape.state_bytes * n_rows(max_num_seqs)
+        least = 2 * (per_token + per_prompt_token) + of_states
         if n_bytes < least:
-            raise ValueError(
-                f"kv_cache_memory of {n_bytes} bytes holds no prompt: two tokens take {least}"
+            beside = (
+                f", and the states of {max_num_seqs} sequences {of_states}" if of_states else ""
             )
+            raise ValueError(
+                f"kv_cache_memory of {n_bytes} bytes holds no prompt: two tokens take "
+                f"{least - of_states}{beside}"
+            )
+        n_bytes -= of_states
         most = self.max_model_len * (max_num_seqs * per_token + per_prompt_token)  # of full rows
         cache_bytes = n_bytes // 10 if prefix_cache_bytes is None else prefix_cache_bytes
         self.kv = KVRows(
@@ -91,7 +110,7 @@ class OnnxRunner:
             max_model_len=self.max_model_len,
             budget_tokens=min(n_bytes, most) // per_token,
             dtype=np.int8 if itemsize == 1 else np.float32,
-            cache=PrefixCache(cache_bytes // (BLOCK_SIZE * per_prompt_token)),
+            cache=PrefixCache.within(cache_bytes, BLOCK_SIZE * per_prompt_token, shape.state_bytes),
         )
         n_logits = most_logits(max_num_seqs, self.vocab_size)  # untouched memory is free
         self._logits: Floats = np.empty((n_logits, self.vocab_size), dtype=np.float32)
@@ -112,23 +131,25 @@ class OnnxRunner:
             n_rows = batch.decodes[-1].row + 1
             n_rows += self._leaves_one_alone(n_rows)
             window = [
-                ([s.last_token_id], s.n_computed, int(s in decoding)) if s else ([0], 0, 0)
+                RowWork([s.last_token_id], s.n_computed, int(s in decoding), s in decoding)
+                if s
+                else _NOBODY
                 for s in [*batch.window, None][:n_rows]
             ]
             n_done = self._run(self.kv.running, 0, window, 0)
         prompts = group_neighbours(batch.prefills, self._pad_into_one_run)
         for chunks in (*prompts, *([chunk] for chunk in batch.drafts)):
             # Prompts are padded on the right; a row's next tokens overwrite what padding writes.
-            work = [(chunk.token_ids, chunk.start, chunk.n_logits) for chunk in chunks]
+            work = [RowWork(chunk.token_ids, chunk.start, chunk.n_logits) for chunk in chunks]
             runs = [work]
             if len(work) == 1 and chunks[0].count > 1 and self._leaves_one_alone(chunks[0].count):
-                runs = [[part] for part in _split_last_two(*work[0])]
+                runs = [[part] for part in _split_last_two(*work[0][:3])]
             for work in runs:
                 n_done += self._run(*self._place(chunks[0]), work, n_done)
         return Logits.of(self._logits[:n_done])
 
     def _decode_one(self, token_id: int, position: int, n_rows: int, first_logit: int) -> None:
-        work = [([token_id], position, 1), ([0], position, 0)][:n_rows]
+        work = [RowWork([token_id], position, 1, moves_state=False), _NOBODY][:n_rows]
         self._run(self.kv.running, 0, work, first_logit)
 
     def _leaves_one_alone(self, n_tokens: int) -> bool:
@@ -137,11 +158,11 @@ class OnnxRunner:
 
     def _run(self, memory: RowMemory, row: int, work: list[RowWork], first_logit: int) -> int:
         """Run tokens over rows from `row` on; write logits from `first_logit` on; count them."""
-        longest = max(len(tokens) for tokens, _, _ in work)
+        longest = max(len(row.tokens) for row in work)
         ids: list[int] = []
         positions: list[int] = []
         indices: list[int] = []
-        for tokens, start, n_logits in work:
+        for tokens, start, n_logits, _ in work:
             n_padding = longest - len(tokens)
             ids += tokens
             indices += range(len(ids) - n_logits, len(ids))
@@ -153,7 +174,8 @@ class OnnxRunner:
             self._bindings[key] = binding = RowBinding(self._session, *key, capacity=len(ids))
         binding.input_ids[: len(ids)] = ids
         binding.position_ids[: len(ids)] = positions
-        ends = [start + len(tokens) for tokens, start, _ in work]
+        binding.n_new[:] = [len(row.tokens) * row.moves_state for row in work]
+        ends = [row.start + len(row.tokens) for row in work]
         seconds = binding.run(ends, longest, indices, self._logits, first_logit)
         self.model_seconds += seconds
         self.decode_seconds += seconds if memory is self.kv.running else 0.0
@@ -162,16 +184,15 @@ class OnnxRunner:
     def _pad_into_one_run(self, group: list[Chunk]) -> bool:
         """Reserve the padding of chunks in one run; return False if they may not share it.
 
-        They may if they are whole prompts of similar length on neighbouring rows. A run reads every
-        weight once, however many prompts it holds. A prompt of one token runs alone, because a
-        product of a single row has a kernel of its own.
+        They may if they are whole prompts or the beginnings of such, of similar length, on
+        neighbouring rows. A run reads every weight once, however many prompts it holds. A prompt of
+        one token runs alone, because a product of a single row has a kernel of its own.
         """
         longest = max(chunk.count for chunk in group)
         rows = [self._place(chunk)[1] for chunk in group]
         return (
             longest * len(group) <= MAX_PADDING * sum(chunk.count for chunk in group)
-            and all(chunk.start == 0 and chunk.completes_prompt for chunk in group)
-            and all(chunk.count > 1 and chunk.n_logits <= 1 for chunk in group)
+            and all(chunk.start == 0 and chunk.count > 1 and chunk.n_logits <= 1 for chunk in group)
             and rows == list(range(rows[0], rows[0] + len(rows)))
             and not self._leaves_one_alone(longest * len(group))
             and self.kv.pad(rows, longest)
@@ -200,15 +221,16 @@ def lone_token_differs(decode: Callable[[int, int, int, int], object], logits: F
 def _split_last_two(tokens: list[int], start: int, n_logits: int) -> list[RowWork]:
     """Split a chunk into all but its last two tokens, and those."""
     n_last = min(2, n_logits)
-    first = tokens[:-2], start, n_logits - n_last
-    return [first, (tokens[-2:], start + len(tokens) - 2, n_last)]
+    first = RowWork(tokens[:-2], start, n_logits - n_last)
+    return [first, RowWork(tokens[-2:], start + len(tokens) - 2, n_last)]
 
 
 class RowBinding:
     """The inputs and outputs of one shape of run over `batch` rows from `row` on, bound once.
 
     A graph with int8 rows has inputs for rows of both types, and `decode` selects which it uses;
-    the others get a placeholder. input_ids, position_ids: int64 [at least batch * sequence].
+    the others get a placeholder. input_ids, position_ids: int64 [at least batch * sequence]. n_new:
+    int64 [batch], see `StepInputs`; without recurrent layers nothing reads it.
     """
 
     def __init__(
@@ -228,6 +250,7 @@ class RowBinding:
         self.position_ids = np.zeros(capacity, dtype=np.int64)
         self._logits_indices = np.zeros(capacity, dtype=np.int64)
         self._seqlens_k = np.zeros(batch, dtype=np.int32)
+        self.n_new = np.zeros(batch, dtype=np.int64)
         self._total = np.zeros((), dtype=np.int32)
         self._bind_input("seqlens_k", self._seqlens_k, (batch,))
         self._bind_input("total_sequence_length", self._total, ())
@@ -245,6 +268,13 @@ class RowBinding:
                 shape, address = self._placeholder.shape, self._placeholder.ctypes.data
                 self._io.bind_output(kv.present, "cpu")
             self._io.bind_input(kv.name, "cpu", 0, kv.element_type, shape, address)
+        if memory.states:
+            self._bind_input(NEW_TOKENS_INPUT, self.n_new, (batch,))
+        # Past and present are the same memory here, too: it is read before it is written.
+        for name, state in zip(state_inputs(session), memory.states, strict=True):
+            bound = "cpu", 0, np.float32, (batch, *state.shape[1:]), state[row].ctypes.data
+            self._io.bind_input(name, *bound)
+            self._io.bind_output(present_name(name), *bound)
 
     def run(
         self, ends: list[int], sequence: int, indices: list[int], logits: Floats, first_logit: int

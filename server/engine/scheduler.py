@@ -163,9 +163,10 @@ class Scheduler:
             chunks.append(chunk)
             if has_streams and sequence.is_background:
                 self._n_steps = 0
-            if sequence.is_scored or not chunk.completes_prompt:
+            if sequence.is_scored or (n_left > limit and not chunk.completes_prompt):
                 break
-            self.order.completes(sequence, now)
+            if chunk.completes_prompt:
+                self.order.completes(sequence, now)
             n_cached = sequence.n_cached if chunk.begins_prompt else 0
             share = self.kv.step_share(chunk.count, n_cached, self.chunk_size)
             room.take(chunk.count, chunk.start, share)
@@ -174,9 +175,7 @@ class Scheduler:
     def _cut(self, sequence: Sequence, limit: int) -> Chunk:
         """Return a chunk of at most `limit` tokens, or of as few as may run at once."""
         limit = min(limit, self.scoring_chunk_size) if sequence.is_scored else limit
-        end = min(sequence.n_computed + max(limit, self.kv.min_chunk), len(sequence.prompt_ids))
-        # A short rest starts earlier and writes the same bits again.
-        start = max(0, min(sequence.n_computed, end - self.kv.min_chunk))
+        start, end = self.kv.cut(sequence.n_computed, limit, len(sequence.prompt_ids))
         n_logits = int(end == sequence.n_given and sequence.params.max_tokens > 0)
         count = end - start
         return Chunk(sequence, start, count, count if sequence.is_scored else n_logits)

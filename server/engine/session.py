@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvasir.kernels.library import Library
 from kvasir.model.config import TransformerConfig
-from kvasir.model.directory import CACHE_OUTPUTS
+from kvasir.model.directory import CACHE_OUTPUTS, STATE_OUTPUTS, present_name
 from kvasir.model.onnx.runtime import onnxruntime, open_cpu_session
 
 if TYPE_CHECKING:
@@ -79,12 +79,14 @@ def shrinking() -> onnxruntime.RunOptions:
 class KVInput:
     """The keys or the values of one layer, which come in as `name` and go out as `present`.
 
-    block: 2 * layer for keys, 2 * layer + 1 for values. element_type: number in onnx.TensorProto.
-    shape: without the first axis, which a run chooses; other axes may be names.
+    layer: of the model. block: 2 i for keys of the i-th layer that has such, 2 i + 1 for values.
+    element_type: number in onnx.TensorProto. shape: without the first axis, which a run chooses;
+    other axes may be names.
     """
 
     name: str
     present: str
+    layer: int
     block: int
     element_type: int
     itemsize: int
@@ -99,10 +101,9 @@ class KVInput:
 def check_shape(session: onnxruntime.InferenceSession, config: TransformerConfig) -> None:
     """Raise ValueError unless graph and configuration, for which buffers are made, agree."""
     sizes = {value.name: value.shape[-1] for value in session.get_outputs()}
-    n_tokens, n_layer = (
-        sizes.get("logits"),
-        1 + max((kv.block // 2 for kv in kv_inputs(session)), default=-1),
-    )
+    layers = {kv.layer for kv in kv_inputs(session)}
+    layers |= {int(name.split(".")[1]) for name in state_inputs(session)}
+    n_tokens, n_layer = sizes.get("logits"), len(layers)
     if (n_tokens, n_layer) != (config.vocab_size, config.n_layer):
         raise ValueError(
             f"the graph has {n_tokens} tokens and {n_layer} layers, and config.json "
@@ -112,12 +113,19 @@ def check_shape(session: onnxruntime.InferenceSession, config: TransformerConfig
 
 def kv_inputs(session: onnxruntime.InferenceSession) -> list[KVInput]:
     """Parse the KV cache inputs of a graph, such as `past_key_values.3.key`."""
+    values = [v for v in session.get_inputs() if v.name.partition(".")[0] in CACHE_OUTPUTS]
+    layers = sorted({int(value.name.split(".")[1]) for value in values})
     inputs = []
-    for value in session.get_inputs():
-        family, _, place = value.name.partition(".")
-        if family in CACHE_OUTPUTS:
-            layer, part = place.split(".")
-            block = 2 * int(layer) + part.startswith("value")
-            present, kind = f"{CACHE_OUTPUTS[family]}.{place}", _ELEMENT_TYPES[value.type]
-            inputs.append(KVInput(value.name, present, block, *kind, tuple(value.shape[1:])))
+    for value in values:
+        _, layer, part = value.name.split(".")
+        block = 2 * layers.index(int(layer)) + part.startswith("value")
+        kind, shape = _ELEMENT_TYPES[value.type], tuple(value.shape[1:])
+        name = value.name
+        inputs.append(KVInput(name, present_name(name), int(layer), block, *kind, shape))
     return inputs
+
+
+def state_inputs(session: onnxruntime.InferenceSession) -> list[str]:
+    """Return the names of a graph's inputs for states, such as `past_states.3.convolution`."""
+    names = (value.name for value in session.get_inputs())
+    return [name for name in names if name.partition(".")[0] in STATE_OUTPUTS]

@@ -71,6 +71,7 @@ MODELS = [
     *("random_model", "random_int8_model", "random_int4_model", "random_windowed_model"),
     *("random_biased_model", "random_mixture_model", "random_int8_mixture_model"),
     *("random_int4_mixture_model", "random_latent_model"),
+    *("random_hybrid_model", "random_int4_hybrid_model"),
 ]
 
 
@@ -93,8 +94,9 @@ def run_alone(model: RandomModel) -> list[Result]:
 
 
 def make_engine(runner: OnnxRunner, *, chunk_size: int, cache_blocks: int = 0) -> Engine:
-    """The blocks of the prefix cache have 16 tokens here."""
-    runner.kv.cache = PrefixCache(cache_blocks, block_size=16)
+    """The blocks of the prefix cache have 16 tokens here, and every other one may have a state."""
+    n_states = cache_blocks // 2 + 1 if runner.kv.prompts.states else None
+    runner.kv.cache = PrefixCache(cache_blocks, block_size=16, n_states=n_states)
     return Engine(runner, chunk_size=chunk_size)
 
 

@@ -215,6 +215,7 @@ _MULTIPLIERS = {
 _MULTIPLIERS |= {"logits_scaling": 4.0}
 _GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": LENGTH}
 _EXPERTS = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
+_LFM2 = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2, "norm_eps": 1e-5}
 # Name, whose first word is the model_type: what it adds.
 _FURTHER: dict[str, dict[str, Any]] = {
     "internlm3": {"attention_bias": True, "mlp_bias": True, "head_dim": 32}
@@ -351,6 +352,13 @@ _FURTHER |= {
     "llama4_text": _LLAMA4 | {"moe_layers": [1]},
     "llama4_text without norms of heads": _LLAMA4 | {"use_qk_norm": False, "attention_bias": True},
     "llama4_text with two experts": _LLAMA4 | {"num_experts_per_tok": 2},
+    "lfm2": _LFM2 | {"block_multiple_of": 32, "block_ffn_dim_multiplier": 1.3},
+    "lfm2 with listed layers": _LFM2
+    | {"layer_types": None, "full_attn_idxs": [1, 3], "conv_bias": True}
+    | {"block_auto_adjust_ff_dim": False, "conv_L_cache": 4},
+    "lfm2_moe": _LFM2
+    | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+    | {"num_dense_layers": 1, "routed_scaling_factor": 1.3},
     "llama4": {"text_config": _GROUPED | _LLAMA4, "vision_config": {"num_hidden_layers": 1}},
 }
 _EVERY_HEAD_ITS_OWN = {"biogpt", "codegen", "gpt_bigcode", "gpt_neo", "mpt", "openai-gpt"}

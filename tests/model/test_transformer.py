@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from kvasir.model.config import TransformerConfig
 from kvasir.model.network.attention import LayerCache
+from kvasir.model.network.block import Cache
 from kvasir.model.network.positions import Positions, sinusoidal_table
 from kvasir.model.network.run_inputs import StepInputs
 from kvasir.model.network.transformer import Transformer
@@ -21,16 +23,21 @@ from tests.model.variants import VARIANTS
 EVERY_VARIANT = pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
 
 
-def empty_caches(config: TransformerConfig, batch: int) -> list[LayerCache]:
-    """Return rows of large numbers: a read of a position that was not written shows."""
+def empty_caches(config: TransformerConfig, batch: int) -> list[Cache]:
+    """Return rows of large numbers: a read of a position that was not written shows.
+
+    States are empty.
+    """
     shape = (batch, config.n_kv_head, config.max_model_len, config.head_dim)
     of_layer = LayerCache(torch.full(shape, 1e4), torch.full(shape, -1e4))
-    return [of_layer] * config.n_layer
+    states = tuple(torch.zeros(batch, *shape) for shape in config.states.values())
+    layers = range(config.n_layer)
+    return [states if layer in config.recurrent_layers else of_layer for layer in layers]
 
 
 def step(
-    decoder: Transformer, tokens: Tensor, lengths: list[int], caches: list[LayerCache]
-) -> tuple[Tensor, list[LayerCache]]:
+    decoder: Transformer, tokens: Tensor, lengths: list[int], caches: Sequence[Cache]
+) -> tuple[Tensor, list[Cache]]:
     """Append tokens [batch, sequence]; row b then holds lengths[b]. Returns logits of all."""
     batch, sequence = tokens.shape
     starts = (torch.tensor(lengths) - sequence).clamp(min=0)
@@ -38,6 +45,7 @@ def step(
         seqlens_k=torch.tensor(lengths, dtype=torch.int32) - 1,
         total_sequence_length=torch.tensor(max(lengths), dtype=torch.int32),
         position_ids=starts[:, None] + torch.arange(sequence),
+        n_new=torch.tensor(lengths) - starts,
     )
     logits, presents = decoder.step(tokens, inputs, torch.arange(batch * sequence), caches)
     return logits.view(batch, sequence, -1), presents

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvasir.model.config import Latents, RopeScaling
+from kvasir.model.config import Latents, RopeScaling, ShortConvolution
 
 BIASES = {"qkv_bias": True, "output_bias": True, "feed_forward_bias": True}
 GPT2 = {"position": "learned", "norm": "layernorm", "n_kv_head": 4, **BIASES}
@@ -132,6 +132,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_model_len=24),
         "layers_without_rotary": (0,),
         "output_bias": True,
+    },
+    "lfm2": {
+        "n_layer": 4,
+        "recurrence": ShortConvolution(kernel=3, bias=True),
+        "recurrent_layers": (0, 2),
+        "qk_norm": True,
     },
     "hunyuan mixture": {
         "d_model": 64,

@@ -1,8 +1,8 @@
 """The published decoders that Kvasir reads.
 
-To add one, add a `Family` to DECODERS or, where its tensors have Llama's names, to `llamas.py` or
-`mixtures.py`; its fields say what belongs there. Keys, defaults and tensor names are those of
-Hugging Face transformers.
+To add one, add a `Family` to DECODERS or, where its tensors have Llama's names, to `llamas.py`,
+`mixtures.py`, `latents.py` or `recurrent.py`; its fields say what belongs there. Keys, defaults and
+tensor names are those of Hugging Face transformers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from kvasir.model.importing.families.latents import LATENTS
 from kvasir.model.importing.families.llamas import LLAMAS
 from kvasir.model.importing.families.mixtures import MIXTURES
 from kvasir.model.importing.families.options import Options, refuse
+from kvasir.model.importing.families.recurrent import RECURRENT
 from kvasir.model.importing.families.traits import QKV, ROPE
 from kvasir.model.importing.tensors import (
     Source,
@@ -129,7 +130,7 @@ _GPTJ_MODULES = {"embedding": "wte", "norm": "ln_f", "head": "lm_head"} | in_lay
     "h.*.", attention_norm="ln_1", feed_forward_norm="ln_1",
     qkv=pairs_apart(stacked(*(f"attn.{part}_proj" for part in "qkv"))),
     output="attn.out_proj", up="mlp.fc_in", down="mlp.fc_out")
-DECODERS: dict[str, Family] = LLAMAS | MIXTURES | LATENTS | {
+DECODERS: dict[str, Family] = LLAMAS | MIXTURES | LATENTS | RECURRENT | {
     "gpt2": Family(
         architectures=("GPT2LMHeadModel", "GPT2Model"),
         shape=(50257, 768, None, 12, 12, None, 1024), tokens=(50256, 50256),

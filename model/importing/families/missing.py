@@ -12,7 +12,7 @@ MISSING: dict[str, str] = {  # a model_type: words for "config.json describes â€
             "olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next",
         "has recurrent layers (linear attention)":
             "bailing_hybrid kimi_linear minimax recurrent_gemma rwkv xlstm",
-        "has layers of short convolutions": "inkling2_text inkling_text lfm2 lfm2_moe lfm3 zaya",
+        "has layers of short convolutions": "inkling2_text inkling_text lfm3 zaya",
         "has two attentions in a layer, and experts that change nothing": "longcat_flash",
         "attends to tokens that an indexer chooses":
             "axk2 deepseek_v32 dots3_note dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text",

@@ -18,12 +18,16 @@ _MAP_NORESERVE = 0x4000  # Linux; the mmap module of Python 3.11 does not name i
 
 
 class KVShape(NamedTuple):
-    """The shape of a model's keys and values; shared: a layer's values are its keys."""
+    """The shape of a model's keys and values; shared: a layer's values are its keys.
+
+    states: the shapes of what recurrent layers keep of a row, whatever its length.
+    """
 
     n_layer: int
     n_kv_head: int
     head_dim: int
     shared: bool = False
+    states: tuple[tuple[int, ...], ...] = ()
 
     @property
     def n_parts(self) -> int:
@@ -34,6 +38,11 @@ class KVShape(NamedTuple):
         """Return the size of one token's keys and values in all layers."""
         return self.n_parts * self.n_layer * self.n_kv_head * self.head_dim * itemsize
 
+    @property
+    def state_bytes(self) -> int:
+        """The size of a row's states, which are float32."""
+        return 4 * sum(map(math.prod, self.states))
+
 
 class RowMemory:
     """`n_rows` rows of `max_model_len` positions in one private anonymous mapping.
@@ -43,7 +52,7 @@ class RowMemory:
     max_model_len rounded up to whole pages, so that releasing a row leaves its neighbour alone.
     reserved: tokens that the holder of each row may write, 0 of a free one. committed: tokens whose
     pages each row holds, or may take at any time. weight: tokens of a budget that each of these
-    takes.
+    takes. states: of recurrent layers, float32 [n_rows, …] each, beside the budget.
     """
 
     def __init__(
@@ -67,6 +76,9 @@ class RowMemory:
         self._memory = map_memory(n_blocks * n_rows * per_position * self.n_positions)
         self.array: NDArray[Any] = np.frombuffer(self._memory, dtype=self.dtype)
         self.array = self.array.reshape(n_blocks, n_rows, *self.row_shape)
+        self.states: list[NDArray[np.float32]] = [
+            np.zeros((n_rows, *of_row), dtype=np.float32) for of_row in shape.states
+        ]
 
     def address(self, block: int, row: int) -> int:
         """Return the address of a row's keys, block 2i of layer i, or values, block 2i + 1."""
@@ -79,9 +91,23 @@ class RowMemory:
         self.committed[row] = max(self.committed[row], n_tokens)
 
     def copy(self, source: int, target: int, start: int, end: int) -> None:
-        """Copy a row's tokens [start, end) to another row."""
+        """Copy a row's tokens [start, end) to another row, and its states."""
         tokens = self.array[:, :, :, start:end]
         tokens[:, target] = tokens[:, source]
+        for state in self.states:
+            state[target] = state[source]
+
+    def read_states(self, row: int) -> NDArray[np.float32]:
+        """Return a copy of a row's states, one after the other."""
+        return np.concatenate([state[row].ravel() for state in self.states])
+
+    def write_states(self, row: int, values: NDArray[np.float32] | None) -> None:
+        """Set a row's states to what `read_states` returned; None is those of no tokens."""
+        start = 0
+        for state in self.states:
+            end = start + state[row].size
+            state[row] = 0.0 if values is None else values[start:end].reshape(state[row].shape)
+            start = end
 
     def trim(self, row: int, n_kept: int = 0) -> int:
         """Release a row's pages beyond its reservation and its first `n_kept` tokens.

@@ -1,6 +1,8 @@
 """Prompt blocks by name, and copies of their keys and values, which many prompts share.
 
-Only the results of prefill are kept, never those of decoding, whose bits differ.
+Only the results of prefill are kept, never those of decoding, whose bits differ. A model with
+recurrent layers goes on from a block only if its state there is kept too: blocks at whose ends runs
+have ended have one.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ Floats = NDArray[np.float32]
 
 BLOCK_SIZE = 64  # tokens
 _BLOCKS_PER_ALLOCATION = 8
+_BLOCKS_PER_STATE = 4  # of a prompt in chunks of 256 tokens
 
 
 class BlockCache(Generic[T]):
@@ -52,11 +55,33 @@ class PrefixCache(BlockCache[Floats]):
 
     The least recently used block is dropped first. A chain is always touched as a whole, its first
     block last, so no block outlives its parent: what remains of a chain is its beginning.
+
+    n_states: the most states that are kept, also the least recently used dropped first; None is of
+    a model without states.
     """
 
-    def __init__(self, capacity: int = 0, block_size: int = BLOCK_SIZE) -> None:
+    def __init__(
+        self, capacity: int = 0, block_size: int = BLOCK_SIZE, n_states: int | None = None
+    ) -> None:
         super().__init__(capacity, block_size)
+        self.n_states = n_states
+        self.states: OrderedDict[bytes, Floats] = OrderedDict()  # at the ends of blocks
         self._spare: list[Floats] = []
+
+    @classmethod
+    def within(cls, n_bytes: int, block_bytes: int, state_bytes: int) -> PrefixCache:
+        """Return a cache that takes so many bytes, with a state for every few blocks."""
+        if not state_bytes:
+            return cls(n_bytes // block_bytes)
+        n_states = n_bytes // (_BLOCKS_PER_STATE * block_bytes + state_bytes)
+        return cls(_BLOCKS_PER_STATE * n_states, n_states=n_states)
+
+    def count(self, names: list[bytes]) -> int:
+        """Count the blocks of a chain from its first on, up to one that prompts can go on from."""
+        n_cached = super().count(names)
+        if self.n_states is None:
+            return n_cached
+        return next((n for n in range(n_cached, 0, -1) if names[n - 1] in self.states), 0)
 
     def restore(self, row: Floats, names: list[bytes]) -> int:
         """Copy the cached blocks of a chain to the start of a row; return their tokens."""
@@ -66,15 +91,22 @@ class PrefixCache(BlockCache[Floats]):
         self._touch(cached)
         return len(cached) * self.block_size
 
-    def keep(self, row: Floats, names: list[bytes]) -> None:
-        """Copy the blocks of a chain, which starts the row, unless they are cached already."""
-        n_cached = self.count(names)
+    def keep(self, row: Floats, names: list[bytes], state: Floats | None = None) -> None:
+        """Copy the blocks of a chain, which starts the row, unless they are cached already.
+
+        state: at the end of the chain.
+        """
+        n_cached = super().count(names)
         self._touch(names[:n_cached])  # or the chain's own beginning could be dropped to make room
         for n, name in enumerate(names[n_cached:], n_cached):
             source = self._slice(row, n)
             self.blocks[name] = block = self._allocate(source.shape)
             block[:] = source
+        if state is not None and names and self.n_states:
+            self.states[names[-1]] = state
         self._touch(names)
+        while len(self.states) > (self.n_states or 0):
+            self.states.popitem(last=False)
 
     def _slice(self, row: Floats, n: int) -> Floats:
         return row[:, :, n * self.block_size : (n + 1) * self.block_size]
@@ -85,7 +117,9 @@ class PrefixCache(BlockCache[Floats]):
         Spare blocks are allocated together: huge pages of large arrays are committed much faster.
         """
         if len(self.blocks) == self.capacity:
-            return self.blocks.popitem(last=False)[1]
+            name, block = self.blocks.popitem(last=False)
+            self.states.pop(name, None)
+            return block
         if not self._spare:
             n_blocks = min(_BLOCKS_PER_ALLOCATION, self.capacity - len(self.blocks))
             self._spare.extend(np.empty((n_blocks, *shape), dtype=np.float32))
@@ -94,3 +128,5 @@ class PrefixCache(BlockCache[Floats]):
     def _touch(self, names: list[bytes]) -> None:
         for name in reversed(names):
             self.blocks.move_to_end(name)
+            if name in self.states:
+                self.states.move_to_end(name)

@@ -23,6 +23,12 @@ COPIED_PER_COMPUTED = 16  # tokens copied in the time of running one; 20 to 60 w
 _RETAINED_PROMPT = 1024  # tokens of a finished prompt whose pages are kept for the next one
 
 
+def n_rows(max_num_seqs: int) -> int:
+    """Return the number of rows that sequences and their prompts take, each with a state."""
+    # One row more, which no sequence gets: a decode run may need a row beside the last.
+    return max_num_seqs + 1 + min(max_num_seqs, MAX_PROMPT_ROWS)
+
+
 class RowStore(KVStore):
     """A KV cache of rows, each of which has tokens in one or more memories."""
 
@@ -109,11 +115,12 @@ class KVRows(RowStore):
         dtype: type[Any] = np.float32,
         cache: PrefixCache | None = None,
     ) -> None:
-        n_prompt_rows = min(max_num_seqs, MAX_PROMPT_ROWS)
+        n_prompt_rows = n_rows(max_num_seqs) - max_num_seqs - 1
         token_bytes, self.prompt_token_bytes = (
             shape.token_bytes(np.dtype(kind).itemsize) for kind in (dtype, np.float32)
         )
         weight = self.prompt_token_bytes // token_bytes
+        self.state_bytes = shape.state_bytes
         # One row more, which no sequence gets: a decode run may need a row beside the last.
         self.running = RowMemory(shape, max_num_seqs + 1, max_model_len, dtype)
         self.prompts = RowMemory(shape, n_prompt_rows, max_model_len, np.float32, weight)
@@ -145,7 +152,28 @@ class KVRows(RowStore):
         self._keep_to_budget()
         n_cached = self.cache.restore(self.prompts.array[:, prompt_row], names)
         self._fill(row, 0, n_cached)
+        if self.prompts.states:
+            last = names[n_cached // self.cache.block_size - 1] if n_cached else b""
+            self.prompts.write_states(prompt_row, self.cache.states.get(last))
         return row, n_cached
+
+    def cut(self, n_computed: int, limit: int, n_prompt: int) -> tuple[int, int]:
+        """See KVStore. A state moves once: with states no token runs twice.
+
+        So a chunk may have a token more, for no rest to be short. It ends with a block if it can,
+        for the prefix cache to keep the state there; the last one thus begins where the next turn
+        of a chat can go on.
+        """
+        if not self.prompts.states:
+            return super().cut(n_computed, limit, n_prompt)
+        fewest, size = self.min_chunk, self.cache.block_size
+        end = min(n_computed + max(limit, fewest), n_prompt)
+        border = end // size * size
+        if self.cache.capacity and border - n_computed >= fewest and n_prompt - border != 1:
+            return n_computed, border
+        if n_prompt - end == 1:
+            end += 1 if end - n_computed == fewest else -1
+        return n_computed, end
 
     def prompt_row(self, row: int) -> int:
         """Return the row of floats of a row. Raises KeyError once its prompt is computed."""
@@ -169,12 +197,18 @@ class KVRows(RowStore):
     def record_prefill(self, row: int, start: int, end: int, names: list[bytes]) -> None:
         """Copy a prompt's computed tokens [start, end) to the running row and the prefix cache.
 
-        After the last the row of floats is free. names: of all blocks of the prompt.
+        After the last the row of floats is free, and its state is the running row's. names: of all
+        blocks of the prompt.
         """
         prompt_row, n_prompt = self._prompts[row]
-        self.cache.keep(self.prompts.array[:, prompt_row], names[: end // self.cache.block_size])
+        chain, size = names[: end // self.cache.block_size], self.cache.block_size
+        ends_chain = self.prompts.states and len(chain) * size == end
+        state = self.prompts.read_states(prompt_row) if ends_chain else None
+        self.cache.keep(self.prompts.array[:, prompt_row], chain, state)
         self._fill(row, start, end)
         if end == n_prompt:
+            if self.prompts.states:
+                self.running.write_states(row, self.prompts.read_states(prompt_row))
             self._free_prompt(row)
 
     def free(self, row: int) -> None:

@@ -12,13 +12,14 @@ class KVStore(ABC):
     """A KV cache of `max_num_seqs` rows within a budget of tokens, and its prefix cache.
 
     token_bytes: memory of one token, in all layers; prompt_token_bytes: additional memory of a
-    prompt's until the prompt is computed. min_chunk: fewest tokens of a prompt that may run at
-    once, if it has as many. steps_are_runs: a step is one run of the model.
+    prompt's until the prompt is computed; state_bytes: of a row's states, beside the budget.
+    min_chunk: fewest tokens of a prompt that may run at once, if it has as many. steps_are_runs: a
+    step is one run of the model.
     """
 
     min_chunk = 1
     steps_are_runs = False
-    prompt_token_bytes = 0
+    prompt_token_bytes = state_bytes = 0
 
     def __init__(
         self, *, max_num_seqs: int, budget_tokens: int, token_bytes: int, cache: BlockCache[Any]
@@ -33,6 +34,14 @@ class KVStore(ABC):
     @abstractmethod
     def reserved_tokens(self) -> int:
         """Tokens of the budget that sequences hold."""
+
+    def cut(self, n_computed: int, limit: int, n_prompt: int) -> tuple[int, int]:
+        """Return the start and the end of a prompt's next chunk, of at most `limit` tokens.
+
+        It has at least `min_chunk`, so a short rest starts earlier and writes the same bits again.
+        """
+        end = min(n_computed + max(limit, self.min_chunk), n_prompt)
+        return max(0, min(n_computed, end - self.min_chunk)), end
 
     def reservation(self, n_prompt: int, max_tokens: int) -> int:
         """Return the most tokens of the budget that a sequence takes for each of its rows."""
