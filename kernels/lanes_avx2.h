@@ -11,6 +11,11 @@ struct Floats {
 inline Floats all(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
 inline Ints all(int32_t value) { return {_mm256_set1_epi32(value), _mm256_set1_epi32(value)}; }
 inline Floats load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
+inline __m256 load_eight(const uint16_t* from) {
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+inline Floats load(const uint16_t* from) { return {load_eight(from), load_eight(from + 8)}; }
 inline void store(float* to, Floats a) {
     _mm256_storeu_ps(to, a.low);
     _mm256_storeu_ps(to + 8, a.high);

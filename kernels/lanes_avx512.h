@@ -11,6 +11,10 @@ struct Floats {
 inline Floats all(float value) { return {_mm512_set1_ps(value)}; }
 inline Ints all(int32_t value) { return {_mm512_set1_epi32(value)}; }
 inline Floats load(const float* from) { return {_mm512_loadu_ps(from)}; }
+inline Floats load(const uint16_t* from) {
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
 inline void store(float* to, Floats a) { _mm512_storeu_ps(to, a.v); }
 
 inline Floats operator+(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }

@@ -18,6 +18,9 @@ struct Floats {
 inline Floats all(float value) { EACH_PART(Floats, vdupq_n_f32(value)); }
 inline Ints all(int32_t value) { EACH_PART(Ints, vdupq_n_s32(value)); }
 inline Floats load(const float* from) { EACH_PART(Floats, vld1q_f32(from + 4 * i)); }
+inline Floats load(const uint16_t* from) {
+    EACH_PART(Floats, vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(from + 4 * i), 16)));
+}
 inline void store(float* to, Floats a) {
     for (int i = 0; i < 4; ++i)
         vst1q_f32(to + 4 * i, a.part[i]);

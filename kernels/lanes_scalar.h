@@ -18,6 +18,15 @@ struct Floats {
 inline Floats all(float value) { EACH_LANE(Floats, value); }
 inline Ints all(int32_t value) { EACH_LANE(Ints, value); }
 inline Floats load(const float* from) { EACH_LANE(Floats, from[i]); }
+// Of numbers whose lower 16 bits are zeros, and left out.
+inline Floats load(const uint16_t* from) {
+    uint32_t bits[16];
+    for (int i = 0; i < 16; ++i)
+        bits[i] = uint32_t(from[i]) << 16;
+    Floats result;
+    memcpy(result.lane, bits, sizeof bits);
+    return result;
+}
 inline void store(float* to, Floats a) { memcpy(to, a.lane, sizeof a.lane); }
 
 inline Floats operator+(Floats a, Floats b) { EACH_LANE(Floats, a.lane[i] + b.lane[i]); }

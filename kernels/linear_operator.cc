@@ -1,7 +1,9 @@
 #include "linear_operator.h"
 
 #include <cstring>
+#include <optional>
 
+#include "adapters.h"
 #include "memory.h"
 #include "pack.h"
 #include "pages.h"
@@ -11,7 +13,7 @@ namespace kvasir {
 
 namespace {
 
-enum Input : size_t { x, weight, scales, bias, norm_weight, norm_bias, residual, input_count };
+enum Input : size_t { x, weight, scales, bias, norm_weight, norm_bias, residual, adapters, adapter_table, input_count };
 
 // Below these a task costs more than it saves.
 constexpr size_t fewest_parallel_inputs = 1 << 14;
@@ -33,7 +35,8 @@ Value choice(const Node& node, const char* attribute, const char* const (&names)
 
 class LinearKernel {
 public:
-    LinearKernel(const LinearOperator& op, const Node& node) : runtime(op.runtime), product(op.product), name(op.name) {
+    LinearKernel(const LinearOperator& op, const Node& node)
+        : runtime(op.runtime), path(op.path), product(op.product), name(op.name), parts(Parts::of(node)) {
         layer.activation = choice<Activation>(
             node, "activation", {"", "silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid"});
         layer.norm = choice<Norm>(node, "norm", {"", "rms", "layer"});
@@ -52,6 +55,8 @@ public:
         if (layer.norm == Norm::none && (layer.norm_weight || layer.norm_bias))
             node.refuse("the inputs norm and norm_bias need the attribute norm");
         has_residual = node.has_input(residual);
+        if ((parts.count > 0) != node.has_input(adapters) || node.has_input(adapters) != node.has_input(adapter_table))
+            node.refuse("the inputs adapters and adapter_table, and the attribute parts, need each other");
     }
 
     void compute(const Run& run) const {
@@ -70,34 +75,53 @@ public:
             added = tensor.floats();
         }
         float* const out = run.output<float>(0, shape);
-        if (rows)
-            compute(run, rows, input.floats(), added, out);
+        if (!rows)
+            return;
+        std::optional<RowAdapters> of_rows;
+        if (parts.count)
+            of_rows.emplace(path, parts, name, run.input(adapters), run.input(adapter_table), rows, layer.inputs,
+                            layer.outputs);
+        compute(run, rows, input.floats(), added, of_rows && !of_rows->are_none() ? &*of_rows : nullptr, out);
     }
 
     const Runtime& runtime;
 
 private:
-    void compute(const Run& run, size_t rows, const float* from, const float* added, float* out) const {
-        const size_t prepare_step = rows * layer.row_width() < fewest_parallel_inputs ? rows : prepared_rows;
+    // of_rows: null if no row has an adapter.
+    void compute(const Run& run, size_t rows, const float* from, const float* added, const RowAdapters* of_rows,
+                 float* out) const {
+        const bool is_short = rows * layer.row_width() < fewest_parallel_inputs && !of_rows;
+        const size_t prepare_step = is_short ? rows : prepared_rows;
         const size_t prepare_tasks = (rows + prepare_step - 1) / prepare_step;
         const size_t values_bytes = round_up(rows * layer.padded_inputs * product.input_bytes, sizeof(CacheLine));
         const size_t scales_bytes = round_up(rows * layer.blocks * sizeof(float), sizeof(CacheLine));
         const size_t row_bytes = layer.padded_inputs * sizeof(float);
+        // Adapters read what was prepared, which is x itself where nothing is done to it.
+        const bool keeps_rows = of_rows && (layer.activation != Activation::none || layer.gated ||
+                                            layer.norm != Norm::none || layer.mixed);
+        const size_t kept_rows = keeps_rows ? rows : prepare_tasks;
+        const size_t projected_bytes = of_rows ? rows * of_rows->width() * sizeof(float) : 0;
 
         // A thread computes one operator at a time, and the largest room serves them all.
         thread_local Lines room;
-        const size_t lines = (values_bytes + 2 * scales_bytes + prepare_tasks * row_bytes) / sizeof(CacheLine);
+        const size_t lines =
+            (values_bytes + 2 * scales_bytes + kept_rows * row_bytes + projected_bytes) / sizeof(CacheLine);
         if (room.size() < lines)
             room.resize(lines);
         unsigned char* at = room.data()->bytes;
         const RoundedRows rounded{at, reinterpret_cast<float*>(at + values_bytes),
                                   reinterpret_cast<int32_t*>(at + values_bytes + scales_bytes)};
         auto* const y = reinterpret_cast<float*>(at + values_bytes + 2 * scales_bytes);
+        float* const h = y + kept_rows * layer.padded_inputs;  // whose rows are whole cache lines
+        const FloatRows read{keeps_rows ? y : from, keeps_rows ? layer.padded_inputs : layer.inputs, layer.inputs};
 
         run.in_parallel(prepare_tasks, [&](size_t task) {
             const size_t first = task * prepare_step, last = first + prepare_step < rows ? first + prepare_step : rows;
             for (size_t m = first; m < last; ++m)
-                product.prepare(layer, from + m * layer.row_width(), y + task * layer.padded_inputs, rounded, m);
+                product.prepare(layer, from + m * layer.row_width(), y + (keeps_rows ? m : task) * layer.padded_inputs,
+                                rounded, m);
+            if (of_rows)
+                of_rows->project(read, first, last, h);
         });
 
         const size_t tiles = (layer.outputs + tile_columns - 1) / tile_columns;
@@ -105,7 +129,10 @@ private:
         const auto multiply = [&](size_t task) {
             const size_t first = task % row_tasks * multiplied_rows;
             const size_t last = first + multiplied_rows < rows ? first + multiplied_rows : rows;
-            product.multiply(layer, rounded, first, last, task / row_tasks * tile_columns, added, out);
+            const size_t column = task / row_tasks * tile_columns;
+            product.multiply(layer, rounded, first, last, column, added, out);
+            if (of_rows)
+                of_rows->expand(h, first, last, column, column + tile_columns, out);
         };
         if (rows * layer.inputs * layer.outputs >= fewest_parallel_products)
             return run.in_parallel(tiles * row_tasks, multiply);
@@ -171,8 +198,10 @@ private:
         return reinterpret_cast<const float*>(kept.data());
     }
 
+    const Path& path;
     const Product& product;
     const std::string name;
+    const Parts parts;
     Layer layer{};
     bool has_residual;
     Lines weights, scale_values, bias_values, norm_weights, norm_biases;
@@ -182,12 +211,15 @@ private:
 
 LinearOperator::LinearOperator(const Runtime& runtime, const Path& path, bool has_nibbles)
     : runtime(runtime),
+      path(path),
       product(has_nibbles ? path.nibbles : path.bytes),
       has_nibbles(has_nibbles),
       name(has_nibbles ? "Linear4" : "Linear") {
     describe_operator<LinearOperator, LinearKernel>(*this);
     GetInputType = [](const OrtCustomOp* op, size_t index) {
         const bool is_nibbles = static_cast<const LinearOperator*>(op)->has_nibbles;
+        if (index >= adapters)
+            return element_int64;
         return index != weight ? element_float : is_nibbles ? element_uint8 : element_int8;
     };
     GetInputTypeCount = [](const OrtCustomOp*) -> size_t { return input_count; };

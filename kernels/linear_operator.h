@@ -10,6 +10,7 @@ struct LinearOperator : OrtCustomOp {
     LinearOperator(const Runtime&, const Path&, bool has_nibbles);
 
     const Runtime& runtime;
+    const Path& path;
     const Product& product;
     const bool has_nibbles;
     const char* const name;

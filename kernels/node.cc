@@ -21,6 +21,7 @@ std::string describe(const Tensor& tensor) {
                              : tensor.type == element_int8  ? "int8"
                              : tensor.type == element_uint8 ? "uint8"
                              : tensor.type == element_int32 ? "int32"
+                             : tensor.type == element_int64 ? "int64"
                                                             : "another type";
     return type + describe(tensor.shape);
 }

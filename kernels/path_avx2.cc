@@ -19,6 +19,8 @@ namespace kvasir::avx2 {
 //
 #include "linear.h"
 //
+#include "low_rank.h"
+//
 #include "attention.h"
 }  // namespace kvasir::avx2
 
@@ -30,6 +32,8 @@ const Path avx2_path = {
     avx2::attention<avx2::BytesProduct>(),
     avx2::normalise,
     avx2::multiply_floats<4>,
+    avx2::project,
+    avx2::expand,
 };
 }
 

@@ -20,6 +20,8 @@ namespace kvasir::avx512 {
 //
 #include "linear.h"
 //
+#include "low_rank.h"
+//
 #include "attention.h"
 }  // namespace kvasir::avx512
 
@@ -31,6 +33,8 @@ const Path avx512_path = {
     avx512::attention<avx512::BytesProduct>(),
     avx512::normalise,
     avx512::multiply_floats<4>,
+    avx512::project,
+    avx512::expand,
 };
 }
 

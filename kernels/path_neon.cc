@@ -20,6 +20,8 @@ namespace kvasir::neon {
 //
 #include "linear.h"
 //
+#include "low_rank.h"
+//
 #include "attention.h"
 }  // namespace kvasir::neon
 
@@ -31,6 +33,8 @@ const Path neon_path = {
     neon::attention<neon::BytesProduct>(),
     neon::normalise,
     neon::multiply_floats<4>,
+    neon::project,
+    neon::expand,
 };
 }
 

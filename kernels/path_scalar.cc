@@ -13,6 +13,8 @@ namespace kvasir::scalar {
 //
 #include "linear.h"
 //
+#include "low_rank.h"
+//
 #include "attention.h"
 }  // namespace kvasir::scalar
 
@@ -24,5 +26,7 @@ const Path scalar_path = {
     scalar::attention<scalar::BytesProduct>(),
     scalar::normalise,
     scalar::multiply_floats<4>,
+    scalar::project,
+    scalar::expand,
 };
 }

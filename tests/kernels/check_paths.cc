@@ -255,6 +255,60 @@ private:
     std::vector<float> key_scales, value_scales, angles, slopes, biases, x;
 };
 
+// Random rows of one adapter: what they are projected to, and their outputs, on one path.
+class AdapterTrial {
+public:
+    AdapterTrial() {
+        adapter.rank = 1 + draw(40);
+        adapter.padded_rank = round_up(adapter.rank, lane_count);
+        adapter.width = 1 + draw(140);
+        adapter.first = draw(20);
+        adapter.is_16 = draw(2);
+        inputs = 1 + draw(200);
+        rows = 1 + draw(5);
+        outputs = adapter.first + adapter.width + draw(20);
+        a = draw_floats(inputs * adapter.padded_rank);
+        b = draw_floats(adapter.rank * adapter.width);
+        x = draw_floats(rows * inputs);
+        y = draw_floats(rows * outputs);
+    }
+
+    std::vector<float> run(const Path& path, bool at_end) const {
+        const std::vector<uint16_t> narrow_a = upper(a), narrow_b = upper(b);
+        const Guarded a_page(a.data(), a.size() * 4, at_end), b_page(b.data(), b.size() * 4, at_end);
+        const Guarded narrow_a_page(narrow_a.data(), a.size() * 2, at_end);
+        const Guarded narrow_b_page(narrow_b.data(), b.size() * 2, at_end);
+        const Guarded x_page(x.data(), x.size() * 4, at_end), out(y.data(), y.size() * 4, at_end);
+        const Guarded h(nullptr, rows * adapter.padded_rank * 4, at_end);
+        LowRank placed = adapter;
+        placed.a = (adapter.is_16 ? narrow_a_page : a_page).data;
+        placed.b = (adapter.is_16 ? narrow_b_page : b_page).data;
+        path.project(placed, {x_page.floats(), inputs, inputs}, 0, rows, h.floats(), adapter.padded_rank);
+        const size_t end = adapter.first + adapter.width;
+        for (size_t column = adapter.first; column < end; column += tile_columns)
+            path.expand(placed, h.floats(), adapter.padded_rank, 0, rows, column, std::min(column + tile_columns, end),
+                        out.floats(), outputs);
+        std::vector<float> results(out.floats(), out.floats() + rows * outputs);
+        results.insert(results.end(), h.floats(), h.floats() + rows * adapter.padded_rank);
+        return results;
+    }
+
+private:
+    static std::vector<uint16_t> upper(const std::vector<float>& values) {
+        std::vector<uint16_t> result;
+        for (float value : values) {
+            uint32_t bits;
+            memcpy(&bits, &value, sizeof bits);
+            result.push_back(uint16_t(bits >> 16));
+        }
+        return result;
+    }
+
+    LowRank adapter{};
+    size_t inputs, rows, outputs;
+    std::vector<float> a, b, x, y;
+};
+
 static uint64_t hash = 14695981039346656037u;  // FNV-1a
 
 // Return whether all paths compute the same.
@@ -288,6 +342,11 @@ int main(int count, char** arguments) {
     for (uint64_t seed = 0; seed < 60; seed += step) {
         state = seed;
         if (!agree(AttentionTrial(seed >= 45), ("attention " + std::to_string(seed)).c_str()))
+            return 1;
+    }
+    for (uint64_t seed = 0; seed < 60; seed += step) {
+        state = seed;
+        if (!agree(AdapterTrial(), ("adapter " + std::to_string(seed)).c_str()))
             return 1;
     }
     printf("%016llx%s\n", static_cast<unsigned long long>(hash), names.c_str());

@@ -18,6 +18,7 @@ from kvasir.model.onnx.runtime import onnxruntime
 
 FLOATS = NDArray[np.float32]
 INPUTS = ("x", "weight", "scales", "bias", "norm", "norm_bias", "residual")
+ADAPTER_INPUTS = ("adapters", "adapter_table")
 needs_library = pytest.mark.skipif(
     not library.FILE.exists(), reason="no compiler built kernels/libkvasir.so"
 )
@@ -31,8 +32,9 @@ def graph(
 ) -> bytes:
     """Return a model of one node. Inputs that are neither constants nor variables are absent."""
     floats = TensorProto.FLOAT
-    types = {name: TensorProto.INT8 if name == "weight" else floats for name in variables}
-    return _one_node(operator, INPUTS, attributes or {}, constants, types)
+    others = {"weight": TensorProto.INT8} | dict.fromkeys(ADAPTER_INPUTS, TensorProto.INT64)
+    types = {name: others.get(name, floats) for name in variables}
+    return _one_node(operator, INPUTS + ADAPTER_INPUTS, attributes or {}, constants, types)
 
 
 ATTENTION_INPUTS = {

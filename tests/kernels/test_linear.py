@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,7 +28,7 @@ def floats(random: np.random.Generator, *shape: int) -> FLOATS:
     return np.where(random.random(shape) < 0.1, 0, spread).astype(np.float32)
 
 
-def run(model: bytes, inputs: dict[str, FLOATS], path: str, threads: int = 1) -> FLOATS:
+def run(model: bytes, inputs: Mapping[str, NDArray[Any]], path: str, threads: int = 1) -> FLOATS:
     (output,) = session(model, path, threads).run(None, inputs)
     assert output.dtype == np.float32
     return output  # type: ignore[no-any-return]
