@@ -18,6 +18,7 @@ from kvasir.export.graphs.encoder import export_encoder_graph
 from kvasir.export.graphs.paged import KV_DTYPES, check_pageable, export_paged_graph, speed_notes
 from kvasir.export.graphs.source import export_source_graph
 from kvasir.export.rounding.activations import Activations
+from kvasir.export.rounding.adapters import with_factors
 from kvasir.export.rounding.formulas import BITS
 from kvasir.export.rounding.kv_cache import KVScales
 from kvasir.export.rounding.smoothing import smooth
@@ -29,6 +30,7 @@ from kvasir.export.verification.verify import Verifier
 from kvasir.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import (
+    ADAPTERS_FILE,
     CONFIG_FILE,
     ENCODER_GRAPH_FILE,
     FORMAT_VERSION,
@@ -170,7 +172,10 @@ def _write_graphs(
             export_encoder_graph(*arguments, progress)
         else:
             prompts = target.int8_prompts
-            export_graph(*arguments, steps, progress, int8_prompts=prompts, inputs=inputs)
+            scaled = export_graph(*arguments, steps, progress, int8_prompts=prompts, inputs=inputs)
+            if checkpoint.adapters is not None and config.encoder is None:
+                layout = with_factors(checkpoint.adapters(), scaled, activations)
+                layout.save(part / ADAPTERS_FILE)
         if config.encoder is not None:
             file = part / ENCODER_GRAPH_FILE
             export_source_graph(config, weights, file, target.precision, progress)

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from kvasir.model.adapter_config import ADAPTER_WEIGHTS_FILE
+from kvasir.model.adapters.layout import Layout
 from kvasir.model.config import ConfigError, TransformerConfig
 from kvasir.model.directory import (
     CONFIG_FILE,
@@ -32,6 +33,7 @@ from kvasir.model.directory import (
     read_extra_files,
 )
 from kvasir.model.importing.errors import UnsupportedError
+from kvasir.model.importing.plan import plan_adapters
 from kvasir.model.importing.published import is_published, read_published
 from kvasir.model.network.low_rank import PublishedRows
 from kvasir.model.network.skeleton import build_decoder, check_size, parameter_shapes
@@ -75,6 +77,7 @@ class Checkpoint:
     notes: tuple[str, ...] = ()  # what was left out of a published model
     # Returns where the rows of a matrix are published, by its name and height; None: nowhere.
     rows: Callable[[str, int], PublishedRows] | None = None
+    adapters: Callable[[], Layout] | None = None  # how adapters fit its linear layers, if known
 
     @cached_property
     def decoder(self) -> Transformer:
@@ -170,8 +173,8 @@ def _open_published(source: Path) -> Checkpoint:
     tokenizer = parse_tokenizer(files.pop(TOKENIZER_FILE), source)
     config, weights = published.config, LazyWeights(published.weights)
     notes = tuple(published.notes)
-    rows, stored = published.rows, published.files
-    return Checkpoint(source, config, weights, tokenizer, {}, files, stored, notes, rows)
+    of_files = files, published.files, notes, published.rows, published.adapters
+    return Checkpoint(source, config, weights, tokenizer, {}, *of_files)
 
 
 def _open_directory(directory: Path) -> Checkpoint:
@@ -199,7 +202,10 @@ def _open_directory(directory: Path) -> Checkpoint:
                 f"tensor {name!r} in {tensor.file} has shape {shape}, not {wanted}"
             )
     weights = LazyWeights({name: stored[name].read for name in shapes})
-    return Checkpoint(path, config, weights, tokenizer, progress, extra_files, files)
+    adapters = partial(plan_adapters, config)
+    return Checkpoint(
+        path, config, weights, tokenizer, progress, extra_files, files, adapters=adapters
+    )
 
 
 def load_state(path: Path) -> dict[str, Tensor]:

@@ -37,6 +37,7 @@ WEIGHTS_FILE = "model.onnx.data"
 ATTENTION_GRAPH_FILE = "attention.onnx"  # the same weights; also returns attention's weights
 HEAD_MASK_INPUT = "head_mask"  # of that graph
 LENS_OUTPUT, ROWS_OUTPUT = "lens", "rows"  # of that graph, if it has logits
+ADAPTERS_FILE = "adapters.safetensors"  # how adapters fit the graph: see `model.adapters.layout`
 REQUIRED_FILES = (CONFIG_FILE, TOKENIZER_FILE, GRAPH_FILE, WEIGHTS_FILE)
 _GRAPHS = frozenset({GRAPH_FILE, ENCODER_GRAPH_FILE, ATTENTION_GRAPH_FILE})
 EXTRA_FILES = (
@@ -221,7 +222,7 @@ def _check_files(directory: Path, hashes: Mapping[str, str]) -> None:
         if sha256(path) != expected:
             problem = f"{path} does not match its hash in {MANIFEST_FILE}; {remedy}"
             raise ModelDirectoryError(find_mistake(directory) or problem)
-    for name in {*EXTRA_FILES, *_GRAPHS} - hashes.keys():
+    for name in {*EXTRA_FILES, *_GRAPHS, ADAPTERS_FILE} - hashes.keys():
         if (directory / name).exists():
             raise ModelDirectoryError(
                 f"{directory / name} is not in {MANIFEST_FILE}; "

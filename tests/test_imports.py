@@ -22,6 +22,7 @@ from tests.deploy.dockerfile import read_stages
 ROOT = Path(__file__).parent.parent
 ROOMS = ("model", "kernels", "export", "server", "loadtest", "commands")
 WITHOUT_TORCH = (
+    "model.adapters",
     "model.directory",
     "model.config",
     "model.config_rules",
@@ -44,6 +45,7 @@ RULES = {
     "model.training": ("model",),
     "model.importing": ("model.network", "model.tensor_files", *WITHOUT_TORCH),
     "model.download": ("model.directory", "model.not_a_model", "model.platform"),
+    "model.adapters": ("model.platform",),
     "model.platform": (),
     "model.template": ("model.directory", "model.platform"),
     "model": ("model.network",),

@@ -66,8 +66,8 @@ def export_graph(
     *,
     int8_prompts: bool = True,
     inputs: Inputs | None = None,
-) -> None:
-    """Write the graph to `path` and its weights beside it, as external data.
+) -> Weights:
+    """Write the graph to `path` and its weights beside it, as external data; return these.
 
     weights: the decoder's parameters, each read when it is written. precision: one of PRECISIONS
     for the CPU. kv_scales: of `KVScales.steps`, for int8 and int4, which round keys and values.
@@ -98,6 +98,7 @@ def export_graph(
             quantize_kv_cache(model, config, whole_layers=precision == "int4" and int8_prompts)
         quantize(model, scaled, precision)
     save(model, path, progress)
+    return scaled
 
 
 def record_parameters(model: onnx_ir.Model, network: Transformer) -> None:

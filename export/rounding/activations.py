@@ -32,6 +32,8 @@ class Activations:
         self.largest: dict[str, Tensor] = {}  # magnitudes, [n_in] each
         self._kept = defaultdict[str, list[Tensor]](list)
         self.columns: dict[str, Tensor] = {}  # [n_in] each, by which inputs are divided
+        # By parameter: what multiplies it to smooth them.
+        self.multipliers = defaultdict[str, list[NDArray[np.float32]]](list)
         self.report: dict[str, Any] = {}  # for the manifest
 
     def describe(self, name: str, rows: Sequence[Sequence[int] | NDArray[np.int64]]) -> None:

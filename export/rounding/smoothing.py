@@ -17,7 +17,6 @@ nothing.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
@@ -102,7 +101,7 @@ def smooth(
     ValueError as `Activations.check`.
     """
     activations.check()
-    shapes, scaled = parameter_shapes(config), defaultdict[str, list[Factors]](list)
+    shapes, scaled = parameter_shapes(config), activations.multipliers
     chosen = [
         place
         for place in places(config)

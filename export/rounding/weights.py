@@ -36,6 +36,10 @@ class Weights:
         """Multiply a parameter by factors that broadcast to it."""
         self._factors[name].append(torch.from_numpy(factors))
 
+    def factors(self, name: str) -> list[NDArray[np.float32]]:
+        """Return the factors of a parameter, which broadcast to it."""
+        return [factor.numpy() for factor in self._factors[name]]
+
     def inputs(self, name: str) -> Tensor | None:
         """Return what a product with a scaled weight reads, [tokens, n_in]; None if unknown."""
         x = None if self._inputs is None else self._inputs(name)

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from torch import Tensor
 
+from kvasir.model.adapters.layout import Layout
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import GENERATION_FILE
 from kvasir.model.network.low_rank import PublishedRows
@@ -28,6 +29,7 @@ class Contents:
     notes: list[str]  # what was left out, and what will be rounded again
     # Returns where the rows of a matrix of ours are published, by its name and its height.
     rows: Callable[[str, int], PublishedRows] | None = None
+    adapters: Callable[[], Layout] | None = None  # how adapters fit; None of a GGUF file
 
 
 def to_json(values: Mapping[str, object]) -> str | None:

@@ -8,9 +8,11 @@ from dataclasses import replace
 from functools import reduce
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kvasir.model.adapters.layout import Layer, Layout, Part
 from kvasir.model.config import TransformerConfig
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.families.family import Family
@@ -24,6 +26,11 @@ _NUMBER = re.compile(r"\.\d+\.")
 _TURNED = re.compile(r"\.attention\.(qkv|query_norm|key_norm)\.")
 _ENCODER = "encoder."
 _LOGIT_BIAS = "final_logits_bias.bias"
+# Weights that adapters may change.
+_ADAPTABLE = re.compile(
+    r"^blocks\.\d+\.(attention\.(qkv|output|query|query_latent|latent)"
+    r"|feed_forward\.(shared\.)?(up|down))\.weight$"
+)
 
 
 def plan_parameters(
@@ -153,6 +160,7 @@ def _choices(theirs: str, layer: str, kind: str, config: TransformerConfig) -> l
 
 
 def _join(name: str, source: Source, config: TransformerConfig, tensors: list[Tensor]) -> Tensor:
+    """Make a parameter of its tensors, with our order of rotary pairs."""
     made = source.join(tensors, config)
     if turned := _TURNED.search(name):
         made = reorder_rotary_pairs(made, config, of_norm=turned[1] != "qkv")
@@ -192,3 +200,61 @@ def published_rows(
         factor=factor,
         transposed=len(shapes) == 1 and shapes[0] != (n_rows, 1),
     )
+
+
+def plan_adapters(config: TransformerConfig, family: Family | None = None) -> Layout:
+    """Return how a model's linear layers become ours; without a family they are ours already."""
+    layers = dict[str, Layer]()
+    for name, shape in parameter_shapes(config).items():
+        if not _ADAPTABLE.match(name):
+            continue
+        rows = np.arange(shape[0], dtype=np.int32)
+        made: tuple[tuple[Part, ...], Tensor] | None
+        made = (Part(name.removesuffix(".weight"), shape[0], 0, rows),), torch.ones(shape[0])
+        if family is not None:
+            made = _trace_rows(name, shape, family, config)
+        if made is not None:
+            factors = made[1].numpy().astype(np.float32)
+            layers[name] = Layer(made[0], factors, np.ones(shape[1], dtype=np.float32))
+    return Layout(("",) if family is None else family.prefixes, layers)
+
+
+def _trace_rows(
+    name: str, shape: Shape, family: Family, config: TransformerConfig
+) -> tuple[tuple[Part, ...], Tensor] | None:
+    """Return the parts of a matrix and the factors of its rows; None if it is made otherwise.
+
+    What joins tensors is given two columns, of the numbers of rows and of twice those.
+    """
+    layer = (_LAYER.search(name) or ("",))[0]
+    source = family.source(module_and_kind(_LAYER.sub("*", name))[0])
+    if source.part is not None or not source.modules:
+        return None
+    modules = [theirs.replace("*", layer) for theirs in source.names(config)]
+    narrow, wide = (source.shapes((shape[0], n), config) for n in (2, 3))
+    numbered, ones, first = list[Tensor](), list[Tensor](), 1
+    for theirs, other in zip(narrow, wide, strict=True):
+        rows_last = theirs[0] != other[0]
+        n_rows = theirs[int(rows_last)]
+        numbers = torch.arange(first, first + n_rows, dtype=torch.float64)
+        pairs = torch.stack((numbers, 2 * numbers), dim=1)
+        numbered.append(pairs.t() if rows_last else pairs)
+        ones.append(torch.ones_like(numbered[-1]))
+        first += len(numbers)
+    try:
+        made, factors = (_join(name, source, config, given).double() for given in (numbered, ones))
+    except RuntimeError:  # columns are cut or moved
+        return None
+    numbers = (made / factors).round()
+    is_same = made.shape == (shape[0], 2) and bool((2 * numbers[:, 0] == numbers[:, 1]).all())
+    if not is_same:
+        return None
+    rows, parts, start = numbers[:, 0].int().numpy() - 1, list[Part](), 0
+    for module, tensor in zip(modules, numbered, strict=True):
+        end = start + tensor.numel() // 2
+        places = np.flatnonzero((rows >= start) & (rows < end))
+        if not len(places) or places[-1] - places[0] + 1 != len(places):
+            return None
+        parts.append(Part(module, end - start, int(places[0]), rows[places] - start))
+        start = end
+    return tuple(parts), factors[:, 0]

@@ -12,6 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from safetensors import SafetensorError
+
 _NUMPY_DISK_FULL = r"\d+ requested and \d+ written|problem writing element \d+ to file"
 
 
@@ -57,8 +59,6 @@ def read_object(path: Path, kind: type[Exception]) -> dict[str, Any]:
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Make errors of libraries that write below `path` OSErrors that name it and the reason."""
-    from safetensors import SafetensorError  # noqa: PLC0415  absent where only serving is installed
-
     try:
         yield
     except (OSError, SafetensorError) as error:

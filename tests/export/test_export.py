@@ -18,6 +18,7 @@ from kvasir.export import directory as export_directory
 from kvasir.export.directory import export_checkpoint
 from kvasir.export.evaluation import verify_directory
 from kvasir.export.graphs.decoder import STEP_INPUTS, export_graph
+from kvasir.export.rounding.weights import Weights
 from kvasir.export.verification.samples import make_sample
 from kvasir.export.verification.verify import VerificationError
 from kvasir.model.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
@@ -124,8 +125,8 @@ def test_a_wrong_graph_fails_the_export_and_leaves_nothing(
         precision: str,
         *_: object,
         **__: object,
-    ) -> None:
-        export_graph(config, make_decoder(config, seed=1).state_dict(), path, precision)
+    ) -> Weights:
+        return export_graph(config, make_decoder(config, seed=1).state_dict(), path, precision)
 
     monkeypatch.setattr(export_directory, "export_graph", export_something_else)
     with pytest.raises(VerificationError, match=r"logits differ from PyTorch's, .* 1e-03"):

@@ -99,6 +99,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
         r"chat_template\.jinja is not in manifest\.json; remove it, or export the model again",
     ),
     (lambda d: (d / "attention.onnx").write_bytes(b""), r"attention\.onnx is not in manifest"),
+    (lambda d: (d / "adapters.safetensors").touch(), r"adapters\.safetensors is not in manifest"),
     (
         lambda d: point_graph(d, "/etc/passwd"),
         r"model\.onnx reads '/etc/passwd', which is not in manifest\.json; export",
