@@ -13,6 +13,7 @@ import numpy as np
 from onnx import NodeProto, TensorProto
 from onnx.numpy_helper import to_array
 
+from kvasir.kernels.adapter_table import HADAMARD
 from kvasir.kernels.graph import (
     DOMAIN,
     N_INPUTS,
@@ -28,8 +29,6 @@ from kvasir.kernels.graph import (
 
 # Attributes of MatMulNBits whose kernel rounds activations as `Linear4` does.
 _IN_BLOCKS = {"bits": 4, "block_size": NIBBLE_BLOCK, "accuracy_level": 4}
-_TWO = np.array([[1, 1], [1, -1]])
-_HADAMARD = np.kron(_TWO, np.kron(_TWO, _TWO))
 
 
 def int8_product(values: Values, product: NodeProto) -> None:
@@ -142,11 +141,11 @@ def _before_mixing(values: Values, mixed: str) -> str:
     product, joined = inputs_of(values.maker(mixed, "Reshape"), 2)
     matrix, parts = inputs_of(values.maker(product, "MatMul"), 2)
     x, apart = inputs_of(values.maker(parts, "Reshape"), 2)
-    require(values.array(matrix).tolist() == _HADAMARD.tolist(), "it is another mixture")
+    require(values.array(matrix).tolist() == HADAMARD.tolist(), "it is another mixture")
     shape, after = (values.array(name).ravel().tolist() for name in (apart, joined))
     require(len(shape) > 1, "what is mixed has no parts")
     *tokens, n_parts, size = shape
-    require(n_parts == len(_HADAMARD) and not any(tokens), "what is mixed has not eight parts")
+    require(n_parts == len(HADAMARD) and not any(tokens), "what is mixed has not eight parts")
     require(after == [*tokens, n_parts * size], "the parts are not joined")
     return x
 

@@ -59,6 +59,7 @@ RULES = {
     "server.errors": (),
     "server.settings": ("server.errors",),
     "server.engine.kv": (),
+    "server.engine.adapters": ("model.adapters", "kernels"),
     "server.engine.grammar": ("model.platform",),
     "server.engine": (*WITHOUT_TORCH, "kernels"),
     "server.state": ("model.platform", "server.errors"),

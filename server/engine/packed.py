@@ -9,15 +9,19 @@ from __future__ import annotations
 import logging
 import mmap
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvasir.kernels.adapter_table import Place
 from kvasir.kernels.library import Library
+from kvasir.model.adapters.layout import Layout
 from kvasir.model.config import TransformerConfig
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.model.platform.machine import available_memory, usable_cpus
+from kvasir.server.engine.adapters.loaded import GraphAdapters
 from kvasir.server.engine.gpu.cuda import bind_blocks_at
 from kvasir.server.engine.gpu.model import DeviceModel
 from kvasir.server.engine.gpu.runner import PagedRunner
@@ -27,15 +31,23 @@ from kvasir.server.engine.model_runner import check_max_model_len
 from kvasir.server.engine.runner import OnnxRunner
 from kvasir.server.engine.session import KVInput, check_shape, kv_inputs, open_session
 
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
 logger = logging.getLogger("kvasir")
 
 
 def open_decoder(
-    graph: Path, config: TransformerConfig, library: Library | None, **options: Any
+    graph: Path,
+    config: TransformerConfig,
+    library: Library | None,
+    layout: Layout | None = None,
+    **options: Any,
 ) -> OnnxRunner | PagedRunner:
     """Load a decoder, by operators of our own if there are such for all of it.
 
-    options: OnnxRunner's. Raises as it does.
+    layout: of adapters, which only our own operators take; None is without. options: OnnxRunner's.
+    Raises as it does, and ValueError for a layout where stock operators have to do.
     """
     if config.recurrence is not None:
         logger.info("%s runs over rows, as its recurrent layers do", graph.parent.name)
@@ -43,8 +55,10 @@ def open_decoder(
         from kvasir.kernels.graph import Mismatch  # noqa: PLC0415  imports onnx
 
         try:
-            return open_packed_runner(graph, config, library, **options)
+            return open_packed_runner(graph, config, library, layout=layout, **options)
         except Mismatch as mismatch:
+            if layout is not None:
+                raise ValueError(f"its graph takes no adapters: {mismatch}") from None
             logger.info("attention of %s is ONNX Runtime's: %s", graph.parent.name, mismatch)
     return OnnxRunner(graph, config, library=library, **options)
 
@@ -60,8 +74,9 @@ def open_packed_runner(
     n_models: int = 1,
     prefix_cache_bytes: int | None = None,
     threads: int | None = None,
+    layout: Layout | None = None,
 ) -> PagedRunner:
-    """Load a graph. The arguments are OnnxRunner's.
+    """Load a graph. The arguments are OnnxRunner's, and layout, see `open_decoder`.
 
     Prompts that are kept share the memory of both budgets with sequences; prefix_cache_bytes: 0
     keeps none. Raises Mismatch for a graph that the operators do not compute, and ValueError as
@@ -70,7 +85,12 @@ def open_packed_runner(
     from kvasir.kernels.page import BLOCK_SIZE, page  # noqa: PLC0415  imports onnx
 
     longest = check_max_model_len(max_model_len, config)
-    session = open_session(graph, threads or usable_cpus(), library=library, rewrite=page)
+    places, finish = dict[str, Place](), None
+    if layout is not None:
+        finish = partial(_add_adapters, layout, places)
+    session = open_session(
+        graph, threads or usable_cpus(), library=library, rewrite=page, finish=finish
+    )
     check_shape(session, config)
     block_bytes = sum(kv.bytes_per_item for kv in kv_inputs(session))
     n_bytes = available_memory() // (2 * n_models) if kv_cache_bytes is None else kv_cache_bytes
@@ -92,8 +112,20 @@ def open_packed_runner(
     )
     model = DeviceModel(session, n_blocks, blocks.bind)
     return PagedRunner(
-        model, blocks, max_model_len=longest, vocab_size=config.vocab_size, drafts_exactly=True
+        model,
+        blocks,
+        max_model_len=longest,
+        vocab_size=config.vocab_size,
+        drafts_exactly=True,
+        adapters=None if layout is None else GraphAdapters(layout, places, in_16=True),
     )
+
+
+def _add_adapters(layout: Layout, places: dict[str, Place], model: ModelProto) -> None:
+    """Let a graph take adapters, and note the places of their parts."""
+    from kvasir.kernels.adapt import add_adapters  # noqa: PLC0415  imports onnx
+
+    places |= add_adapters(model, {name: len(one.parts) for name, one in layout.layers.items()})
 
 
 class MemoryBlocks(KVBlocks):

@@ -53,7 +53,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
-        sequence.block_names = self.kv.cache.names(sequence.prompt_ids, sequence.cache_salt)
+        sequence.block_names = self.kv.cache.names(sequence.prompt_ids, sequence.prefix_salt)
         n_tokens = 0 if sequence.is_scored else max(0, len(sequence.prompt_ids) - _MIN_PREFILL)
         n_blocks = n_tokens // self.kv.cache.block_size
         sequence.n_reusable = min(len(sequence.block_names), n_blocks)

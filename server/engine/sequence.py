@@ -8,6 +8,7 @@ from enum import Enum, StrEnum
 
 import numpy as np
 
+from kvasir.server.engine.adapters.loaded import Adapter
 from kvasir.server.engine.grammar.constraints import Constraint
 from kvasir.server.engine.sampling.beams import BeamSearch
 from kvasir.server.engine.sampling.params import Occurrences, SamplingParams, TokenLogprobs
@@ -54,7 +55,7 @@ class Sequence:
     With an encoder the prompt is the source, and target_prefix the given beginning of the target.
     ending_ids: its stop tokens, and the model's unless it ignores them. priority: lower is served
     earlier. n_certain: fewest new tokens that it needs. deadline, …_at: of `time.perf_counter()`.
-    prediction: tokens that its output may have.
+    prediction: tokens that its output may have. adapter: what is added to the model's products.
     rows: one, or one for each beam. n_computed: tokens whose keys and values are in a row, those of
     a source too; n_cached: those of them that came from the prefix cache. cache_salt, block_names:
     see BlockCache.names. n_reusable: blocks that need not be computed if they are cached; n_found:
@@ -76,6 +77,7 @@ class Sequence:
     n_certain: int = 0
     deadline: float = math.inf
     prediction: list[int] = field(default_factory=list)
+    adapter: Adapter | None = None
     scheduled_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
@@ -106,6 +108,12 @@ class Sequence:
     def queue_key(self) -> tuple[float, int]:
         """Order in the queue. It is constant, because all who wait age alike; nobody starves."""
         return queue_time(self.arrived_at, self.priority), self.id
+
+    @property
+    def prefix_salt(self) -> bytes:
+        """The salt of its blocks' names: keys and values are those of its adapter's content."""
+        own = b"" if self.adapter is None else b"adapter" + self.adapter.digest
+        return own + self.cache_salt
 
     @property
     def is_background(self) -> bool:

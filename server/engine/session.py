@@ -32,13 +32,15 @@ def open_session(
     *,
     library: Library | None = None,
     rewrite: Callable[[ModelProto], ModelProto] | None = None,
+    finish: Callable[[ModelProto], None] | None = None,
     plans_memory: bool = True,
     fits_16_bits: bool = False,
 ) -> onnxruntime.InferenceSession:
     """Open a session on the CPU.
 
     spin_microseconds: how long an idle thread keeps its processor. library: of the operators to use
-    in place of ONNX Runtime's; None is none. rewrite: what is done to the graph before they are.
+    in place of ONNX Runtime's; None is none. rewrite, finish: what is done to the graph before and
+    after they are.
     """
     entries: dict[str, object] = {
         "session.intra_op.allow_spinning": int(spin_microseconds > 0),
@@ -56,6 +58,8 @@ def open_session(
         model, report = fuse(model if rewrite is None else rewrite(model))
         if rewrite is not None and report.left:
             raise Mismatch(next(iter(report.left.values())))
+        if finish is not None:
+            finish(model)
         source = model.SerializeToString()
         entries["session.model_external_initializers_file_folder_path"] = graph.parent
     return open_cpu_session(

@@ -30,7 +30,7 @@ def save_adapter(folder: Path, model: nn.Module, *, seed: int = 0, **options: An
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.12)
     adapted.save_pretrained(folder)
     return adapted
 

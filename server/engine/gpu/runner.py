@@ -8,6 +8,7 @@ from time import perf_counter
 import numpy as np
 
 from kvasir.model.directory import INVERSE_TEMPERATURES_INPUT
+from kvasir.server.engine.adapters.loaded import GraphAdapters
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.gpu.graphs import Inputs
 from kvasir.server.engine.gpu.model import DeviceModel
@@ -23,7 +24,7 @@ class PagedRunner:
 
     rounds_kv: keys and values have 8 bits. A run of more than decodes makes them dense floats,
     [sequences, tokens of the longest], so decodes run apart, and the others in small groups.
-    drafts_exactly: see Runner.
+    drafts_exactly: see Runner. adapters: how the graph takes them, if it does.
     """
 
     max_source_len = None
@@ -37,6 +38,7 @@ class PagedRunner:
         vocab_size: int,
         rounds_kv: bool = False,
         drafts_exactly: bool = False,
+        adapters: GraphAdapters | None = None,
     ) -> None:
         self.kv = blocks
         self.max_model_len = max_model_len
@@ -45,6 +47,7 @@ class PagedRunner:
         self.decode_seconds = 0.0
         self.model = model
         self.drafts_exactly = drafts_exactly
+        self.adapters = adapters
         self._rounds_kv = rounds_kv
 
     def run(self, batch: StepBatch) -> Logits:
@@ -87,6 +90,9 @@ class PagedRunner:
             "logits_indices": indices if len(indices) else np.zeros(1, dtype=np.int64),
             INVERSE_TEMPERATURES_INPUT: inverse if len(indices) else np.ones((1, 1), np.float32),
         }
+        if self.adapters is not None:
+            of_chunks = [chunk.sequence.adapter for chunk in chunks]
+            inputs = {**inputs, **self.adapters.inputs(of_chunks, counts)}
         started = perf_counter()
         logits = self.model.run(inputs, first_row)
         seconds = perf_counter() - started

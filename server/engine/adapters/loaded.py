@@ -1,0 +1,114 @@
+"""An adapter in memory: matrices with the graph's factors, and their addresses.
+
+Memory lives as long as something refers to the adapter: its sequences, and the run that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvasir.kernels.adapter_table import (
+    ADAPTERS,
+    HADAMARD,
+    LANES,
+    TABLE,
+    TABLE_NUMBERS,
+    Place,
+)
+from kvasir.model.adapters.layout import Layout
+from kvasir.model.adapters.peft import AdapterError, LowRank, read_adapter
+
+Matrix = NDArray[np.float32] | NDArray[np.uint16]
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Adapter:
+    """A loaded adapter. table: int64 [parts of the graph, TABLE_NUMBERS].
+
+    digest: of its content. base: the model that it names. n_bytes: of its matrices, which are held
+    for their addresses.
+    """
+
+    name: str
+    digest: bytes
+    base: str | None
+    table: NDArray[np.int64]
+    n_bytes: int
+    matrices: tuple[Matrix, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphAdapters:
+    """How a graph takes adapters. places: of the layout's layers in its table.
+
+    in_16: matrices keep the upper 16 bits of their numbers, rounded.
+    """
+
+    layout: Layout
+    places: Mapping[str, Place]
+    in_16: bool
+
+    @property
+    def n_parts(self) -> int:
+        """The number of parts of an adapter in the table."""
+        return sum(len(layer.parts) for layer in self.layout.layers.values())
+
+    def load(self, folder: Path, name: str, most_bytes: int) -> Adapter:
+        """Read a folder of peft. Raises AdapterError for one that does not fit."""
+        given = read_adapter(folder, name, self.layout, most_bytes)
+        table = np.zeros((self.n_parts, TABLE_NUMBERS), dtype=np.int64)
+        matrices: list[Matrix] = []
+        for layer_name, layer in self.layout.layers.items():
+            place = self.places[layer_name]
+            for i, part in enumerate(layer.parts, place.first):
+                if (low := given.modules.get(part.module)) is None:
+                    continue
+                outputs = layer.outputs[part.first : part.first + len(part.rows)] * low.scaling
+                a = _columns(low, layer.inputs, is_mixed=place.is_mixed)
+                b = np.ascontiguousarray((low.b[part.rows] * outputs[:, None]).T, np.float32)
+                if not (np.isfinite(a).all() and np.isfinite(b).all()):
+                    raise AdapterError(
+                        f"adapter {name!r}: {part.module} is too large once the model's factors "
+                        "are in it; expected numbers that fit float32"
+                    )
+                pair: list[Matrix] = [_upper(a), _upper(b)] if self.in_16 else [a, b]
+                matrices += pair
+                addresses = (matrix.ctypes.data for matrix in pair)
+                table[i] = [*addresses, len(b), part.first, len(part.rows), int(self.in_16)]
+        n_bytes = sum(matrix.nbytes for matrix in matrices)
+        return Adapter(name, given.digest, given.base, table, n_bytes, tuple(matrices))
+
+    def inputs(
+        self, adapters: Sequence[Adapter | None], counts: NDArray[np.int64]
+    ) -> dict[str, NDArray[np.int64]]:
+        """Return the graph's inputs of a run of sequences, of so many tokens each."""
+        used = list(dict.fromkeys(adapter for adapter in adapters if adapter is not None))
+        places = {adapter: i for i, adapter in enumerate(used)}
+        index = [-1 if adapter is None else places[adapter] for adapter in adapters]
+        none = np.zeros((1, self.n_parts, TABLE_NUMBERS), dtype=np.int64)
+        table = np.stack([adapter.table for adapter in used]) if used else none
+        return {ADAPTERS: np.repeat(np.array(index, dtype=np.int64), counts), TABLE: table}
+
+
+def _columns(low: LowRank, inputs: NDArray[np.float32], *, is_mixed: bool) -> NDArray[np.float32]:
+    """Return A [n_in, rank padded] of inputs as the product reads them."""
+    rank, n_in = low.a.shape
+    a = low.a * inputs
+    if is_mixed:  # W x = (W H / 8) (H x)
+        parts = HADAMARD @ a.reshape(rank, len(HADAMARD), -1)
+        a = parts.reshape(rank, n_in) / np.float32(len(HADAMARD))
+    padded = np.zeros((n_in, -(-rank // LANES) * LANES), dtype=np.float32)
+    padded[:, :rank] = a.T
+    return padded
+
+
+def _upper(matrix: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Return the upper 16 bits of floats, rounded to the nearest, ties to even."""
+    bits = matrix.view(np.uint32)
+    rounded: NDArray[np.uint16] = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return rounded
