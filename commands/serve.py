@@ -21,11 +21,12 @@ _METAVARS = {int: "<int>", float: "<float>", ByteSize: "<size>"}
 _MOST_SHOWN = 4  # choices in place of a type; more stand in the help
 # The panels of the help, in their order.
 _PANELS = {
-    "Model": "cache_dir precision served_model_name max_model_len tool_call_format "
-    "reasoning_format",
-    "Address and access": "host port root_path api_key api_key_file allowed_hosts cors_origins",
+    "Model": "cache_dir precision served_model_name max_model_len adapter adapter_dir "
+    "tool_call_format reasoning_format",
+    "Address and access": "host port root_path api_key api_key_file adapter_admin_key "
+    "allowed_hosts cors_origins",
     "Speed and memory": "max_num_seqs threads kernels kv_cache_memory prefix_cache_memory "
-    "share_prefix_cache chunk_size itl_target_ms speculate cuda_graphs",
+    "share_prefix_cache adapter_memory chunk_size itl_target_ms speculate cuda_graphs",
     "Limits": "max_queue max_body_bytes default_timeout_ms send_timeout drain_timeout "
     "exit_on_failure",
     "Routes": "explain batch_dir batch_dir_bytes stored_responses_memory",
@@ -42,6 +43,7 @@ def serve(**options: list[Path] | Path | str | bool | None) -> None:
 
     Every option is an environment variable, too: --max-num-seqs is KVASIR_MAX_NUM_SEQS.
     """
+    options["adapter"] = options["adapter"] or None
     if not options["model"] and f"{PREFIX}MODEL" not in os.environ:
         options["model"] = [_EXAMPLE]
     try:
@@ -73,6 +75,14 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
         kind = next(iter(get_args(kind)), kind)
     if name == "model":  # the environment's is split by commas, not as Typer would
         default = typer.Argument(None, help=f"{about} [env var: {envvar}, comma-separated]")
+        kind = list[Path]
+    elif name == "adapter":  # as above
+        default = typer.Option(
+            None,
+            help=f"{about} Repeat it, or separate them by commas.",
+            metavar="<name=path>",
+            rich_help_panel=_PANEL_OF[name],
+        )
         kind = list[Path]
     else:
         choices = get_args(kind) if get_origin(kind) is Literal else ()

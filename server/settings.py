@@ -80,6 +80,14 @@ class Settings(BaseSettings):
     )
     kv_cache_memory: ByteSize | None = Field(None, gt=0)
     """Memory for the KV cache, such as 2GiB. Default: half of what is free; on a GPU 90 %."""
+    adapter: Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_listed)] = ()
+    """Adapter of peft for the first model that writes text, as NAME=DIR; or several."""
+    adapter_dir: Path | None = None
+    """Folder of further adapters, each in a folder of its name, found when a request names it."""
+    adapter_memory: ByteSize = Field(ByteSize(2**30), gt=0)
+    """Memory for adapters. One that nobody uses leaves it when another needs the room."""
+    adapter_admin_key: SecretStr | None = Field(None, min_length=1)
+    """Key of POST /v1/load_lora_adapter and unload_lora_adapter. Default: neither is served."""
     prefix_cache_memory: ByteSize | None = Field(
         None,
         ge=0,
@@ -183,6 +191,17 @@ class Settings(BaseSettings):
         """True if clients must send a key."""
         return self.api_key is not None or self.api_key_file is not None
 
+    @property
+    def has_adapters(self) -> bool:
+        """True if requests may name adapters."""
+        return bool(self.adapter) or self.adapter_dir is not None
+
+    @cached_property
+    def adapters(self) -> dict[str, Path]:
+        """The folders of `adapter` by their ids in the API."""
+        named = map(split_name, self.adapter)
+        return {name or directory.resolve().name: directory for name, directory in named}
+
     def of_model(self, *, has_encoder: bool) -> Settings:
         """Return the settings of a model of text, which has defaults of its kind."""
         if not has_encoder or "max_num_seqs" in self.model_fields_set:
@@ -270,6 +289,12 @@ def load_settings(**options: Any) -> Settings:
     if len(settings.models) < len(settings.model):
         given = ", ".join(map(str, settings.model))
         raise StartupError(f"two of the models have the same name: {given}; name one: NAME=DIR")
+    names = [*settings.models, *settings.adapters]
+    if len(settings.adapters) < len(settings.adapter) or len({*names}) < len(names):
+        given = ", ".join(map(str, settings.adapter))
+        raise StartupError(f"two adapters, or one and a model, have the same name: {given}")
+    if settings.adapter_admin_key is not None and settings.adapter_dir is None:
+        raise StartupError("setting adapter_admin_key needs adapter_dir, whose adapters it loads")
     return settings
 
 
@@ -278,7 +303,8 @@ def _refusal(error: ValidationError) -> str:
     if first["type"] == "missing":
         return f"name a model directory: kvasir serve DIR, or {PREFIX}MODEL=DIR"
     name = str(first["loc"][0])
-    given = "" if name in ("api_key", "salt", "state_url") else f" = {first['input']!r}"
+    secrets = ("api_key", "adapter_admin_key", "salt", "state_url")
+    given = "" if name in secrets else f" = {first['input']!r}"
     fault = describe_fault(error)
     if first["type"] == "string_pattern_mismatch":
         fault = f"does not fit; it is: {Settings.model_fields[name].description}"

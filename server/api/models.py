@@ -17,6 +17,7 @@ from kvasir.server.api.schemas import ResponseBody, Size
 from kvasir.server.engine.engine import Engine
 from kvasir.server.errors import InvalidRequestError
 from kvasir.server.explain.explanation import most_tokens
+from kvasir.server.requests.adapters.served import AdaptedModel
 from kvasir.server.requests.served_model import Kind, ServedModel
 from kvasir.server.requests.target import languages
 
@@ -34,6 +35,8 @@ class Model(ResponseBody, json_schema_serialization_defaults_required=True):
     owned_by: Literal["kvasir"] = "kvasir"
     max_model_len: Size
     max_source_len: Size | None = None
+    root: str = Field(description="An adapter's model; of a model its own name.")
+    parent: str | None = Field(description="The model that an adapter is of; null for models.")
     kind: Kind = Field(
         description="The model's use: complete is a decoder without a chat template, translate an "
         "encoder-decoder, rank an encoder with one label, classify one with several."
@@ -134,7 +137,8 @@ async def models(
     anthropic_version: AnthropicVersion = None,
 ) -> Models | AnthropicModels:
     """List the models, without those that could not be loaded. Anthropic's with its header."""
-    models = models_of(request.scope).usable
+    found = models_of(request.scope)
+    models = [*found.usable, *found.adapters]
     if anthropic_version is None:
         return Models(data=list(map(_listed, models)))
     names = [served.name for served in models]
@@ -178,11 +182,14 @@ def _listed_by_anthropic(served: ServedModel) -> AnthropicModel:
 
 
 def _listed(served: ServedModel) -> Model:
+    parent = served.parent.name if isinstance(served, AdaptedModel) else None
     return Model(
         id=served.name,
         created=served.created,
         max_model_len=served.builder.limits.max_model_len,
         max_source_len=served.builder.limits.max_source_len,
+        root=served.name if parent is None else parent,
+        parent=parent,
         kind=served.kind,
     )
 

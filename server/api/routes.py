@@ -17,13 +17,14 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from kvasir.server.api import health, models, playground, tokenize
+from kvasir.server.api import adapters, health, models, playground, tokenize
 from kvasir.server.api.anthropic import messages
 from kvasir.server.api.anthropic.schemas import AnthropicError
 from kvasir.server.api.embeddings import cohere, tei, vllm
 from kvasir.server.api.embeddings import openai as embeddings
 from kvasir.server.api.explain import routes as explain
 from kvasir.server.api.http.body import BodyRoute
+from kvasir.server.api.http.middleware import ADMIN_PATHS
 from kvasir.server.api.http.responses import (
     READ_ERRORS,
     TGI_PATHS,
@@ -79,7 +80,7 @@ ROUTERS = (
     *(cohere.router, tei.router, tei.pair_router, tei.label_router, cohere.pair_router),
     *(vllm.pair_router, vllm.router, vllm.label_router),
     *(ollama.router, ollama.vector_router, ollama_models.router),
-    *(files.router, batches.router),
+    *(files.router, batches.router, adapters.router),
     *(explain.router, health.router, playground.router, router),
 )
 ROUTES = [route for each in ROUTERS for route in each.routes if isinstance(route, APIRoute)]
@@ -92,6 +93,7 @@ def add_routes(app: FastAPI) -> None:
     settings = app.state.models.settings
     absent = [] if settings.explain else [explain.router]
     absent += [files.router, batches.router] if settings.batch_dir is None else []
+    absent += [adapters.router] if settings.adapter_admin_key is None else []
     for each in ROUTERS:
         if not any(each is unserved for unserved in absent):
             app.router.routes += each.routes
@@ -117,6 +119,10 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
             )
         if path_of(request.scope).startswith(("/v1/files", "/v1/batches")):
             refusal = NotFoundError("batches are switched off on this server (setting batch_dir)")
+        if path_of(request.scope) in ADMIN_PATHS:
+            refusal = NotFoundError(
+                "adapters are not loaded by requests on this server (setting adapter_admin_key)"
+            )
         if path_of(request.scope) == "/explain":
             refusal = NotFoundError("/explain is switched off on this server (setting explain)")
     elif error.status_code == 405:

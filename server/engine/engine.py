@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvasir.server.engine.adapters.loaded import GraphAdapters
 from kvasir.server.engine.batch import Chunk, PromptPart, StepBatch, StepStats
 from kvasir.server.engine.model_runner import ContextLimits, Runner
 from kvasir.server.engine.sampling.beams import BeamSearch, Hypothesis
@@ -57,8 +58,8 @@ class Engine:
     chunk_size: most prompt tokens in a step. itl_target: seconds of a step with streams, which runs
     fewer prompt tokens for it; see StepCapacity. speculate: draft tokens where that saves time;
     unless the runner drafts exactly, rounding then depends on the load. library: the runner's
-    operators, for who asks what computes. clock: seconds. Raises ValueError for a chunk_size below
-    2.
+    operators, for who asks what computes. adapters: how the runner takes some, if it does. clock:
+    seconds. Raises ValueError for a chunk_size below 2.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Engine:
         itl_target: float | None = 0.0,
         speculate: bool = False,
         library: Library | None = None,
+        adapters: GraphAdapters | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         if chunk_size < 2:
@@ -82,6 +84,7 @@ class Engine:
         self.limits = ContextLimits(runner.max_model_len, runner.max_source_len)
         self.speculate = speculate and runner.vocab_size <= sys.maxunicode  # see Source
         self.library = library
+        self.adapters = adapters
         capacity = StepCapacity(chunk_size, itl_target)
         self.scheduler = Scheduler(self.kv, capacity, scoring_chunk_size=scoring)
         self._clock = clock

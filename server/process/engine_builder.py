@@ -8,7 +8,9 @@ from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from kvasir.model.adapters.layout import Layout
 from kvasir.model.directory import (
+    ADAPTERS_FILE,
     ENCODER_GRAPH_FILE,
     ModelDirectory,
     ModelDirectoryError,
@@ -145,7 +147,8 @@ def build_engine(
 
         chunk_size = settings.chunk_size or BACKENDS[device].chunk_size
     target, library = settings.itl_target_ms, find_library(settings, model_dir)
-    runner = _open_runner(settings, model_dir, chunk_size, library, clock or StartClock())
+    layout = _read_layout(model_dir, library) if settings.has_adapters else None
+    runner = _open_runner(settings, model_dir, chunk_size, library, layout, clock or StartClock())
     speculate = runner.drafts_exactly if settings.speculate is None else settings.speculate
     if speculate and not runner.drafts_exactly:
         logger.info("speculation is on: the load may change answers, by rounding")
@@ -155,7 +158,30 @@ def build_engine(
         itl_target=None if target is None else target / 1e3,
         speculate=speculate,
         library=library,
+        adapters=getattr(runner, "adapters", None),
     )
+
+
+def _read_layout(model_dir: ModelDirectory, library: Library | None) -> Layout:
+    """Return how adapters fit a model. Raises ValueError for one that takes none."""
+    config, manifest, reason = model_dir.config, model_dir.manifest, ""
+    if manifest.device != "cpu":
+        reason = f"it was exported for {manifest.device}; export it for the CPU"
+    elif config.encoder is not None or config.n_experts:
+        kind = "an encoder" if config.encoder is not None else "experts"
+        reason = f"it has {kind}; serve a decoder without"
+    elif manifest.precision == "fp32":
+        reason = "its weights are fp32; export it in int8 or int4"
+    elif library is None:
+        reason = "they need Kvasir's own operators, and the log says why there are none"
+    elif ADAPTERS_FILE not in manifest.files:
+        reason = (
+            f"it has no {ADAPTERS_FILE}, being of an older Kvasir or a GGUF file; export the model "
+            "again, from its Hugging Face folder"
+        )
+    if reason:
+        raise ValueError(f"it takes no adapters: {reason}, or leave adapters out")
+    return Layout.load(model_dir.path / ADAPTERS_FILE)
 
 
 def _open_runner(
@@ -163,6 +189,7 @@ def _open_runner(
     model_dir: ModelDirectory,
     chunk_size: int,
     library: Library | None,
+    layout: Layout | None,
     clock: StartClock,
 ) -> Runner:
     """Load the graphs of a model of text and warm them up."""
@@ -195,7 +222,7 @@ def _open_runner(
     from kvasir.server.engine.packed import open_decoder  # noqa: PLC0415  imports ONNX Runtime
 
     sizes["prefix_cache_bytes"] = settings.prefix_cache_memory
-    runner = open_decoder(model_dir.graph_path, config, library, **sizes)
+    runner = open_decoder(model_dir.graph_path, config, library, layout, **sizes)
     clock.lap("session")
     warm_up(runner)
     clock.lap("warm_up")

@@ -92,6 +92,7 @@ def make_choices(
                 request.n_certain,
                 request.deadline,
                 request.prediction,
+                request.adapter,
                 constraint=constraint.copy() if constraint else None,
             )
         before = () if request.begins_text else sequence.given_ids
@@ -233,7 +234,8 @@ def raise_failure(reason: FinishReason | None) -> None:
 class RequestState:
     """An HTTP request's id, arrival in seconds of `perf_counter`, sender, and completion if any.
 
-    model: its name, "" until it is known. body_size: in bytes, once it is read. error: the `reason`
+    model: its name, "" until it is known; adapter: that of the adapter that it is asked for with,
+    if any. body_size: in bytes, once it is read. error: the `reason`
     of the error that it ended in. error_param: the field at fault. trace_id: 32 hexadecimal digits.
     n_embedded: tokens of its texts, once their vectors or scores are known. is_background: a
     batch's line. ignored: fields of its body that have no effect. scored_by: what its scores are,
@@ -244,6 +246,7 @@ class RequestState:
     arrived: float
     caller: Caller = field(default_factory=Caller)
     model: str = ""
+    adapter: str = ""
     body_size: int = 0
     completion: Completion | None = None
     n_embedded: int | None = None

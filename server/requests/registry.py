@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Literal
 
+from kvasir.model.adapters.peft import AdapterError
 from kvasir.model.directory import ModelDirectory
 from kvasir.model.platform.suggestions import did_you_mean
+from kvasir.server.engine.adapters.loaded import GraphAdapters
+from kvasir.server.engine.engine import Engine
 from kvasir.server.errors import (
     InvalidRequestError,
     ModelNotFoundError,
     StartupError,
     UnavailableError,
 )
+from kvasir.server.requests.adapters.bank import AdapterBank
+from kvasir.server.requests.adapters.served import AdaptedModel
 from kvasir.server.requests.admission.answers import AnswerMemory
 from kvasir.server.requests.admission.queue import Phase
 from kvasir.server.requests.async_engine import AnyEngine
@@ -62,17 +68,29 @@ class ModelRegistry:
         self.served: dict[str, ServedModel] = {}
         self.failures: dict[str, StartupError] = {}  # of models that could not be loaded
         self.on_load_failure: Callable[[StartupError], None] = logger.error
+        adapted = next((name for name, found in model_dirs.items() if _writes(found)), None)
+        plain = settings.model_copy(update={"adapter": (), "adapter_dir": None})
         for name, model_dir in model_dirs.items():
             try:
                 if isinstance(model_dir, StartupError):
                     raise model_dir
+                own = settings if name == adapted else plain
                 self.served[name] = ServedModel(
-                    settings, model_dir, name, self.metrics, self.text_worker, self.answers
+                    own, model_dir, name, self.metrics, self.text_worker, self.answers
                 )
             except StartupError as error:
                 self._fail(name, error)
         if not self.served:
             raise next(iter(self.failures.values()))
+        self.bank: AdapterBank | None = None
+        if settings.has_adapters:
+            if adapted not in self.served:
+                raise StartupError("adapters are for a model that writes text, and none is served")
+            self._adapted = self.served[adapted]
+            self.bank = AdapterBank(
+                settings.adapters, settings.adapter_dir, settings.adapter_memory, self._graph
+            )
+            self.metrics.show_adapters(self.bank)
 
     def find(self, name: str | None = None, *tasks: Task, must_choose: bool = False) -> ServedModel:
         """Return the named model or, without a name, of the first for the tasks.
@@ -104,6 +122,8 @@ class ModelRegistry:
         Raises ModelNotFoundError for an unknown name, and UnavailableError for a model that could
         not be loaded.
         """
+        if (adapter := self.adapter(name)) is not None:
+            return adapter
         if name not in self.names:
             name = name.removesuffix(":latest")
         if name in self.failures:
@@ -112,13 +132,44 @@ class ModelRegistry:
                 retry_after=_FAILED_RETRY,
             )
         if name not in self.served:
-            names = " and ".join(map(repr, self.served))
-            listed = f"{names} {'is' if len(self.served) == 1 else 'are'}"
+            known = [*self.served, *(self.bank.names() if self.bank else ())]
+            names = " and ".join(map(repr, known))
+            listed = f"{names} {'is' if len(known) == 1 else 'are'}"
             raise ModelNotFoundError(
-                f"the model {name!r} is not served here; {did_you_mean(name, self.served, listed)}",
+                f"the model {name!r} is not served here; {did_you_mean(name, known, listed)}",
                 param="model",
             )
         return self.served[name]
+
+    def adapter(self, name: str) -> AdaptedModel | None:
+        """Return an adapter by its name, to which Ollama's clients add ":latest"; None without.
+
+        Raises UnavailableError for one whose folder cannot be used.
+        """
+        if self.bank is None or name in self.names:
+            return None
+        for each in (name, name.removesuffix(":latest")):
+            if (folder := self.bank.find(each)) is not None:
+                try:
+                    return AdaptedModel(self._adapted, each, folder, self.bank)
+                except AdapterError as error:
+                    logger.error("%s", error)
+                    message = f"the adapter {each!r} cannot be used; the server's log says why"
+                    raise UnavailableError(message, retry_after=_FAILED_RETRY) from None
+        return None
+
+    @property
+    def adapters(self) -> list[AdaptedModel]:
+        """All adapters, without those that cannot be used."""
+        found = list[AdaptedModel]()
+        for name in self.bank.names() if self.bank else ():
+            with suppress(UnavailableError):
+                found += filter(None, [self.adapter(name)])
+        return found
+
+    def _graph(self) -> GraphAdapters | None:
+        engine = self._adapted.engine.engine
+        return engine.adapters if isinstance(engine, Engine) else None
 
     @property
     def usable(self) -> list[ServedModel]:
@@ -147,10 +198,21 @@ class ModelRegistry:
         for name, served in self.served.items():
             try:
                 await served.start(partial(build, served), clock)
+                if self.bank is not None and served is self._adapted:
+                    await self._load_adapters(self.bank)
             except Exception as error:
                 self._fail(name, error)
         if len(self.failures) == len(self.names):
             self.on_load_failure(self.failures[self.names[-1]])
+
+    async def _load_adapters(self, bank: AdapterBank) -> None:
+        """Load the adapters that the settings name. Raises StartupError for one that is wrong."""
+        for name, folder in self.settings.adapters.items():
+            try:
+                self.adapter(name)
+                await bank.add(name, folder)
+            except (InvalidRequestError, UnavailableError) as error:
+                raise StartupError(error.message) from None
 
     async def drain(self) -> None:
         """Drain all models at once; see ServedModel."""
@@ -173,3 +235,8 @@ class ModelRegistry:
         self.metrics.failed(name, is_failed=True)
         if len(self.names) > 1:
             logger.error("%s", error, extra={"fields": {"model": name}})
+
+
+def _writes(model_dir: ModelDirectory | StartupError) -> bool:
+    """Return whether a model writes text."""
+    return isinstance(model_dir, ModelDirectory) and model_dir.config.pooling is None

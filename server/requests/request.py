@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Literal
 
+from kvasir.server.engine.adapters.loaded import Adapter
 from kvasir.server.engine.encoder.sequence import EncoderSequence, Encoding
 from kvasir.server.engine.grammar.constraints import Grammar
 from kvasir.server.engine.sampling.params import SamplingParams
@@ -68,6 +69,7 @@ class CompletionRequest(_Request):
     cache_salt: bytes = b""  # only prompts of the same salt share the prefix cache
     grammar: Grammar | None = None
     kept_ids: frozenset[int] = frozenset()  # special tokens that are shown in the text
+    adapter: Adapter | None = None  # which is in memory until the request has ended
     length_param: str = "max_tokens"  # the field of its maximum, in errors
     begins_text: bool = False  # the text begins with the first new token; else with the prompt
     shows_prompt: bool = False  # the answer has the prompt's text or tokens

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib.metadata import version
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -44,6 +44,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 _BATCH = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 
 _MAX_KEYS = 1000  # with series of their own
+_MAX_ADAPTERS = 200  # likewise
 
 # The limits of a good request. The alerts use the first limit, too.
 _GOOD_ENDS = frozenset({FinishReason.STOP, FinishReason.LENGTH})
@@ -63,6 +64,22 @@ _BATCHES = {
     "batch_dir_bytes": "Size of the files of batches.",
     "batch_dir_limit_bytes": "The setting batch_dir_bytes.",
 }
+
+
+class AdapterMemory(Protocol):
+    """What is shown of adapters; at any moment, on any thread."""
+
+    most_bytes: int
+
+    @property
+    def loaded(self) -> Mapping[str, object]:
+        """Those in memory that requests may name."""
+
+    @property
+    def n_bytes(self) -> int:
+        """The size of all in memory."""
+
+
 Load = Callable[[], tuple[float, float, float]]  # at any moment, on any thread
 
 
@@ -96,6 +113,7 @@ class ServerMetrics:
         text = "Memory that is left of it; page cache that is not in use counts as left."
         gauge("memory_available_bytes", text).set_function(available_memory)
         self._key_names: set[str] = set()
+        self._adapter_names: set[str] = set()
         self._key_requests = counter("key_requests", "HTTP requests, by API key.", ["key"])
         gauge("build_info", "The software.", ["version"]).labels(version("kvasir-lm")).set(1)
         text = "Requests with a field that has no effect, by field."
@@ -128,6 +146,18 @@ class ServerMetrics:
         for status in unfinished():
             by_status.labels(status).set_function(partial(_read_item, unfinished, status))
 
+    def show_adapters(self, bank: AdapterMemory) -> None:
+        """Show how many adapters are in memory, and the memory."""
+        text = "Adapters in memory that requests may name."
+        self._gauge("adapters_loaded", text).set_function(lambda: len(bank.loaded))
+        text = "Memory of adapters, with those that are unloaded and still used."
+        self._gauge("adapter_memory_bytes", text).set_function(lambda: bank.n_bytes)
+        self._gauge("adapter_memory_limit_bytes", "The setting adapter_memory.").set(
+            bank.most_bytes
+        )
+        text = "HTTP requests that were begun, by adapter."
+        self._adapter_requests = self._counter("adapter_requests", text, ["adapter"])
+
     def batch_request(self, outcome: str) -> None:
         """Record that a request of a batch was answered: completed or failed."""
         self._batch_requests.labels(outcome).inc()
@@ -154,6 +184,13 @@ class ServerMetrics:
     def asked(self, key: str) -> None:
         """Record a request with a key of this name, before its answer."""
         self._key_requests.labels(self.key_label(key)).inc()
+
+    def adapted(self, adapter: str) -> None:
+        """Record a request with an adapter of this name, or `other`: folders may come and go."""
+        if len(self._adapter_names) < _MAX_ADAPTERS:
+            self._adapter_names.add(adapter)
+        label = adapter if adapter in self._adapter_names else "other"
+        self._adapter_requests.labels(label).inc()
 
     def key_label(self, key: str) -> str:
         """Return the name, or `other` for one too many: files of keys may change without end."""

@@ -29,6 +29,7 @@ from kvasir.server.explain.explanation import (
     check_length,
     most_tokens,
 )
+from kvasir.server.requests.adapters.served import AdaptedModel
 from kvasir.server.requests.admission.callers import Caller
 from kvasir.server.requests.builder import RequestOptions
 from kvasir.server.requests.target import TargetOptions, target_prefix
@@ -197,6 +198,9 @@ async def explain(request: Request, body: ExplainBody) -> Response:
             "layers, or send a shorter text",
             param="heads",
         )
+    if isinstance(served, AdaptedModel):
+        message = f"explanations are of the model alone; name {served.parent.name!r}"
+        raise InvalidRequestError(message, param="model")
     explanations: Explanations = request.app.state.explanations[served.name]
     caller = state_of(request.scope).caller
     work = explanations.explain(token_ids, source_ids, layers, heads, questions, caller)

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from kvasir.model.platform.suggestions import did_you_mean, nearest
 from kvasir.server.api.http.pieces import compact, unless_disconnected
-from kvasir.server.api.http.responses import models_of, state_of
+from kvasir.server.api.http.responses import models_of, note_model, state_of
 from kvasir.server.api.other_servers import NO_OPS, USED_HERE
 from kvasir.server.api.schemas import RequestBody, field_names
 from kvasir.server.errors import ContextLengthError, InvalidRequestError, UnknownFieldError
@@ -66,8 +66,10 @@ class BodyRoute(APIRoute):
             work = partial(parse, adapter, raw, ignored, longest)
             body = await models.text_worker.call(len(raw), work)
             name = getattr(body, "model", None)
-            served = models.find(name, *self.tasks, must_choose=self.path.startswith(_VERSIONS))
-            state.model, state.ignored = served.name, tuple(sorted(ignored))
+            must_choose = hasattr(body, "model") and self.path.startswith(_VERSIONS)
+            served = models.find(name, *self.tasks, must_choose=must_choose)
+            note_model(request.scope, served)
+            state.ignored = tuple(sorted(ignored))
             models.metrics.ignored(state.ignored)
             response: Response = await self.endpoint(request, body)
             return response

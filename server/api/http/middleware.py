@@ -42,6 +42,7 @@ logger = logging.getLogger("kvasir")
 
 HEALTH_PATHS = ("/health", "/health/live", "/health/ready", "/health/startup")
 UPLOAD_PATH = "/v1/files"  # whose bodies go to disk as they arrive
+ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  # with a key alone
 PROBED_PATHS = frozenset((*HEALTH_PATHS, "/metrics", "/metrics/router"))
 _LENGTH_DIGITS = 20  # of 2**64, beyond which HTTP's parser refuses
 _CLIENT_DISCONNECTED = 499  # nginx's status for the log: no response was sent
@@ -110,13 +111,14 @@ def error_responses(app: ASGIApp) -> ASGIApp:
 
 
 def key_check(app: ASGIApp, keys: ApiKeys) -> ASGIApp:
-    """Answer 401 without a known key, except to health, metrics and the page.
+    """Answer 401 without a known key, except to health, metrics, the page and ADMIN_PATHS.
 
     A key that has as many requests in flight as it may gets a 429 for one more.
     """
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _reads_probe(scope) or _reads_page(scope):
+        is_open = scope["type"] != "http" or _reads_probe(scope) or _reads_page(scope)
+        if is_open or path_of(scope) in ADMIN_PATHS:
             await app(scope, receive, send)
             return
         headers = Headers(scope=scope)
@@ -257,6 +259,7 @@ def log_request(scope: Scope, status: int, seconds: float) -> None:
     }
     known = {
         "model": state.model if len(models_of(scope).names) > 1 else "",
+        "adapter": state.adapter,
         "key": state.caller.name,
         "trace_id": state.trace_id,
         "error": state.error,

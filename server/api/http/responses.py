@@ -22,6 +22,7 @@ from kvasir.server.errors import (
     KvasirError,
     UnknownFieldError,
 )
+from kvasir.server.requests.adapters.served import AdaptedModel
 from kvasir.server.requests.completion import RequestState
 from kvasir.server.requests.registry import ModelRegistry
 from kvasir.server.requests.served_model import ServedModel
@@ -100,8 +101,17 @@ def models_of(scope: Scope) -> ModelRegistry:
 
 
 def served_model(request: Request) -> ServedModel:
-    """Return the model that `BodyRoute` or `named_model` has found."""
-    return models_of(request.scope).served[state_of(request.scope).model]
+    """Return the model, or adapter, that `BodyRoute` or `named_model` has found."""
+    state = state_of(request.scope)
+    return models_of(request.scope).named(state.adapter or state.model)
+
+
+def note_model(scope: Scope, served: ServedModel) -> None:
+    """Note the model that a request is for, and its adapter, if it names one."""
+    state = state_of(scope)
+    state.model, state.adapter = served.name, ""
+    if isinstance(served, AdaptedModel):
+        state.model, state.adapter = served.parent.name, served.name
 
 
 async def named_model(
@@ -110,7 +120,7 @@ async def named_model(
 ) -> ServedModel:
     """Return the model that a request without a body names."""
     served = models_of(request.scope).find(model)
-    state_of(request.scope).model = served.name
+    note_model(request.scope, served)
     return served
 
 

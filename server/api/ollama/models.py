@@ -82,7 +82,8 @@ class OllamaVersion(ResponseBody):
 @router.get("/api/tags", responses=READ_ERRORS)
 def tags(request: Request) -> OllamaModels:  # no coroutine: it asks the file system
     """List the models, as Ollama does."""
-    models = sorted(models_of(request.scope).usable, key=attrgetter("name"))
+    found = models_of(request.scope)
+    models = sorted([*found.usable, *found.adapters], key=attrgetter("name"))
     return OllamaModels(models=list(map(_listed, models)))
 
 

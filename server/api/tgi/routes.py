@@ -22,7 +22,7 @@ from kvasir.server.api.structured import tgi_grammar
 from kvasir.server.api.tgi.schemas import CompatibleBody, GenerateBody, Generated, Info
 from kvasir.server.engine.sampling.params import TokenLogprobs
 from kvasir.server.engine.sequence import FinishReason
-from kvasir.server.errors import InvalidRequestError
+from kvasir.server.errors import InvalidRequestError, ModelNotFoundError
 from kvasir.server.requests.completion import Choice, Delta
 from kvasir.server.requests.served_model import ServedModel
 from kvasir.server.text.detokenizer import token_text
@@ -67,6 +67,8 @@ async def _generate(request: Request, body: GenerateBody, *, stream: bool = Fals
             "parameters.best_of: greedy texts are all the same; set do_sample", param="parameters"
         )
     served, state = responses.served_model(request), responses.state_of(request.scope)
+    if parameters.adapter_id is not None:
+        served = _adapter(request, parameters.adapter_id)
     grammar, form = None, parameters.grammar
     if form is not None:
         work = partial(tgi_grammar, form, "parameters.grammar")
@@ -88,6 +90,19 @@ async def _generate(request: Request, body: GenerateBody, *, stream: bool = Fals
     wanted = await served.builder.build(options, state)
     formatter = GenerateFormatter(served, body)
     return streams.respond(request, wanted, formatter, stream=stream)
+
+
+def _adapter(request: Request, name: str) -> ServedModel:
+    """Return an adapter of the request's model. Raises ModelNotFoundError for an unknown one."""
+    served, state = (
+        responses.models_of(request.scope).adapter(name),
+        responses.state_of(request.scope),
+    )
+    if served is None or served.parent.name != state.model or state.adapter not in ("", name):
+        known = f"{state.adapter or state.model!r} has no adapter {name[:100]!r}"
+        raise ModelNotFoundError(f"parameters.adapter_id: {known}", param="parameters.adapter_id")
+    responses.note_model(request.scope, served)
+    return served
 
 
 _Scored = tuple[TokenLogprobs, str]  # with its text

@@ -39,6 +39,9 @@ class GenerateParameters(schemas.SamplingFields, TargetFields):
         0, ge=0, le=MAX_LOGPROBS, description="Number of alternatives to return for each token."
     )
     truncate: schemas.KeepLast = None
+    adapter_id: str | None = Field(
+        None, description="The adapter to use, instead of naming it in `model`."
+    )
     grammar: TGIFormat | None = Field(
         None,
         description="`json` or `json_object` with a schema as `value`, `regex`, or `json_schema` "

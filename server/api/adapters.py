@@ -1,0 +1,78 @@
+"""The routes that load and unload adapters while the server runs, by vLLM's names.
+
+They are served where `adapter_admin_key` is set, which they alone take.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse
+
+from kvasir.server.api.http.body import TextRoute
+from kvasir.server.api.http.responses import errors, models_of
+from kvasir.server.api.schemas import RequestBody
+from kvasir.server.errors import AuthenticationError, InvalidRequestError, ModelNotFoundError
+from kvasir.server.requests.adapters.bank import AdapterBank
+
+router = APIRouter(route_class=TextRoute)
+
+_ERRORS = errors(400, 401, 403, 404, 413)
+_Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\s/][^\s]*$")]
+
+
+class LoadAdapterBody(RequestBody):
+    """The body of POST /v1/load_lora_adapter."""
+
+    lora_name: _Name = Field(description="The id in the API, which no model and adapter has.")
+    lora_path: str = Field(
+        min_length=1, description="The folder, below the setting `adapter_dir`; relative to it."
+    )
+
+
+class UnloadAdapterBody(RequestBody):
+    """The body of POST /v1/unload_lora_adapter."""
+
+    lora_name: _Name = Field(description="The adapter's id.")
+
+
+@router.post("/v1/load_lora_adapter", response_class=PlainTextResponse, responses=_ERRORS)
+async def load_adapter(request: Request, body: LoadAdapterBody) -> PlainTextResponse:
+    """Load an adapter under a new name, as vLLM does; running streams go on."""
+    bank, name = _bank(request), body.lora_name
+    if (folder := bank.inside(body.lora_path)) is None:
+        message = "lora_path: it is not below the folder of adapters (setting adapter_dir)"
+        raise InvalidRequestError(message, param="lora_path")
+    if name in models_of(request.scope).names or bank.find(name) not in (None, folder):
+        message = f"lora_name: {name!r} is served already; unload it first, or choose another"
+        raise InvalidRequestError(message, param="lora_name")
+    await bank.add(name, folder)
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+
+@router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse, responses=_ERRORS)
+async def unload_adapter(request: Request, body: UnloadAdapterBody) -> PlainTextResponse:
+    """Forget an adapter, as vLLM does. Requests that have begun keep it until they end."""
+    bank, name = _bank(request), body.lora_name
+    if bank.find(name) is None:
+        message = f"the adapter {name!r} is not served here"
+        raise ModelNotFoundError(message, param="lora_name")
+    bank.remove(name)
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+
+def _bank(request: Request) -> AdapterBank:
+    """Return the server's adapters. Raises AuthenticationError without the key."""
+    models = models_of(request.scope)
+    key, headers = models.settings.adapter_admin_key, Headers(scope=request.scope)
+    given = headers.get("authorization", "").removeprefix("Bearer ").strip()
+    expected = "" if key is None else key.get_secret_value()
+    if not expected or not secrets.compare_digest(given.encode(), expected.encode()):
+        message = "no valid key; send adapter_admin_key's as: Authorization: Bearer KEY"
+        raise AuthenticationError(message)
+    assert models.bank is not None, "the key needs adapter_dir"
+    return models.bank

@@ -1,0 +1,166 @@
+"""The adapters of a model: their folders by name, and those in memory, within a budget.
+
+All methods are for the event loop's thread. Files are read in another, one adapter at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from kvasir.model.adapters.peft import CONFIG_FILE, AdapterError
+from kvasir.server.engine.adapters.loaded import Adapter, GraphAdapters
+from kvasir.server.errors import InvalidRequestError, ModelNotFoundError, UnavailableError
+
+logger = logging.getLogger("kvasir")
+
+_RETRY = 5  # seconds until requests with other adapters may have ended
+
+
+class AdapterBank:
+    """Known adapters. An unused one leaves memory when another needs its room, the oldest first.
+
+    folders: by name. root: holds further ones, each in a folder of its name, which are found when
+    they are asked for. most_bytes: of matrices; one that is read may be there beside them. graph:
+    returns how the engine takes adapters, once it is loaded.
+    """
+
+    def __init__(
+        self,
+        folders: Mapping[str, Path],
+        root: Path | None,
+        most_bytes: int,
+        graph: Callable[[], GraphAdapters | None],
+    ) -> None:
+        self.folders = dict(folders)
+        self.root = None if root is None else root.resolve()
+        self.most_bytes = most_bytes
+        self._graph = graph
+        self._hidden = set[str]()  # of the root's: unloaded ones
+        self._loaded: OrderedDict[str, Adapter] = OrderedDict()  # the least recently used first
+        self._n_holders = Counter[Adapter]()  # requests
+        self._reading = asyncio.Lock()
+
+    @property
+    def loaded(self) -> dict[str, Adapter]:
+        """Those in memory that requests may name."""
+        return dict(self._loaded)
+
+    @property
+    def n_bytes(self) -> int:
+        """The size of all in memory, with those that are unloaded and still used."""
+        return sum(adapter.n_bytes for adapter in {*self._loaded.values(), *self._n_holders})
+
+    def names(self) -> list[str]:
+        """Return the names of all adapters."""
+        names = set(self.folders)
+        if self.root is not None and self.root.is_dir():
+            names |= {path.name for path in self.root.iterdir() if self.find(path.name)}
+        return sorted(names)
+
+    def find(self, name: str) -> Path | None:
+        """Return an adapter's folder. A link in the root that leads out of it is none."""
+        if name in self.folders:
+            return self.folders[name]
+        if self.root is None or name in self._hidden or Path(name).name != name:
+            return None
+        folder = self.inside(name)
+        return folder if folder is not None and (folder / CONFIG_FILE).is_file() else None
+
+    def inside(self, path: str) -> Path | None:
+        """Return the path of something below the root, links followed; None for another place."""
+        if self.root is None or "\0" in path:
+            return None
+        try:
+            found = (self.root / path).resolve()
+        except (OSError, RuntimeError):  # a name too long, a loop of links
+            return None
+        return found if self.root in found.parents else None
+
+    async def add(self, name: str, folder: Path) -> None:
+        """Load an adapter under a new name. Raises InvalidRequestError if it does not fit."""
+        async with self._reading:
+            if name in self._loaded:
+                message = f"lora_name: {name!r} is served already; unload it first"
+                raise InvalidRequestError(message, param="lora_name")
+            try:
+                adapter = await asyncio.to_thread(self._read, name, folder)
+            except AdapterError as error:
+                raise InvalidRequestError(str(error), param="lora_path") from None
+            self._keep(name, adapter)
+            self.folders[name] = folder
+            self._hidden.discard(name)
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter. Its memory is free once the requests that use it have ended."""
+        self.folders.pop(name, None)
+        self._hidden.add(name)
+        self._loaded.pop(name, None)
+
+    @asynccontextmanager
+    async def hold(self, name: str) -> AsyncIterator[Adapter]:
+        """Keep an adapter in memory until the block is left; load it before, if need be.
+
+        Raises ModelNotFoundError if it is gone, and UnavailableError for one that cannot be loaded
+        or has no room.
+        """
+        adapter = self._loaded.get(name)
+        if adapter is None:
+            async with self._reading:
+                adapter = self._loaded.get(name) or await self._load(name)
+                self._n_holders[adapter] += 1
+        else:
+            self._n_holders[adapter] += 1
+        if name in self._loaded:
+            self._loaded.move_to_end(name)
+        try:
+            yield adapter
+        finally:
+            self._n_holders[adapter] -= 1
+            if not self._n_holders[adapter]:
+                del self._n_holders[adapter]
+
+    async def _load(self, name: str) -> Adapter:
+        gone = ModelNotFoundError(f"the adapter {name!r} has been unloaded", param="model")
+        if (folder := self.find(name)) is None:
+            raise gone
+        try:
+            adapter = await asyncio.to_thread(self._read, name, folder)
+        except AdapterError as error:
+            logger.error("%s", error)
+            message = f"the adapter {name!r} could not be loaded; the server's log says why"
+            raise UnavailableError(message, retry_after=60) from None
+        if self.find(name) != folder:
+            raise gone
+        self._keep(name, adapter)
+        return adapter
+
+    def _read(self, name: str, folder: Path) -> Adapter:
+        graph = self._graph()
+        if graph is None:
+            raise UnavailableError("the model is being loaded", retry_after=_RETRY)
+        adapter = graph.load(folder, name, self.most_bytes)
+        if adapter.n_bytes > self.most_bytes:
+            raise AdapterError(
+                f"adapter {name!r}: its size is {adapter.n_bytes:,} bytes; expected at most "
+                f"{self.most_bytes:,} (setting adapter_memory)"
+            )
+        fields = {"adapter": name, "bytes": adapter.n_bytes, "trained_on": adapter.base}
+        logger.info("adapter loaded", extra={"fields": fields})
+        return adapter
+
+    def _keep(self, name: str, adapter: Adapter) -> None:
+        """Add an adapter in the place of others that nobody uses. Raises UnavailableError."""
+        while self.n_bytes + adapter.n_bytes > self.most_bytes:
+            idle = (each for each, held in self._loaded.items() if not self._n_holders[held])
+            if (oldest := next(idle, None)) is None:
+                raise UnavailableError(
+                    "requests with other adapters use all of adapter_memory; try later",
+                    retry_after=_RETRY,
+                )
+            del self._loaded[oldest]
+        self._loaded[name] = adapter

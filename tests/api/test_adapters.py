@@ -1,0 +1,273 @@
+"""Adapters by every API: named as models, loaded and unloaded beside running streams."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from kvasir.export.directory import export_checkpoint
+from kvasir.model.directory import load_model_dir
+from kvasir.server.process.app import create_app
+from kvasir.server.requests.adapters.bank import AdapterBank
+from kvasir.server.settings import load_settings
+from tests.kernels.graphs import needs_library
+from tests.kit.adapters import change_tensors, save_adapter, set_config
+from tests.kit.huggingface_checkpoints import make_model, save_checkpoint, save_tokenizer
+from tests.kit.serving import running
+
+pytestmark = needs_library
+ADMIN = {"authorization": "Bearer admin"}
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+PROMPT = "the 7th line of a text that nobody"
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    source = save_checkpoint(folder / "source", make_model("llama"))
+    save_tokenizer(source)
+    export_checkpoint(source, folder / "base", precision="int8")
+    for i, name in enumerate(("poet", "clerk", "judge")):
+        save_adapter(folder / "adapters" / name, make_model("llama"), seed=i)
+    return folder
+
+
+@pytest.fixture
+def root(exported: Path, tmp_path: Path) -> Path:
+    """A folder with two adapters; a third is elsewhere."""
+    for name in ("poet", "clerk"):
+        shutil.copytree(exported / "adapters" / name, tmp_path / "adapters" / name)
+    return tmp_path / "adapters"
+
+
+@asynccontextmanager
+async def serving(
+    exported: Path, **settings: Any
+) -> AsyncIterator[tuple[FastAPI, httpx.AsyncClient]]:
+    """Serve the model and its adapters, from the moment that they are loaded."""
+    known = load_settings(model=exported / "base", threads=1, kv_cache_memory=2**26, **settings)
+    app = create_app(known, load_model_dir(exported / "base"))
+    async with running(app) as client:
+        while (await client.get("/health/ready")).status_code != 200:
+            assert not app.state.models.failures
+            await asyncio.sleep(0.01)
+        yield app, client
+
+
+def bank_of(app: FastAPI) -> AdapterBank:
+    bank: AdapterBank = app.state.models.bank
+    return bank
+
+
+async def complete(client: httpx.AsyncClient, model: str = "base", **fields: Any) -> str:
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0.0} | fields
+    response = await client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    shown = response.json()
+    assert shown["model"] == model
+    text: str = shown["choices"][0]["text"]
+    return text
+
+
+async def test_every_api_takes_an_adapter_as_a_model(exported: Path, root: Path) -> None:
+    named = f"judge={exported / 'adapters/judge'}"
+    async with serving(exported, adapter=named, adapter_dir=root) as (app, client):
+        texts = {name: await complete(client, name) for name in ("base", "poet", "clerk", "judge")}
+        assert len({*texts.values()}) == 4
+        assert [bank_of(app).loaded.keys() >= {name} for name in ("poet", "judge")] == [True, True]
+        models = {each["id"]: each for each in (await client.get("/v1/models")).json()["data"]}
+        assert models.keys() == texts.keys()
+        assert (models["poet"]["parent"], models["poet"]["root"]) == ("base", "base")
+        assert (models["base"]["parent"], models["base"]["root"]) == (None, "base")
+        sampling = {"temperature": 0.0, "max_tokens": 12}
+        for path, body, place in (
+            (
+                "/v1/chat/completions",
+                {"messages": [{"role": "user", "content": PROMPT}]},
+                "choices",
+            ),
+            ("/v1/messages", {"messages": [{"role": "user", "content": PROMPT}]}, "content"),
+            ("/v1/responses", {"input": PROMPT, "max_output_tokens": 12}, "output"),
+        ):
+            of_path = {"temperature": 0.0} if path == "/v1/responses" else sampling
+            answers = {}
+            for name in ("base", "poet"):
+                response = await client.post(path, json={"model": name} | of_path | body)
+                assert response.status_code == 200, response.text
+                assert response.json()["model"] == name
+                answers[name] = str(response.json()[place])
+            assert answers["base"] != answers["poet"], path
+        parameters = {"max_new_tokens": 12}
+        for fields in (
+            {"parameters": parameters | {"adapter_id": "poet"}},
+            {"parameters": parameters, "model": "poet"},
+        ):
+            response = await client.post("/generate", json={"inputs": PROMPT} | fields)
+            assert response.json()["generated_text"] == texts["poet"]
+        body = {"model": "poet:latest", "prompt": PROMPT, "raw": True, "stream": False}
+        options = {"options": {"temperature": 0.0, "num_predict": 12}}
+        response = await client.post("/api/generate", json=body | options)
+        assert response.json()["response"] == texts["poet"]
+        tags = (await client.get("/api/tags")).json()["models"]
+        assert "poet:latest" in {each["name"] for each in tags}
+        metrics = (await client.get("/metrics")).text
+        assert 'kvasir_adapter_requests_total{adapter="poet"} 7.0' in metrics
+        assert "kvasir_adapters_loaded 3.0" in metrics
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"model": "nobody", "prompt": "a"}, "model"),
+        ("/v1/completions", {"model": "../poet", "prompt": "a"}, "model"),
+        ("/v1/completions", {"model": "out", "prompt": "a"}, "model"),
+        ("/generate", {"inputs": "a", "parameters": {"adapter_id": "nobody"}}, "parameters"),
+        ("/generate", {"inputs": "a", "model": "poet", "parameters": {"adapter_id": "clerk"}}, ""),
+        ("/explain", {"model": "poet", "prompt": "a"}, "model"),
+    ],
+)
+async def test_a_name_that_is_no_adapter_here_is_refused(
+    path: str, body: dict[str, Any], param: str, exported: Path, root: Path
+) -> None:
+    """Nor is a link out of the folder one."""
+    (root / "out").symlink_to(exported / "adapters/judge")
+    async with serving(exported, adapter_dir=root) as (_, client):
+        response = await client.post(path, json=body)
+        assert response.status_code in (400, 404), response.text
+        assert param in response.text
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert {each["id"] for each in listed} == {"base", "poet", "clerk"}
+
+
+async def test_adapters_come_and_go_while_streams_run(exported: Path, root: Path) -> None:
+    """A stream keeps its adapter, whose memory counts until then; a new one may have its name."""
+    settings = {"adapter_dir": root, "adapter_admin_key": "admin"}
+    async with serving(exported, **settings) as (app, client):
+        poet, clerk = await complete(client, "poet"), await complete(client, "clerk")
+        bank = bank_of(app)
+        sizes = {name: adapter.n_bytes for name, adapter in bank.loaded.items()}
+        body = {"model": "poet", "prompt": PROMPT, "max_tokens": 60, "ignore_eos": True}
+        body |= {"temperature": 0.0, "stream": True}
+        held = bank.hold("poet")  # as a stream does
+        await held.__aenter__()
+        streamed = ""
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            async for line in response.aiter_lines():
+                if not streamed and line.startswith("data: {"):
+                    unloaded = await client.post(UNLOAD, json={"lora_name": "poet"}, headers=ADMIN)
+                    assert unloaded.status_code == 200
+                if line.startswith("data: {"):
+                    streamed += json.loads(line[6:])["choices"][0]["text"]
+        assert streamed.startswith(poet)
+        assert (await client.post("/v1/completions", json=body)).status_code == 404
+        assert bank.n_bytes == sum(sizes.values())
+        await held.__aexit__(None, None, None)
+        assert bank.n_bytes == sizes["clerk"]
+        wanted = {"lora_name": "poet", "lora_path": "clerk"}
+        assert (await client.post(LOAD, json=wanted, headers=ADMIN)).status_code == 200
+        assert await complete(client, "poet") == clerk
+        again = await client.post(LOAD, json=wanted, headers=ADMIN)
+        assert again.status_code == 400
+        assert "served already" in again.text
+
+
+@pytest.mark.parametrize(
+    ("lora_path", "named"),
+    [
+        ("../outside", "not below"),
+        ("/etc", "not below"),
+        ("link", "not below"),
+        ("", "lora_path"),
+        ("a\0b", "not below"),
+        ("nowhere", "adapter_config.json"),
+        ("broken", "adapter_model.safetensors is damaged"),
+        ("nan", "not finite"),
+        ("large", "r of "),
+    ],
+)
+async def test_what_cannot_be_loaded_is_refused_and_harms_nothing(
+    lora_path: str, named: str, exported: Path, root: Path
+) -> None:
+    (root / "link").symlink_to(exported / "adapters/judge")
+    for name in ("broken", "nan", "large"):
+        shutil.copytree(root / "poet", root / name)
+    (root / "broken/adapter_model.safetensors").write_bytes(b"\x10")
+    change_tensors(root / "nan", lambda held: {n: t * float("nan") for n, t in held.items()})
+    set_config(root / "large", r=10_000)
+    settings = {"adapter_dir": root, "adapter_admin_key": "admin"}
+    async with serving(exported, **settings) as (app, client):
+        body = {"lora_name": "new", "lora_path": lora_path}
+        response = await client.post(LOAD, json=body, headers=ADMIN)
+        assert response.status_code == 400
+        assert named in response.json()["error"]["message"]
+        assert not bank_of(app).loaded
+        await complete(client, "poet")
+        if lora_path in ("broken", "nan", "large"):  # found by name: the folder is the server's
+            body = {"model": lora_path, "prompt": "a"}
+            assert (await client.post("/v1/completions", json=body)).status_code == 503
+
+
+async def test_loading_by_requests_needs_its_own_key(exported: Path, root: Path) -> None:
+    settings = {"adapter_dir": root, "adapter_admin_key": "admin", "api_key": "client"}
+    client_key = {"authorization": "Bearer client"}
+    async with serving(exported, **settings) as (_, client):
+        for path, body in (
+            (LOAD, {"lora_name": "a", "lora_path": "poet"}),
+            (UNLOAD, {"lora_name": "a"}),
+        ):
+            for headers in ({}, client_key, {"authorization": "Bearer "}):
+                assert (await client.post(path, json=body, headers=headers)).status_code == 401
+            assert (await client.post(path, json=body, headers=ADMIN)).status_code == 200
+    async with serving(exported, adapter_dir=root) as (_, client):
+        response = await client.post(LOAD, json={"lora_name": "a", "lora_path": "poet"})
+        assert response.status_code == 404
+        assert "adapter_admin_key" in response.text
+
+
+async def test_the_least_recently_used_leaves_when_memory_is_short(
+    exported: Path, root: Path
+) -> None:
+    shutil.copytree(exported / "adapters/judge", root / "judge")
+    async with serving(exported, adapter_dir=root) as (app, client):
+        texts = {name: await complete(client, name) for name in ("poet", "clerk", "judge")}
+        size = max(adapter.n_bytes for adapter in bank_of(app).loaded.values())
+    async with serving(exported, adapter_dir=root, adapter_memory=2 * size) as (app, client):
+        bank = bank_of(app)
+        for name in ("poet", "clerk", "poet", "judge"):
+            assert await complete(client, name) == texts[name]
+        assert bank.loaded.keys() == {"poet", "judge"}
+        async with bank.hold("poet"), bank.hold("judge"):
+            body = {"model": "clerk", "prompt": "a"}
+            response = await client.post("/v1/completions", json=body)
+            assert response.status_code == 503
+            assert response.headers["retry-after"]
+        assert await complete(client, "clerk") == texts["clerk"]
+        assert bank.n_bytes <= 2 * size
+
+
+async def test_an_adapters_own_template_and_sampling_are_used(exported: Path, root: Path) -> None:
+    (root / "poet/chat_template.jinja").write_text(
+        "{% for m in messages %}!{{ m.content }}{% endfor %}"
+    )
+    sampling = {"do_sample": True, "temperature": 0.25, "top_k": 3, "unknown": 1}
+    (root / "poet/generation_config.json").write_text(json.dumps(sampling))
+    (root / "clerk/chat_template.jinja").write_text("{% for")
+    async with serving(exported, adapter_dir=root) as (_, client):
+        body = {"model": "poet", "messages": [{"role": "user", "content": "ab"}]}
+        shown = (await client.post("/tokenize", json=body)).json()
+        plain = (await client.post("/tokenize", json={"prompt": "!ab"})).json()
+        assert shown["tokens"][-2:] == plain["tokens"][-2:]
+        card = (await client.get("/model", params={"model": "poet"})).json()
+        assert card["generation"] == {"temperature": 0.25, "top_k": 3}
+        assert (await client.get("/model")).json()["generation"] == {}
+        response = await client.post("/v1/completions", json={"model": "clerk", "prompt": "a"})
+        assert response.status_code == 503
