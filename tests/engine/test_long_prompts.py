@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
     return export_random(tmp_path_factory.mktemp("model"), "int8", max_model_len=LONGEST)
 
 
-def open_runner(model: RandomModel, **options: int) -> PagedRunner:
+def open_runner(model: RandomModel, **options: Any) -> PagedRunner:
     library = Library(FILE, "auto")
     options = {"max_num_seqs": 4, "threads": 1, "kv_cache_bytes": 2**24} | options
     return open_packed_runner(model.graph, model.config, library, **options)
