@@ -30,18 +30,21 @@ _LEAST_SPEED = 2**14  # bytes a second of a whole file: the library does not sho
 def find_hub_model(reference: Reference) -> tuple[str, Pull]:
     """Return the revision that the hub has now, or offline the cache. Raises DownloadError."""
     import huggingface_hub as hub  # noqa: PLC0415  of the extra hub
-    from huggingface_hub import constants  # noqa: PLC0415
+    from huggingface_hub import constants, errors  # noqa: PLC0415
 
     revision = reference.revision
     if constants.HF_HUB_OFFLINE:
-        name = reference.file or "config.json"
-        cached = hub.try_to_load_from_cache(reference.name, name, revision=revision)
-        if not isinstance(cached, str):
-            raise DownloadError(
-                f"{reference}: {name} is not in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE "
-                f"is set; run once without it: kvasir pull {reference}"
-            )
-        folder = Path(cached.removesuffix(name))
+        missing = (
+            f"{reference} is not in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE "
+            f"is set; run once without it: kvasir pull {reference}"
+        )
+        name = reference.name
+        try:
+            folder = Path(hub.snapshot_download(name, revision=revision, local_files_only=True))
+        except errors.LocalEntryNotFoundError:
+            raise DownloadError(missing) from None
+        if reference.file is not None and not (folder / reference.file).is_file():
+            raise DownloadError(missing)
         return folder.name, partial(_choose_cached, reference, folder)
     hooks = hub.get_session().event_hooks["response"]
     if _read_small not in hooks:

@@ -350,7 +350,7 @@ def test_offline_the_hubs_cache_is_used_and_what_it_lacks_is_named(
 ) -> None:
     with store_of("hf", CHECKPOINT, monkeypatch, tmp_path) as (_, reference):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-        with pytest.raises(DownloadError, match=r"config\.json is not in .*HF_HUB_OFFLINE"):
+        with pytest.raises(DownloadError, match=r"is not in .*HF_HUB_OFFLINE"):
             pull(reference, tmp_path)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         folder = pull(reference, tmp_path)
@@ -359,6 +359,16 @@ def test_offline_the_hubs_cache_is_used_and_what_it_lacks_is_named(
     (folder / "tokenizer.json").unlink()
     with pytest.raises(DownloadError, match=r"has no tokenizer\.json"):
         pull(reference, tmp_path)
+
+
+def test_offline_a_gguf_file_needs_no_other_beside_it(monkeypatch: Any, tmp_path: Path) -> None:
+    with store_of("hf", {"a.Q4.gguf": b"GGUF"}, monkeypatch, tmp_path) as (_, reference):
+        file = pull(reference, tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert pull(reference, tmp_path) == file
+    assert pull(f"{reference}/a.Q4.gguf", tmp_path) == file
+    with pytest.raises(DownloadError, match=r"b\.gguf is not in .*HF_HUB_OFFLINE"):
+        pull(f"{reference}/b.gguf", tmp_path)
 
 
 @pytest.mark.parametrize(
