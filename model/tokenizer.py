@@ -164,7 +164,7 @@ def parse_tokenizer(content: bytes, path: Path, vocab_size: int | None = None) -
         check_costs(tokenizer)
     except ValueError as error:
         raise TokenizerError(f"{path}: {error}") from None
-    if b"precompiled_charsmap" in content:
+    if any(step["type"] == "Precompiled" for step in steps(tokenizer.normalizer)):
         _check_charsmap(tokenizer, path)
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -186,6 +186,14 @@ def test_a_tokenizer_that_panics_is_refused(tmp_path: Path, start: int | None) -
         load_tokenizer(path)
 
 
+def test_a_name_with_escapes_hides_no_charsmap(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    text = with_damaged_charsmap(tokenizer, ord("a")).to_str()
+    path.write_text(text.replace("precompiled_charsmap", r"precompiled_charsm\u0061p"))
+    with pytest.raises(TokenizerError, match="its precompiled_charsmap is damaged"):
+        load_tokenizer(path)
+
+
 def nested(n: int, *inner: Any) -> Any:
     """Replacements that each make six characters of one: n of them, in sequences in sequences."""
     part = normalizers.Sequence([normalizers.Replace("a", "a" * 6), *inner])
