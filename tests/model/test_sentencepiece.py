@@ -109,6 +109,12 @@ def test_refusals(
         read_sentencepiece(tmp_path / "spiece.model", model_type, values)
 
 
+def test_a_file_of_another_family_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path / "spiece.model", ("<unk>", "<pad>"))
+    with pytest.raises(UnsupportedError, match="is not of a 'pegasus' model"):
+        read_sentencepiece(tmp_path / "spiece.model", "pegasus", {})
+
+
 @pytest.mark.parametrize(("name", "file"), [("t5", 0), ("pegasus", 0), ("mbart", 1)])
 def test_a_folder_without_tokenizer_json_is_imported(name: str, file: int, tmp_path: Path) -> None:
     make_encoder_decoder(name).save_pretrained(tmp_path)

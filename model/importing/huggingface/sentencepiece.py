@@ -187,6 +187,6 @@ def read_sentencepiece(path: Path, model_type: str, values: dict[str, Any]) -> s
     control = [piece.piece for piece in model.pieces if piece.type == _CONTROL]
     layout = _LAYOUTS[model_type](pieces, control, values)
     names = [piece for piece, _ in layout.vocabulary]
-    if UNKNOWN not in dict(pieces) or len({*names}) < len(names):
+    if UNKNOWN not in dict(pieces) or UNKNOWN not in names or len({*names}) < len(names):
         raise UnsupportedError(f"{path.name} is not of a {model_type!r} model; copy it again")
     return make_tokenizer(model, layout).to_str()
