@@ -266,6 +266,14 @@ def test_a_reranker_whose_settings_are_no_object_is_refused(tmp_path: Path) -> N
         load_checkpoint(folder)
 
 
+@pytest.mark.parametrize("path", ["", "..", "../1_Pooling", "/1_Pooling"])
+def test_a_module_outside_of_the_folder_is_refused(path: str, bert: Path) -> None:
+    listed = [{"path": "", "type": "Transformer"}, {"path": path, "type": "Pooling"}]
+    (bert / "modules.json").write_text(json.dumps(listed))
+    with pytest.raises(CheckpointError, match="Kvasir computes what is in the folder"):
+        load_checkpoint(bert)
+
+
 @pytest.mark.parametrize(
     "kinds",
     [

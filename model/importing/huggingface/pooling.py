@@ -142,7 +142,7 @@ def _read_modules(
         raise _wrong(_MODULES_FILE, "list", kinds, wanted)
     layers = []
     for kind, name in steps[1:]:
-        if Path(name).name != name:
+        if Path(name).name != name or name in ("", ".."):
             raise _wrong(_MODULES_FILE, "path", name, "what is in the folder")
         if kind == "Dense":
             layers.append(_read_dense(source / name))
