@@ -9,12 +9,13 @@ import re
 import threading
 from collections import Counter
 from contextlib import suppress
+from itertools import count
 from typing import Any
 
 import pytest
 from pydantic_core import from_json, to_json
 
-from kvasir.server.api.http import pieces
+from kvasir.server.api.http import pieces, streams
 from kvasir.server.api.openai.responses.schemas import ENCRYPTED, LOGPROBS
 from kvasir.server.engine.sequence import FinishReason
 from kvasir.server.requests.async_engine import OutputStream
@@ -292,6 +293,23 @@ async def test_an_answer_that_is_ended_has_one_end(
             is_error = "error" in events[-1]
             answer = events[-1] if is_error else joined(path, events)
         assert reason_of_end(path, answer) == ENDINGS[end][path]
+
+
+@pytest.mark.parametrize(
+    ("path", "sign"), [(CHAT, ": keep-alive"), (MESSAGES, "event: ping"), ("/api/chat", '""}')]
+)
+async def test_a_stream_whose_tokens_show_nothing_is_no_silence(
+    path: str, sign: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of a call that is passed on once it is complete: proxies cut silent streams off."""
+    call = '<|tool_call>call:time{utc:true,note:<|"|>aaaaaaaaaaaa<|"|>}<tool_call|>'
+    body = LEAST.get(path, LEAST[CHAT]) | {"stream": True, "tools": TOOLS_OF.get(path, TOOLS)}
+    async with chatting(call, tool_call_format="gemma") as (served, _, _):
+        quiet = await served.client.post(path, json=body)
+        monkeypatch.setattr("kvasir.server.requests.async_engine._MOST_AT_ONCE", 1)
+        monkeypatch.setattr(streams, "perf_counter", count(0, 10).__next__)
+        response = await served.client.post(path, json=body)
+    assert quiet.text.count(sign) < 2 <= response.text.count(sign)
 
 
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES])

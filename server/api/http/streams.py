@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AbstractContextManager, aclosing
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 from starlette.requests import Request
@@ -98,16 +99,21 @@ def respond(
 async def _events(
     state: RequestState, wanted: CompletionRequest, formatter: Formatter
 ) -> AsyncGenerator[bytes, None]:
-    served = formatter.served
+    served, sent_at = formatter.served, perf_counter()
     async with served.complete(wanted) as completion:
         state.completion = formatter.completion = completion
         async for deltas in completion.deltas(KEEP_ALIVE_SECONDS):
             chunk = together([formatter.chunk(delta) for delta in deltas])
+            # New tokens may show nothing for long: those of a call that is passed on when complete.
+            is_silent = not deltas or perf_counter() - sent_at >= KEEP_ALIVE_SECONDS
             if not isinstance(chunk, bytes):
                 async for piece in sent(chunk, served.text_worker):
                     yield piece
-            elif chunk or not deltas:
+            elif chunk or is_silent:
                 yield chunk or formatter.keep_alive
+            else:
+                continue
+            sent_at = perf_counter()
         await formatter.finish()
         async for piece in sent(formatter.tail(), served.text_worker):
             yield piece
