@@ -62,7 +62,8 @@ class RequestBuilder(PromptReader):
     answers: dict[bool, AnswerMemory]
 
     async def build(self, options: RequestOptions, state: RequestState) -> CompletionRequest:
-        """Return the request for a body. Raises InvalidRequestError."""
+        """Return the request for a body. Raises InvalidRequestError, and UnavailableError."""
+        self.admission.check_open()
         params = replace(options.params, beams=options.target.beams)
         max_tokens, config = options.max_tokens, self.model_dir.config
         prefix, prediction = await self._target_prefix(options), list[int]()

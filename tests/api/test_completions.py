@@ -17,6 +17,7 @@ from tokenizers.processors import TemplateProcessing
 
 from kvasir.model.records import GenerationDefaults
 from kvasir.server.api.other_servers import IGNORED, NO_OPS
+from kvasir.server.requests.admission.queue import Phase
 from kvasir.server.text.detokenizer import token_name, token_text
 from kvasir.server.text.fill_in_middle import FORMS, FillInMiddle
 from tests.kit.chats import LONG, chatting
@@ -356,6 +357,18 @@ async def test_the_fingerprint_is_that_of_the_files() -> None:
         other.model.model_dir = replace(model_dir, manifest=manifest)
         changed = await complete(other, prompt="a", max_tokens=2)
     assert changed["system_fingerprint"] != whole["system_fingerprint"]
+
+
+async def test_the_fingerprint_is_the_same_after_a_request_that_came_too_early() -> None:
+    """While the model loads, nobody knows its operators."""
+    async with serving(speculate=True) as served, serving(speculate=True) as other:
+        model, engine = other.model, other.model.engine.engine
+        model.engine.engine, model.admission.phase = None, Phase.LOADING
+        early = await other.client.post(COMPLETIONS, json={"prompt": "a"})
+        model.engine.engine, model.admission.phase = engine, Phase.READY
+        answers = [await complete(one, prompt="a", max_tokens=2) for one in (served, other)]
+    assert early.status_code == 503
+    assert answers[0]["system_fingerprint"] == answers[1]["system_fingerprint"]
 
 
 async def test_fields_that_ask_for_nothing_are_accepted() -> None:
