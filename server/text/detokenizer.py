@@ -61,8 +61,16 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Return what was held back, at the end of the sequence."""
-        held, self._held = self._held, []
-        return self._count(self._tokenizer.decode(held))
+        text, self._held = self._text(len(self._held)), []
+        return self._count(text)
+
+    def _text(self, n: int) -> str:
+        """Return the text of the first held tokens: after those before them, if it leaves theirs."""
+        taken, decode = self._held[:n], self._tokenizer.decode
+        end = len(self._ids) - len(self._held)
+        context = self._ids[max(0, end - _CONTEXT) : end]
+        before, whole = decode(context), decode(context + taken)
+        return whole[len(before) :] if whole.startswith(before) else decode(taken)
 
     def _whole(self) -> int:
         """Return how many held tokens come before a character that may yet be completed."""
@@ -74,10 +82,9 @@ class Detokenizer:
 
     def _take(self, n: int) -> str:
         """Return the text of the first held tokens; the others begin a text of their own."""
-        taken, left = self._held[:n], self._held[n:]
+        text, left = self._count(self._text(n)), self._held[n:]
         self._held = []
         self._begin([] if left else self._ids[-_CONTEXT:])
-        text = self._count(self._tokenizer.decode(taken))
         return text + "".join(map(self.push, left))
 
     def _count(self, piece: str) -> str:
