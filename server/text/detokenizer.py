@@ -65,7 +65,7 @@ class Detokenizer:
         return self._count(text)
 
     def _text(self, n: int) -> str:
-        """Return the text of the first held tokens: after those before them, if it leaves theirs."""
+        """Return the text of the first held tokens, after those before them if it leaves theirs."""
         taken, decode = self._held[:n], self._tokenizer.decode
         end = len(self._ids) - len(self._held)
         context = self._ids[max(0, end - _CONTEXT) : end]
