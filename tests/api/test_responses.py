@@ -63,6 +63,15 @@ async def test_a_response_over_http_is_a_chats_answer() -> None:
     assert cut["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
+async def test_a_large_response_that_is_kept_can_be_read() -> None:
+    """One that is sent in pieces."""
+    async with chatting("Hi.") as (served, _, _):
+        made = await post(served, RESPONSES, metadata={"a": "b" * 100_000})
+        path = f"{RESPONSES}/{made['id']}"
+        for answer in (await served.client.get(path), await served.client.post(f"{path}/cancel")):
+            assert (answer.status_code, answer.json()) == (200, made)
+
+
 @pytest.mark.parametrize("streams", [False, True])
 async def test_a_number_beyond_all_floats_is_repeated_as_null(streams: bool) -> None:
     """It is JSON, but Python reads an infinity, which JSON has not."""

@@ -231,6 +231,7 @@ class Deferred(Response):
         self, work: Callable[[], Coroutine[Any, Any, Response]], held: AbstractContextManager[None]
     ) -> None:
         self._work, self._held = work, held
+        self.background = None  # which FastAPI reads
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Make the response and send it, as an ASGI application does."""
