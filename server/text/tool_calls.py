@@ -190,13 +190,11 @@ class ToolCallParser:
             if self._is_end:
                 return self._end_early(opening)
             yield
-        name, before, self.is_in_call = match[1], "{", True
+        name, before, n_read, self.is_in_call = match[1], "{", 0, True  # n_read: without an end
         self._begin_call(name, text[match.end() :])
-        n_read = 0  # characters in which no argument ends
         while self.is_in_call:
             text = self._buffer.lstrip()
-            may_end = text.find(tags.last, max(0, n_read - len(tags.last))) >= 0
-            if may_end and (match := tags.argument.match(text)):
+            if text.find(tags.last, n_read) >= 0 and (match := tags.argument.match(text)):
                 argument = {match[1]: value_of(match[2], self._schemas.get(name, {}), match[1])}
                 self._add(before + json.dumps(argument, ensure_ascii=False)[1:-1])
                 self._buffer, before, n_read = text[match.end() :], ", ", 0
@@ -204,7 +202,7 @@ class ToolCallParser:
                 if self._is_end:
                     self._buffer = ""
                     return None
-                n_read = len(text)
+                n_read = max(0, len(text) - len(tags.last))
                 yield
             else:
                 self.is_in_call = False

@@ -191,9 +191,8 @@ async def similarity(request: Request, body: SimilarityBody) -> Response:
         return LazyList(vectors[1:], partial(figures.cosine, vectors[0]))
 
     inputs = [body.inputs.source_sentence, *body.inputs.sentences]
-    return await respond(
-        request, body.parameters, inputs, "inputs", "pooled", show, "none", n_beside=1
-    )
+    fields = body.parameters
+    return await respond(request, fields, inputs, "inputs", "pooled", show, "none", n_beside=1)
 
 
 @pair_router.post("/rerank", response_model=list[Rank], responses=GENERATE_ERRORS)
