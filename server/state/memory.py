@@ -54,13 +54,19 @@ class MemoryState(State):
             return
         self.responses[key] = stored
         self._n_bytes += stored.n_bytes
+        if len(self.responses) <= self.max_responses and self._n_bytes <= self.max_bytes:
+            return
+        counts, sizes = Counter[bytes](), Counter[bytes]()  # once, however many go
+        for (owner, _), entry in self.responses.items():
+            counts[owner] += 1
+            sizes[owner] += entry.n_bytes
         while len(self.responses) > self.max_responses or self._n_bytes > self.max_bytes:
-            is_many = len(self.responses) > self.max_responses
-            used = Counter[bytes]()
-            for (owner, _), entry in self.responses.items():
-                used[owner] += 1 if is_many else entry.n_bytes
+            used = counts if len(self.responses) > self.max_responses else sizes
             most = max(used, key=lambda owner: (used[owner], owner))
-            await self.pop(next(key for key in self.responses if key[0] == most))
+            oldest = next(key for key in self.responses if key[0] == most)
+            counts[most] -= 1
+            sizes[most] -= self.responses[oldest].n_bytes
+            await self.pop(oldest)
 
     async def get(self, key: Key) -> Stored | None:
         """See State."""

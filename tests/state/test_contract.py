@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from kvasir.server.state.memory import MemoryState
 from kvasir.server.state.state import Key, Stored
 from tests.state.conftest import MOST_BYTES, Fleet
 
@@ -104,3 +105,22 @@ async def test_responses_are_kept_for_all_replicas_within_their_limits(
         found = {key: await chance.choice(fleet.replicas).get(key) for key in keys}
         assert {k: one for k, one in found.items() if one is not None} == dict(oracle.kept)
     assert 0 < len(oracle.kept) < len(keys)
+
+
+async def test_a_large_response_takes_the_place_of_many_small_ones_in_linear_time() -> None:
+    n_reads = 0
+
+    class Counted(Stored):
+        @property
+        def n_bytes(self) -> int:
+            nonlocal n_reads
+            n_reads += 1
+            return len(self.items)
+
+    state = MemoryState(1000)
+    for i in range(1000):
+        await state.put((b"a", str(i)), Counted(b"x", b"x", b""))
+    n_reads = 0
+    await state.put((b"a", "large"), Counted(b"x", b"x" * 1000, b""))
+    assert len(state.responses) == 1
+    assert n_reads < 4000
