@@ -26,7 +26,8 @@ _PANELS = {
     "Address and access": "host port root_path api_key api_key_file adapter_admin_key "
     "allowed_hosts cors_origins",
     "Speed and memory": "max_num_seqs threads kernels kv_cache_memory prefix_cache_memory "
-    "share_prefix_cache adapter_memory chunk_size itl_target_ms speculate cuda_graphs",
+    "prefix_dir prefix_dir_bytes share_prefix_cache adapter_memory chunk_size itl_target_ms "
+    "speculate cuda_graphs",
     "Limits": "max_queue max_body_bytes default_timeout_ms send_timeout drain_timeout "
     "exit_on_failure",
     "Routes": "explain batch_dir batch_dir_bytes stored_responses_memory",

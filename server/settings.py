@@ -95,6 +95,10 @@ class Settings(BaseSettings):
         "0 keeps none. Default: a tenth of kv_cache_memory. On a GPU prefixes stay in free blocks "
         "of the KV cache; 0 shares none.",
     )
+    prefix_dir: Path | None = None
+    """Folder for prompt prefixes that are used again, so that they outlive the server. On CPUs."""
+    prefix_dir_bytes: ByteSize = Field(ByteSize(4 * 2**30), gt=0)
+    """Maximum size of the files in prefix_dir; the least recently used go first."""
     share_prefix_cache: bool = False
     """Share prefixes between API keys, which then learn what prompts of others begin with."""
     speculate: bool | None = Field(

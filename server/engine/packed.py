@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvasir.kernels.adapter_table import Place
 from kvasir.kernels.library import Library
@@ -26,6 +27,7 @@ from kvasir.server.engine.gpu.cuda import bind_blocks_at
 from kvasir.server.engine.gpu.model import DeviceModel
 from kvasir.server.engine.gpu.runner import PagedRunner
 from kvasir.server.engine.kv.blocks import KVBlocks
+from kvasir.server.engine.kv.files import PrefixFiles
 from kvasir.server.engine.kv.memory import map_memory
 from kvasir.server.engine.model_runner import check_max_model_len
 from kvasir.server.engine.runner import OnnxRunner
@@ -134,12 +136,35 @@ class MemoryBlocks(KVBlocks):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._memories: list[tuple[mmap.mmap, int]] = []  # and the bytes of a block in each
+        self.files: PrefixFiles | None = None
 
     def bind(self, binding: onnxruntime.IOBinding, kv: KVInput, n_blocks: int) -> object:
         """See bind_cpu_blocks."""
         memory = bind_cpu_blocks(binding, kv, n_blocks)
         self._memories.append((memory, kv.bytes_per_item))
         return memory
+
+    def admit(self, n_prompt: int, max_tokens: int, names: list[bytes]) -> tuple[int, int] | None:
+        """See KVStore: cached blocks are shared, and the next ones restored from files."""
+        admitted = super().admit(n_prompt, max_tokens, names)
+        if admitted is None or self.files is None:
+            return admitted
+        row, n_cached = admitted
+        n, blocks = n_cached // self.block_size, self._held[row]
+        for name, block in zip(names[n:], blocks[n:], strict=False):
+            if name in self.cache.blocks or not self.files.read(name, self._parts(block)):
+                break
+            self.cache.blocks[name], self._names[block] = block, name
+            n += 1
+        self.files.keep(names[:n], lambda place: self._parts(blocks[place]))
+        return row, n * self.block_size
+
+    def _parts(self, block: int) -> list[NDArray[np.uint8]]:
+        """Return a block's bytes in each memory."""
+        return [
+            np.frombuffer(memory, dtype=np.uint8, count=size, offset=block * size)
+            for memory, size in self._memories
+        ]
 
     def release_idle_memory(self) -> None:
         """See KVStore: named blocks stay."""

@@ -62,7 +62,15 @@ def create_app(
         model_dirs = {settings.model_name: model_dirs}
     key = settings.api_key.get_secret_value() if settings.api_key else None
     state = _state(settings)
-    keys = ApiKeys(key, settings.api_key_file, secret_of(settings, "salt"), state)
+    salt = secret_of(settings, "salt")
+    names_last = settings.prefix_dir is not None and not settings.share_prefix_cache
+    if settings.has_keys and salt is None and (names_last or not isinstance(state, MemoryState)):
+        needing = "prefix_dir" if names_last else "state_url"
+        raise StartupError(
+            f"setting {needing} needs a salt, or other servers would know no key of this one; make "
+            "one with: openssl rand -hex 32"
+        )
+    keys = ApiKeys(key, settings.api_key_file, salt, state)
     models = ModelRegistry(settings, model_dirs)
     models.metrics.key_file_failed.set_function(lambda: keys.has_failed)
     models.metrics.shared_state_up.set_function(lambda: state.is_up)
@@ -133,14 +141,11 @@ def secret_of(settings: Settings, name: Literal["salt", "state_url"]) -> str | N
 def _state(settings: Settings) -> State:
     """Return the state of this server, or of all replicas.
 
-    Raises StartupError without a salt, with which the others would know no key of this one, for an
-    URL that cannot be read, or if the package for it is missing.
+    Raises StartupError for an URL that cannot be read, or if the package for it is missing.
     """
     n_bytes, url = int(settings.stored_responses_memory), secret_of(settings, "state_url")
     if url is None:
         return MemoryState(n_bytes)
-    if settings.has_keys and secret_of(settings, "salt") is None:
-        raise StartupError("setting state_url needs a salt, the same for all replicas")
     try:
         from kvasir.server.state.redis_state import RedisState  # noqa: PLC0415  imports redis
     except ImportError as error:

@@ -220,10 +220,12 @@ def _open_runner(
         clock.lap("session_and_warm_up")
         return runner
     from kvasir.server.engine.packed import open_decoder  # noqa: PLC0415  imports ONNX Runtime
+    from kvasir.server.process.prefix_dir import keep_prefixes  # noqa: PLC0415  does so, too
 
     sizes["prefix_cache_bytes"] = settings.prefix_cache_memory
     runner = open_decoder(model_dir.graph_path, config, library, layout, **sizes)
     clock.lap("session")
     warm_up(runner)
+    keep_prefixes(settings, model_dir, runner)
     clock.lap("warm_up")
     return runner

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from kvasir.server.engine.kv.files import PrefixFiles
 from kvasir.server.engine.kv.memory import KVShape, RowMemory
 from kvasir.server.engine.kv.prefix_cache import PrefixCache
 from kvasir.server.engine.kv.store import KVStore
@@ -102,6 +103,7 @@ class KVRows(RowStore):
     dtype: of running sequences' rows, float32 or int8.
     """
 
+    files: PrefixFiles | None = None
     # Fewest tokens of a prompt to run at once: a run of one takes kernels that round differently.
     min_chunk = 2
 
@@ -151,6 +153,8 @@ class KVRows(RowStore):
         self.prompts.reserve(prompt_row, n_prompt)
         self._keep_to_budget()
         n_cached = self.cache.restore(self.prompts.array[:, prompt_row], names)
+        if self.files is not None:  # which hold keys and values only
+            n_cached = self._restore_files(self.files, prompt_row, names, n_cached)
         self._fill(row, 0, n_cached)
         if self.prompts.states:
             last = names[n_cached // self.cache.block_size - 1] if n_cached else b""
@@ -174,6 +178,19 @@ class KVRows(RowStore):
         if n_prompt - end == 1:
             end += 1 if end - n_computed == fewest else -1
         return n_computed, end
+
+    def _restore_files(
+        self, files: PrefixFiles, prompt_row: int, names: list[bytes], n_cached: int
+    ) -> int:
+        """Go on with the blocks that are files; return the tokens of all. Write those hit again."""
+        row, size = self.prompts.array[:, prompt_row], self.cache.block_size
+        n = n_cached // size
+        block = np.empty((*row.shape[:2], size, row.shape[3]), dtype=row.dtype)
+        while n < len(names) and files.read(names[n], [block]):
+            row[:, :, n * size : (n + 1) * size] = block
+            n += 1
+        files.keep(names[:n], lambda n: [row[:, :, n * size : (n + 1) * size].copy()])
+        return n * size
 
     def prompt_row(self, row: int) -> int:
         """Return the row of floats of a row. Raises KeyError once its prompt is computed."""
