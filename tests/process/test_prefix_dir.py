@@ -45,10 +45,10 @@ async def serving(**options: Any) -> AsyncIterator[httpx.AsyncClient]:
         engine.kv.files.wait()  # type: ignore[attr-defined]
 
 
-async def ask(
-    client: httpx.AsyncClient, prompt: str, **headers: str
-) -> tuple[int, str, list[float]]:
-    """Return the cached tokens, the text and its log-probabilities."""
+Answer = tuple[int, str, list[float]]  # cached tokens, text, its log-probabilities
+
+
+async def ask(client: httpx.AsyncClient, prompt: str, **headers: str) -> Answer:
     body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "logprobs": 1}
     answer = (await client.post("/v1/completions", json=body, headers=headers)).json()
     (choice,) = answer["choices"]
@@ -63,12 +63,13 @@ async def test_a_new_server_answers_as_the_old_one_without_computing_again(
     async with serving(kernels=kernels) as client:
         expected = [await ask(client, prompt) for prompt in (PROMPT, OTHER)]
     found = {}
-    for name, options in {
+    servers: dict[str, dict[str, Any]] = {
         "first": {"kernels": kernels},
         "second": {"kernels": kernels},
         "others": {"kernels": "off" if kernels == "auto" else "auto"},
         "threads": {"kernels": kernels, "threads": 2},
-    }.items():
+    }
+    for name, options in servers.items():
         async with serving(prefix_dir=tmp_path, **options) as client:
             answers = [await ask(client, prompt) for prompt in (PROMPT, PROMPT, OTHER)]
         found[name] = [n_cached for n_cached, _, _ in answers]
@@ -89,7 +90,7 @@ async def test_keys_find_their_own_prefixes_by_a_salt(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="prefix_dir needs a salt"):
         async with serving(prefix_dir=tmp_path, api_key_file=keys):
             pass
-    options = {"prefix_dir": tmp_path, "api_key_file": keys, "salt": "s" * 16}
+    options: dict[str, Any] = {"prefix_dir": tmp_path, "api_key_file": keys, "salt": "s" * 16}
     async with serving(**options) as client:
         first = [(await ask(client, PROMPT, **{"x-api-key": "k1"}))[0] for _ in range(2)]
     async with serving(**options) as client:
