@@ -395,7 +395,7 @@ async def test_responses_of_a_batch_are_kept_only_if_it_says_so(tmp_path: Path) 
         found = await answers(served, batch["output_file_id"])
         kept = {name: one["response"]["body"]["store"] for name, one in found.items()}
         assert kept == {"0": False, "1": True, "2": False}
-        assert len(served.app.state.response_store) == 1
+        assert len(served.app.state.response_store.state.responses) == 1
 
 
 async def test_without_a_folder_the_paths_name_the_setting() -> None:

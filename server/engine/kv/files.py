@@ -81,7 +81,7 @@ class PrefixFiles:
         except OSError as error:
             self._failed(error)
             return False
-        if not is_whole or head != self._header(name, parts):
+        if not is_whole or head != self._header(name, *(part.data for part in parts)):
             logger.warning(
                 "a file of the prefix cache is damaged", extra={"fields": {"file": name.hex()}}
             )
@@ -99,7 +99,7 @@ class PrefixFiles:
             parts = parts_of(n)
             if self._tasks.qsize() * sum(part.nbytes for part in parts) > _MOST_WAITING:
                 break
-            content = b"".join([self._header(name, parts), *(part.data for part in parts)])
+            content = b"".join(part.data for part in parts)
             self._waiting.add(name)
             self._tasks.put(lambda name=name, content=content: self._write(name, content))  # type: ignore[misc]
         self._tasks.put(lambda: self._touch(names))
@@ -108,11 +108,11 @@ class PrefixFiles:
         """Wait until all is written that was kept."""
         self._tasks.join()
 
-    def _header(self, name: bytes, parts: Parts) -> bytes:
-        n_bytes = sum(part.nbytes for part in parts)
+    def _header(self, name: bytes, *content: bytes | memoryview) -> bytes:
         crc = zlib.crc32(self._fingerprint + name)
-        for part in parts:
-            crc = zlib.crc32(part.data, crc)
+        for part in content:
+            crc = zlib.crc32(part, crc)
+        n_bytes = sum(memoryview(part).nbytes for part in content)
         return _HEADER.pack(_MAGIC, self._fingerprint, name, n_bytes, crc)
 
     def _work(self) -> None:
@@ -136,7 +136,7 @@ class PrefixFiles:
         unfinished = path.with_suffix(f".{token_hex(4)}")
         try:
             with open(unfinished, "wb", opener=lambda p, flags: os.open(p, flags, 0o600)) as file:
-                file.write(content)
+                file.writelines((self._header(name, content), content))
             unfinished.replace(path)
         except OSError:
             unfinished.unlink(missing_ok=True)
