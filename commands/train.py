@@ -97,6 +97,9 @@ def train(
     ),
     checkpoint_every: int = Option(250, min=1, help="Steps between checkpoints."),
     mixed_precision: bool = Option(True, help="Use bfloat16 if hardware has it."),
+    compile: bool = Option(  # noqa: A002  the option's name
+        True, help="Compile the network where that is worth its time, and there is a C++ compiler."
+    ),
     tensorboard: bool = Option(False, "--tensorboard", help="Write event files too."),
     seed: int = Option(0, callback=_check_seed, help="Seed of weights, batches and dropout."),
     resume: bool = Option(False, "--resume", help="Continue the run in --out as it is."),

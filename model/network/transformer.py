@@ -28,6 +28,7 @@ from kvasir.model.network.positions import (
     sinusoidal_table,
 )
 from kvasir.model.network.run_inputs import CachedInputs
+from kvasir.model.network.sums import Measure, summed
 
 
 def position_tables(config: TransformerConfig) -> dict[str, Tensor]:
@@ -129,17 +130,29 @@ class Transformer(nn.Module):
         *,
         source_ids: Tensor | None = None,
         pooled: bool = False,
+        targets: Tensor | None = None,
+        measure: Measure | None = None,
     ) -> Tensor:
         """Return logits [batch, sequence, vocab] of whole sequences; also serving's oracle.
 
         source: of each row, which a decoder with an encoder needs; or source_ids [batch, n_source],
         whose `lengths` are then given. pooled: return the texts' vectors instead, as `encode` does.
+        targets, measure: return the sum of this measure of logits and targets [batch, sequence]
+        instead, for which all logits never exist at once.
         """
         if pooled and lengths is not None:
             return self.encode(input_ids, lengths)
         if source_ids is not None and lengths is not None:
-            return self._logits(self.hidden(input_ids, source=self.read(source_ids, lengths)))
-        return self._logits(self.hidden(input_ids, lengths, source=source))
+            hidden = self.hidden(input_ids, source=self.read(source_ids, lengths))
+        else:
+            hidden = self.hidden(input_ids, lengths, source=source)
+        if measure is None or targets is None:
+            return self._logits(hidden)
+        of_head = [self.embedding.weight] if self.config.tied_embeddings else []
+        of_head += [] if self.head is None else self.head.parameters()
+        trained = [parameter for parameter in of_head if parameter.requires_grad]
+        flat = hidden.flatten(0, 1)
+        return summed(self._logits, measure, targets.flatten(), flat, trained)
 
     def read(self, source_ids: Tensor, lengths: Tensor) -> Source:
         """Encode sources [batch, n_source] of `lengths` [batch], after which rows are padded."""

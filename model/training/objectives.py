@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kvasir.model.network.sums import Measure
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.reference import generate
 from kvasir.model.training.data.masking import IGNORED
@@ -88,14 +90,13 @@ class NextTokens(Objective):
 
     def loss(self, batch: Batch) -> Tensor:
         """Return that of the tokens which are learned."""
-        return _cross_entropy(*self._logits(batch))
+        return self._sum(batch, _cross_entropy)
 
-    def _logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return logits [tokens, vocab] and targets [tokens]."""
+    def _sum(self, batch: Batch, measure: Measure) -> Tensor:
         inputs, targets = (torch.from_numpy(ids).to(self.processes.device) for ids in batch)
         with self.precision():
-            logits = self.module(inputs)
-        return logits.flatten(0, 1).float(), targets.flatten()
+            total: Tensor = self.module(inputs, targets=targets, measure=measure)
+        return total
 
     def evaluate(self) -> Evaluation:
         """Measure the first rows that are held out; each process computes its share."""
@@ -104,9 +105,8 @@ class NextTokens(Objective):
         share = batch.share(processes.rank, processes.size)
         for start in range(0, len(share.inputs), self.n_rows):
             part = Batch(*(ids[start : start + self.n_rows] for ids in share))
-            logits, targets = self._logits(part)
-            total += _cross_entropy(logits, targets).item()
-            n_right += (logits.argmax(dim=1) == targets).sum().item()
+            loss, right = self._sum(part, _loss_and_right).tolist()
+            total, n_right = total + loss, n_right + right
             n_targets += part.n_targets
         total, n_right, n = (processes.reduce(value) for value in (total, n_right, n_targets))
         return Evaluation(total / n, n_right / n)
@@ -187,17 +187,19 @@ class Translating(Objective):
 
     def loss(self, batch: TranslationBatch) -> Tensor:
         """Return that of the targets, smoothed as the settings say."""
-        logits, targets = self._logits(batch)
-        smoothing = self.settings.label_smoothing
-        return _cross_entropy(logits.flatten(0, 1), targets.flatten(), smoothing)
+        measure = partial(_cross_entropy, smoothing=self.settings.label_smoothing)
+        return self._run(batch, measure)[0]
 
-    def _logits(self, batch: TranslationBatch) -> tuple[Tensor, Tensor]:
-        """Return logits [rows, tokens, vocab] and targets [rows, tokens]."""
+    def _run(
+        self, batch: TranslationBatch, measure: Measure | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits [rows, tokens, vocab], or a sum over them, and targets [rows, tokens]."""
         device = self.processes.device
         sources, lengths, inputs, targets = (torch.from_numpy(ids).to(device) for ids in batch)
+        wanted = {} if measure is None else {"targets": targets, "measure": measure}
         with self.precision():
-            logits = self.module(inputs, lengths, source_ids=sources)
-        return logits.float(), targets
+            made = self.module(inputs, lengths, source_ids=sources, **wanted)
+        return made.float(), targets
 
     def evaluate(self) -> Evaluation:
         """Measure the first translations that are held out. Every process computes everything."""
@@ -205,7 +207,7 @@ class Translating(Objective):
         total, n_right, n_exact, n_targets = 0.0, 0, 0, 0
         for start in range(0, n, self.n_rows):
             batch = self.data.held_out(start, min(n, start + self.n_rows))
-            logits, targets = self._logits(batch)
+            logits, targets = self._run(batch)
             total += _cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
             right, ignored = logits.argmax(dim=-1) == targets, targets == IGNORED
             n_right += int(right.sum())
@@ -220,7 +222,7 @@ class Translating(Objective):
         ids, n_prefix = list(config.target_prefix), len(config.target_prefix)
         for _ in range(min(_SAMPLE_TOKENS, config.max_model_len - n_prefix)):
             batch = TranslationBatch(sources, lengths, np.array([ids]), np.array([ids]))
-            ids.append(int(self._logits(batch)[0][0, -1].argmax()))
+            ids.append(int(self._run(batch)[0][0, -1].argmax()))
             if ids[-1] in config.eos_token_ids:
                 break
         source = self.tokenizer.decode(sources[0].tolist())
@@ -230,5 +232,11 @@ class Translating(Objective):
 def _cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
     """Return the sum, in nats; logits: [targets, classes]."""
     return functional.cross_entropy(
-        logits, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing
+        logits.float(), targets, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing
     )
+
+
+def _loss_and_right(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross-entropy, and the number of targets that are the likeliest: [2]."""
+    right = (logits.argmax(dim=1) == targets).sum()
+    return torch.stack((_cross_entropy(logits, targets), right))

@@ -37,11 +37,12 @@ from kvasir.model.tokenizer import (
     vocabulary_size,
 )
 from kvasir.model.training.adapter import NewAdapter
+from kvasir.model.training.compilation import is_worth
 from kvasir.model.training.data.conversations import Conversation, pack, read_conversations
 from kvasir.model.training.data.corpus import Corpus, CorpusError, read_corpus, read_lines
 from kvasir.model.training.data.masking import Masking
 from kvasir.model.training.data.pairs import Pairs, is_pair, read_pairs, write_pairs
-from kvasir.model.training.data.tokens import DATA_FOLDER, write_tokens
+from kvasir.model.training.data.tokens import DATA_FOLDER, TokenData, write_tokens
 from kvasir.model.training.data.translations import (
     Translations,
     held_out_file,
@@ -126,8 +127,10 @@ def prepare_run(
         )
         on_cpu = Processes(0, 1, torch.device("cpu"))  # a GPU may not hold a decoder to be sharded
         trainer = Trainer(decoder, tokenizer, tokens, settings, extra_files, on_cpu, base=base)
-        size, _ = trainer.step_size
+        size, flops = trainer.step_size
         made = settings.completed(size, tokens.n_train, decoder.n_parameters)
+        worth = isinstance(tokens, TokenData) and is_worth(decoder, made.steps * flops)
+        made = replace(made, compile=settings.compile and worth)
         if made.steps != settings.steps:
             passes = f"{made.steps * size / tokens.n_train:.1f} times through the text"
             tell(f"{made.steps:,} steps of {size:,} tokens, {passes}; --steps sets another number")

@@ -23,8 +23,8 @@ class TrainSettings:
     with the square root of the step; a learning_rate of (d_model · warmup)^-0.5 makes that the one
     of Vaswani et al. 2017, equation 3. weight_decay acts on matrices only (AdamW, Loshchilov &
     Hutter 2019). clip: largest gradient norm. label_smoothing: the share of a translation's targets
-    that all tokens have equally (Szegedy et al. 2016). steps and evaluate_every: 0 lets `completed`
-    choose.
+    that all tokens have equally (Szegedy et al. 2016). compile: whether blocks are compiled.
+    steps and evaluate_every: 0 lets `completed` choose.
     """
 
     steps: int
@@ -42,6 +42,7 @@ class TrainSettings:
     evaluate_rows: int = 32
     checkpoint_every: int = 250
     mixed_precision: bool = True
+    compile: bool = False
     tensorboard: bool = False
 
     def completed(self, step_tokens: int, n_train: int, n_parameters: int) -> TrainSettings:

@@ -28,6 +28,7 @@ from torch.nn.utils import clip_grad_norm_
 from kvasir.model import checkpoint
 from kvasir.model.network.low_rank import adapter_parameters
 from kvasir.model.network.transformer import Transformer
+from kvasir.model.training.compilation import compile_blocks, uncompiled
 from kvasir.model.training.data.pairs import PairData
 from kvasir.model.training.data.tokens import TokenData
 from kvasir.model.training.data.translations import TranslationData
@@ -67,6 +68,7 @@ class Trainer:
     step: int = field(default=0, init=False)
     seconds: float = field(default=0.0, init=False)  # of training, since the run began
     held_out: Evaluation = field(default=Evaluation(), init=False)
+    compiled: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         settings, device = self.settings, self.processes.device
@@ -118,7 +120,8 @@ class Trainer:
                 is_last = self.step == settings.steps
                 if is_last or self.step % settings.evaluate_every == 0:
                     held_out = self.held_out = self.evaluate()
-                    sample = self.objective.sample(self.step)
+                    with uncompiled(self.compiled):
+                        sample = self.objective.sample(self.step)
                 metrics = StepMetrics(
                     step=self.step,
                     tokens=self.step * n_tokens,
@@ -135,6 +138,17 @@ class Trainer:
                     self.save(folder)
             self.save(folder)
             return self.step == settings.steps
+
+    def compile(self) -> str:
+        """Compile the network by a batch whose gradients are dropped; return why it cannot be."""
+
+        def trial() -> None:
+            self._make_gradients()
+            self.optimizer.zero_grad(set_to_none=True)
+
+        problem = compile_blocks(self.decoder, trial)
+        self.compiled = not problem
+        return problem
 
     def _rehearse(self) -> float:
         """Return the seconds of a step, from gradients that are dropped again.
@@ -192,7 +206,8 @@ class Trainer:
     def evaluate(self) -> Evaluation:
         """Measure what is held out."""
         self.module.eval()
-        return self.objective.evaluate()
+        with uncompiled(self.compiled):
+            return self.objective.evaluate()
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint that any number of processes can continue, sharded or not."""

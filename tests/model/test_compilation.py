@@ -1,0 +1,141 @@
+"""Sums over parts of logits, and compiled blocks, against what they stand for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvasir.model.network import sums
+from kvasir.model.network.transformer import Transformer
+from kvasir.model.training.compilation import is_worth
+from kvasir.model.training.data.corpus import Corpus
+from kvasir.model.training.data.tokens import TokenData, write_tokens
+from kvasir.model.training.objectives import _cross_entropy
+from kvasir.model.training.trainer import Trainer
+from tests.kit.random_models import make_config
+from tests.model.test_trainer import (
+    CONTEXT,
+    SETTINGS,
+    TEXTS,
+    Recorder,
+    make_trainer,
+    press_ctrl_c,
+    resume,
+    tokenizer,
+)
+from tests.model.variants import VARIANTS
+
+# PyTorch's compiler uses what PyTorch has deprecated.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> TokenData:
+    corpus = Corpus(TEXTS, 0)
+    return write_tokens(corpus, tokenizer, tmp_path / "data", held_out=0.3, context=CONTEXT)
+
+
+def gradients(network: Transformer, loss: Tensor) -> dict[str, Tensor]:
+    network.zero_grad()
+    (loss / 7).backward()
+    return {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tied_embeddings": False, "head_bias": True}, {"logit_softcap": 0.1}],
+)
+def test_a_sum_over_parts_is_the_sum_over_all(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64, with a last part that is shorter, and targets that do not count."""
+    monkeypatch.setattr(sums, "_PART", 5)
+    torch.manual_seed(0)
+    network = Transformer(make_config(**changes)).double()
+    ids = torch.randint(300, (3, 6))
+    targets = ids.roll(-1, 1).masked_fill(torch.rand(3, 6) < 0.3, -100)
+
+    def measure(logits: Tensor, wanted: Tensor) -> Tensor:
+        return functional.cross_entropy(logits, wanted, reduction="sum", label_smoothing=0.1)
+
+    whole = measure(network(ids).flatten(0, 1), targets.flatten())
+    in_parts = network(ids, targets=targets, measure=measure)
+    torch.testing.assert_close(in_parts.double(), whole, rtol=1e-6, atol=0)
+    ours, expected = gradients(network, in_parts), gradients(network, whole)
+    assert ours.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-8, atol=1e-12, msg=name)
+    with torch.no_grad():
+        again = network(ids, targets=targets, measure=lambda *given: measure(*given).repeat(2))
+    torch.testing.assert_close(again, whole.repeat(2))
+
+
+def test_logits_of_all_tokens_never_exist_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sums, "_PART", 5)
+    network, heights = Transformer(make_config()), list[int]()
+    project = network._logits
+    network._logits = lambda normed: heights.append(len(normed)) or project(normed)  # type: ignore[method-assign, func-returns-value]
+    ids = torch.zeros(2, 6, dtype=torch.long)
+    network(ids, targets=ids, measure=_cross_entropy).backward()
+    assert heights == [5, 5, 2]
+
+
+COMPILED = replace(SETTINGS, steps=4, checkpoint_every=2, evaluate_every=2, compile=True)
+
+
+def compiled(trainer: Trainer) -> Trainer:
+    assert trainer.compile() == ""
+    return trainer
+
+
+def test_compiled_runs_are_plain_ones_but_for_rounding_and_resume_to_their_bits(
+    data: TokenData,
+    tmp_path: Path,
+) -> None:
+    settings = replace(COMPILED, mixed_precision=False)
+    plain, whole, first, rest = (Recorder() for _ in range(4))
+    folders = [tmp_path / name for name in ("plain", "whole", "parts")]
+    for folder in folders:
+        folder.mkdir()
+    make_trainer(data, settings, dropout=0.2).train(folders[0], plain)
+    compiled(make_trainer(data, settings, dropout=0.2)).train(folders[1], whole)
+    torch.testing.assert_close(whole.losses, plain.losses, rtol=1e-5, atol=0)
+    first.at = {2: press_ctrl_c}
+    compiled(make_trainer(data, settings, dropout=0.2)).train(folders[2], first)
+    torch._dynamo.reset()  # as a new process would
+    compiled(resume(folders[2], data)).train(folders[2], rest)
+    assert first.losses + rest.losses == whole.losses
+
+
+def test_what_cannot_be_compiled_is_trained_without(
+    data: TokenData,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._inductor import config  # noqa: PLC0415
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(config.cpp, "cxx", (None, "no-such-compiler"))
+    monkeypatch.setattr(config, "fx_graph_cache", False)
+    trainer, plain, other = make_trainer(data, COMPILED), Recorder(), Recorder()
+    assert "no-such-compiler" in trainer.compile()
+    trainer.train(tmp_path, other)
+    (tmp_path / "plain").mkdir()
+    make_trainer(data, COMPILED).train(tmp_path / "plain", plain)
+    assert other.losses == plain.losses
+
+
+def test_short_runs_and_experts_are_not_worth_compiling() -> None:
+    dense, experts = make_config(), make_config(**VARIANTS["qwen3 mixture"])
+    assert is_worth(Transformer(dense), 1e14)
+    assert not is_worth(Transformer(dense), 1e13)
+    assert not is_worth(Transformer(experts), 1e14)
