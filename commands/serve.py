@@ -37,7 +37,7 @@ _PANELS = {
 _PANEL_OF = {name: panel for panel, names in _PANELS.items() for name in names.split()}
 
 
-def serve(**options: list[Path] | Path | str | bool | None) -> None:
+def serve(**options: list[Path] | list[str] | Path | str | bool | None) -> None:
     """Serve a model directory over HTTP, or several; without one an example, which writes Python.
 
     A checkpoint, a Hugging Face folder, a .gguf file and a model of a store are exported once.
@@ -84,7 +84,7 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
             metavar="<name=path>",
             rich_help_panel=_PANEL_OF[name],
         )
-        kind = list[Path]
+        kind = list[str]
     else:
         choices = get_args(kind) if get_origin(kind) is Literal else ()
         metavar = _METAVARS.get(kind)
@@ -103,7 +103,7 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
             metavar=metavar,
             rich_help_panel=panel,
         )
-    annotation = (kind if kind in (bool, Path, list[Path]) else str) | None
+    annotation = (kind if kind in (bool, Path, list[Path], list[str]) else str) | None
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )

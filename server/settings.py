@@ -38,6 +38,7 @@ def _listed(value: object) -> object:
 # As browsers send it: no path, no slash.
 Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s,]+)$")]
 Host = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9_-][A-Za-z0-9._-]*)$")]
+Named = Annotated[str, Field(pattern=r"^[^=\s/]+=.+$")]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -80,7 +81,7 @@ class Settings(BaseSettings):
     )
     kv_cache_memory: ByteSize | None = Field(None, gt=0)
     """Memory for the KV cache, such as 2GiB. Default: half of what is free; on a GPU 90 %."""
-    adapter: Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_listed)] = ()
+    adapter: Annotated[tuple[Named, ...], NoDecode, BeforeValidator(_split)] | None = None
     """Adapter of peft for the first model that writes text, as NAME=DIR; or several."""
     adapter_dir: Path | None = None
     """Folder of further adapters, each in a folder of its name, found when a request names it."""
@@ -203,8 +204,8 @@ class Settings(BaseSettings):
     @cached_property
     def adapters(self) -> dict[str, Path]:
         """The folders of `adapter` by their ids in the API."""
-        named = map(split_name, self.adapter)
-        return {name or directory.resolve().name: directory for name, directory in named}
+        pairs = (named.partition("=") for named in self.adapter or ())
+        return {name: Path(directory) for name, _, directory in pairs}
 
     def of_model(self, *, has_encoder: bool) -> Settings:
         """Return the settings of a model of text, which has defaults of its kind."""
@@ -294,9 +295,9 @@ def load_settings(**options: Any) -> Settings:
         given = ", ".join(map(str, settings.model))
         raise StartupError(f"two of the models have the same name: {given}; name one: NAME=DIR")
     names = [*settings.models, *settings.adapters]
-    if len(settings.adapters) < len(settings.adapter) or len({*names}) < len(names):
-        given = ", ".join(map(str, settings.adapter))
-        raise StartupError(f"two adapters, or one and a model, have the same name: {given}")
+    if len(settings.adapters) < len(settings.adapter or ()) or len({*names}) < len(names):
+        listed = ", ".join(map(str, settings.adapter or ()))
+        raise StartupError(f"two adapters, or one and a model, have the same name: {listed}")
     if settings.adapter_admin_key is not None and settings.adapter_dir is None:
         raise StartupError("setting adapter_admin_key needs adapter_dir, whose adapters it loads")
     return settings

@@ -41,9 +41,9 @@ BODIES = {body.__name__: body for body in _bodies(RequestBody)}
 OF_REQUESTS = (
     "max_model_len", "max_num_seqs", "max_queue", "max_body_bytes", "default_timeout_ms",
     "send_timeout", "tool_call_format", "reasoning_format", "api_key", "api_key_file",
-    "share_prefix_cache", "cors_origins", "allowed_hosts", "root_path", "explain", "batch_dir",
-    "batch_dir_bytes", "stored_responses_memory", "salt", "salt_file", "state_url",
-    "state_url_file",
+    "share_prefix_cache", "cors_origins", "allowed_hosts", "root_path", "explain", "adapter",
+    "adapter_dir", "adapter_memory", "adapter_admin_key", "batch_dir", "batch_dir_bytes",
+    "stored_responses_memory", "salt", "salt_file", "state_url", "state_url_file",
 )  # fmt: skip
 
 # What the openai package may send to a route, and what the route reads.

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from kvasir.model.adapters.peft import AdapterError
@@ -69,7 +70,7 @@ class ModelRegistry:
         self.failures: dict[str, StartupError] = {}  # of models that could not be loaded
         self.on_load_failure: Callable[[StartupError], None] = logger.error
         adapted = next((name for name, found in model_dirs.items() if _writes(found)), None)
-        plain = settings.model_copy(update={"adapter": (), "adapter_dir": None})
+        plain = settings.model_copy(update={"adapter": None, "adapter_dir": None})
         for name, model_dir in model_dirs.items():
             try:
                 if isinstance(model_dir, StartupError):
@@ -83,6 +84,8 @@ class ModelRegistry:
         if not self.served:
             raise next(iter(self.failures.values()))
         self.bank: AdapterBank | None = None
+        # By name: the folder and the number of loads by request at which it was read.
+        self._views: dict[str, tuple[tuple[Path, int], AdaptedModel | None]] = {}
         if settings.has_adapters:
             if adapted not in self.served:
                 raise StartupError("adapters are for a model that writes text, and none is served")
@@ -90,7 +93,7 @@ class ModelRegistry:
             self.bank = AdapterBank(
                 settings.adapters, settings.adapter_dir, settings.adapter_memory, self._graph
             )
-            self.metrics.show_adapters(self.bank)
+            self.metrics.show_adapters(self.bank.figures)
 
     def find(self, name: str | None = None, *tasks: Task, must_choose: bool = False) -> ServedModel:
         """Return the named model or, without a name, of the first for the tasks.
@@ -150,13 +153,22 @@ class ModelRegistry:
             return None
         for each in (name, name.removesuffix(":latest")):
             if (folder := self.bank.find(each)) is not None:
-                try:
-                    return AdaptedModel(self._adapted, each, folder, self.bank)
-                except AdapterError as error:
-                    logger.error("%s", error)
-                    message = f"the adapter {each!r} cannot be used; the server's log says why"
-                    raise UnavailableError(message, retry_after=_FAILED_RETRY) from None
+                key = folder, self.bank.n_added
+                if self._views.get(each, (None,))[0] != key:
+                    self._views[each] = key, self._view(each, folder, self.bank)
+                if (view := self._views[each][1]) is not None:
+                    return view
+                message = f"the adapter {each!r} cannot be used; the server's log says why"
+                raise UnavailableError(message, retry_after=_FAILED_RETRY)
         return None
+
+    def _view(self, name: str, folder: Path, bank: AdapterBank) -> AdaptedModel | None:
+        """Return an adapter as a model; None, and a line in the log, if its folder is wrong."""
+        try:
+            return AdaptedModel(self._adapted, name, folder, bank)
+        except AdapterError as error:
+            logger.error("%s", error)
+            return None
 
     @property
     def adapters(self) -> list[AdaptedModel]:

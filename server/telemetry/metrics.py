@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib.metadata import version
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -64,22 +64,12 @@ _BATCHES = {
     "batch_dir_bytes": "Size of the files of batches.",
     "batch_dir_limit_bytes": "The setting batch_dir_bytes.",
 }
-
-
-class AdapterMemory(Protocol):
-    """What is shown of adapters; at any moment, on any thread."""
-
-    most_bytes: int
-
-    @property
-    def loaded(self) -> Mapping[str, object]:
-        """Those in memory that requests may name."""
-
-    @property
-    def n_bytes(self) -> int:
-        """The size of all in memory."""
-
-
+# Gauges of adapters, in the order in which `show_adapters` reads them.
+_ADAPTERS = {
+    "adapters_loaded": "Adapters in memory that requests may name.",
+    "adapter_memory_bytes": "Memory of adapters, with those that are unloaded and still used.",
+    "adapter_memory_limit_bytes": "The setting adapter_memory.",
+}
 Load = Callable[[], tuple[float, float, float]]  # at any moment, on any thread
 
 
@@ -146,15 +136,10 @@ class ServerMetrics:
         for status in unfinished():
             by_status.labels(status).set_function(partial(_read_item, unfinished, status))
 
-    def show_adapters(self, bank: AdapterMemory) -> None:
-        """Show how many adapters are in memory, and the memory."""
-        text = "Adapters in memory that requests may name."
-        self._gauge("adapters_loaded", text).set_function(lambda: len(bank.loaded))
-        text = "Memory of adapters, with those that are unloaded and still used."
-        self._gauge("adapter_memory_bytes", text).set_function(lambda: bank.n_bytes)
-        self._gauge("adapter_memory_limit_bytes", "The setting adapter_memory.").set(
-            bank.most_bytes
-        )
+    def show_adapters(self, read: Callable[[], tuple[float, ...]]) -> None:
+        """Show adapters. `read` gives the gauges of `_ADAPTERS`."""
+        for index, (name, text) in enumerate(_ADAPTERS.items()):
+            self._gauge(name, text).set_function(partial(_read_item, read, index))
         text = "HTTP requests that were begun, by adapter."
         self._adapter_requests = self._counter("adapter_requests", text, ["adapter"])
 

@@ -39,6 +39,7 @@ class AdapterBank:
         self.folders = dict(folders)
         self.root = None if root is None else root.resolve()
         self.most_bytes = most_bytes
+        self.n_added = 0  # while the server ran: their folders may have changed
         self._graph = graph
         self._hidden = set[str]()  # of the root's: unloaded ones
         self._loaded: OrderedDict[str, Adapter] = OrderedDict()  # the least recently used first
@@ -53,7 +54,12 @@ class AdapterBank:
     @property
     def n_bytes(self) -> int:
         """The size of all in memory, with those that are unloaded and still used."""
-        return sum(adapter.n_bytes for adapter in {*self._loaded.values(), *self._n_holders})
+        held = {*list(self._loaded.values()), *list(self._n_holders)}
+        return sum(adapter.n_bytes for adapter in held)
+
+    def figures(self) -> tuple[float, float, float]:
+        """Return the number in memory, their bytes, and the most bytes."""
+        return len(self._loaded), self.n_bytes, self.most_bytes
 
     def names(self) -> list[str]:
         """Return the names of all adapters."""
@@ -93,6 +99,7 @@ class AdapterBank:
                 raise InvalidRequestError(str(error), param="lora_path") from None
             self._keep(name, adapter)
             self.folders[name] = folder
+            self.n_added += 1
             self._hidden.discard(name)
 
     def remove(self, name: str) -> None:
