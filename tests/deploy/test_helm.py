@@ -39,7 +39,8 @@ SAMPLES: dict[str, list[object]] = {
         "2GiB", "64 mb", "1.5k", "2Gi", "-1MB", "MiB", "much", "/llm", "llm", "/a/", "http://a/b",
         "a:4318",
     ],
-    "array": [["https://a.example"], ["*", "http://b:1"], ["a.example"], ["https://a.example/x"]],
+    "array": [["https://a.example"], ["*", "http://b:1"], ["a.example"], ["https://a.example/x"],
+        ["poet=/adapters/poet"]],
 }  # fmt: skip
 
 
