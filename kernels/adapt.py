@@ -1,6 +1,6 @@
 """Adapters in a graph whose products are ours: each product learns which parts of them are its own.
 
-The inputs `adapters`, int64 [tokens], and `adapter_table`, int64 [adapters, parts, TABLE_NUMBERS],
+The inputs `adapters`, int64 [entries], and `adapter_table`, int64 [adapters, parts, TABLE_NUMBERS],
 are those of `Linear` and `Linear4` (kernels/README.md).
 """
 
@@ -40,7 +40,7 @@ def add_adapters(model: ModelProto, n_parts: Mapping[str, int]) -> dict[str, Pla
     shape: list[str | int] = ["adapters", first, TABLE_NUMBERS]
     model.graph.input.extend(
         [
-            make_tensor_value_info(ADAPTERS, TensorProto.INT64, ["tokens"]),
+            make_tensor_value_info(ADAPTERS, TensorProto.INT64, ["entries"]),
             make_tensor_value_info(TABLE, TensorProto.INT64, shape),
         ]
     )

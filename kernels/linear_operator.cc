@@ -19,7 +19,7 @@ enum Input : size_t { x, weight, scales, bias, norm_weight, norm_bias, residual,
 constexpr size_t fewest_parallel_inputs = 1 << 14;
 constexpr size_t fewest_parallel_products = 1 << 17;
 // Rows of one task; 48 is a multiple of each path's rows in a tile.
-constexpr size_t prepared_rows = 8, multiplied_rows = 48;
+constexpr size_t prepared_rows = paired_rows, multiplied_rows = 48;
 
 template <class Value, size_t count>
 Value choice(const Node& node, const char* attribute, const char* const (&names)[count]) {
@@ -79,8 +79,8 @@ public:
             return;
         std::optional<RowAdapters> of_rows;
         if (parts.count)
-            of_rows.emplace(path, parts, name, run.input(adapters), run.input(adapter_table), rows, layer.inputs,
-                            layer.outputs);
+            if (const Tensor named = run.input(adapters); named.count())
+                of_rows.emplace(path, parts, name, named, run.input(adapter_table), rows, layer.inputs, layer.outputs);
         compute(run, rows, input.floats(), added, of_rows && !of_rows->are_none() ? &*of_rows : nullptr, out);
     }
 

@@ -2,18 +2,9 @@
 
 constexpr int chains = 4;
 
-// The first lanes of 16 bits each, all 16 if count is more; the others are 0.
-inline Floats load(const uint16_t* from, size_t count) {
-    if (count >= lane_count)
-        return load(from);
-    uint16_t first[lane_count] = {};
-    memcpy(first, from, count * sizeof(uint16_t));
-    return load(first);
-}
-
-// Rows m to m + R. Chain c of a sum takes inputs c, c + 4, …; then chains 0 and 2 are added, 1 and 3, and both.
+// R rows. Chain c of a sum takes inputs c, c + 4, …; then chains 0 and 2 are added, 1 and 3, and both.
 template <int R, class Element>
-void project_rows(const LowRank& adapter, const FloatRows& from, size_t m, float* h, size_t stride) {
+void project_rows(const LowRank& adapter, const FloatRows& from, float* h, size_t stride) {
     const auto* const a = static_cast<const Element*>(adapter.a);
     const size_t whole = from.inputs / chains * chains;
     for (size_t j = 0; j < adapter.padded_rank; j += lane_count) {
@@ -23,7 +14,7 @@ void project_rows(const LowRank& adapter, const FloatRows& from, size_t m, float
             const Floats weight = load(a + k * adapter.padded_rank + j);
             unrolled<R>([&](auto r) {
                 Floats& sum = sums[r * chains + chain];
-                sum = fma(all(from.x[(m + r) * from.stride + k]), weight, sum);
+                sum = fma(all(from.x[r * from.stride + k]), weight, sum);
             });
         };
         for (size_t k = 0; k < whole; k += chains)
@@ -34,57 +25,53 @@ void project_rows(const LowRank& adapter, const FloatRows& from, size_t m, float
         });
         unrolled<R>([&](auto r) {
             constexpr int at = r * chains;
-            store(h + (m + r) * stride + j, (sums[at] + sums[at + 2]) + (sums[at + 1] + sums[at + 3]));
+            store(h + r * stride + j, (sums[at] + sums[at + 2]) + (sums[at + 1] + sums[at + 3]));
         });
     }
 }
 
-// Columns [column, end) of rows m to m + R. A sum goes on from what is there, in the order of ranks.
+// Columns [column, end) of R rows. A sum goes on from what is there, in the order of ranks.
 template <int R, class Element>
-void expand_rows(const LowRank& adapter, const float* h, size_t stride, size_t m, size_t column, size_t end, float* out,
-                 size_t out_stride) {
-    constexpr int panels = 2;
-    const auto* const b = static_cast<const Element*>(adapter.b);
-    for (; column < end; column += panels * lane_count) {
+void expand_rows(const LowRank& adapter, const FloatRows& h, size_t column, size_t end, float* out, size_t stride) {
+    constexpr int panels = 4 / R;
+    const auto* const b = static_cast<const Element*>(adapter.b) + (column - adapter.first) * adapter.rank;
+    const size_t panel = adapter.rank * lane_count, last = (end - column - 1) / lane_count;
+    for (size_t p = 0; p <= last; p += panels) {
         Floats sums[R * panels];
-        size_t at[panels];
-        unrolled<panels>([&](auto p) { at[p] = lesser(column + p * lane_count, end - 1); });
+        size_t at[panels];  // beyond the last panel it is computed again, and not stored
+        unrolled<panels>([&](auto i) { at[i] = lesser(p + i, last); });
+        const auto place = [&](auto i) { return column + at[i] * lane_count; };
         unrolled<R * panels>([&](auto i) {
-            constexpr int r = i / panels, p = i % panels;
-            sums[i] = load(out + (m + r) * out_stride + at[p], end - at[p]);
+            constexpr Constant<i % panels> q;
+            sums[i] = load(out + i / panels * stride + place(q), end - place(q));
         });
         for (size_t k = 0; k < adapter.rank; ++k)
-            unrolled<panels>([&](auto p) {
-                const Floats weight = load(b + k * adapter.width + at[p] - adapter.first, end - at[p]);
+            unrolled<panels>([&](auto i) {
+                const Floats weight = load(b + at[i] * panel + k * lane_count);
                 unrolled<R>([&](auto r) {
-                    Floats& sum = sums[r * panels + p];
-                    sum = fma(all(h[(m + r) * stride + k]), weight, sum);
+                    Floats& sum = sums[r * panels + i];
+                    sum = fma(all(h.x[r * h.stride + k]), weight, sum);
                 });
             });
         unrolled<R * panels>([&](auto i) {
-            constexpr int r = i / panels, p = i % panels;
-            if (column + p * lane_count < end)
-                store(out + (m + r) * out_stride + at[p], sums[i], end - at[p]);
+            constexpr Constant<i % panels> q;
+            if (p + q <= last)
+                store(out + i / panels * stride + place(q), sums[i], end - place(q));
         });
     }
 }
 
-// Path::project, two rows at a time.
-inline void project(const LowRank& adapter, const FloatRows& from, size_t m, size_t last, float* h, size_t stride) {
-    const auto rows = adapter.is_16 ? project_rows<2, uint16_t> : project_rows<2, float>;
-    for (; m + 2 <= last; m += 2)
-        rows(adapter, from, m, h, stride);
-    if (m < last)
-        (adapter.is_16 ? project_rows<1, uint16_t> : project_rows<1, float>)(adapter, from, m, h, stride);
+// Path::project.
+inline void project(const LowRank& adapter, const FloatRows& from, size_t count, float* h, size_t stride) {
+    const auto one = adapter.is_16 ? project_rows<1, uint16_t> : project_rows<1, float>;
+    const auto two = adapter.is_16 ? project_rows<2, uint16_t> : project_rows<2, float>;
+    (count == 2 ? two : one)(adapter, from, h, stride);
 }
 
-// Path::expand, two rows at a time.
-inline void expand(const LowRank& adapter, const float* h, size_t stride, size_t m, size_t last, size_t column, size_t end,
-                   float* out, size_t out_stride) {
-    const auto rows = adapter.is_16 ? expand_rows<2, uint16_t> : expand_rows<2, float>;
-    for (; m + 2 <= last; m += 2)
-        rows(adapter, h, stride, m, column, end, out, out_stride);
-    if (m < last)
-        (adapter.is_16 ? expand_rows<1, uint16_t> : expand_rows<1, float>)(adapter, h, stride, m, column, end, out,
-                                                                            out_stride);
+// Path::expand.
+inline void expand(const LowRank& adapter, const FloatRows& h, size_t count, size_t column, size_t end, float* out,
+                   size_t stride) {
+    const auto one = adapter.is_16 ? expand_rows<1, uint16_t> : expand_rows<1, float>;
+    const auto two = adapter.is_16 ? expand_rows<2, uint16_t> : expand_rows<2, float>;
+    (count == 2 ? two : one)(adapter, h, column, end, out, stride);
 }

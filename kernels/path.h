@@ -12,10 +12,10 @@ struct FloatRows {
     size_t stride, inputs;
 };
 
-// An adapter's part of a layer: out [first, first + width) += x A B, for A [inputs][padded_rank] and B [rank][width].
+// An adapter's part of a layer: out [first, first + width) += x A B, for A [inputs][padded_rank].
 struct LowRank {
     const void* a;  // zeros beyond rank; null where the adapter has no such part
-    const void* b;
+    const void* b;  // [width / 16, rounded up][rank][16]: panels of columns
     size_t rank, padded_rank, first, width;
     bool is_16;  // the upper 16 bits of floats, else floats
 };
@@ -33,11 +33,10 @@ struct Path {
     void (*multiply_floats)(const FloatRows&, size_t first, size_t last, const float* weights, size_t outputs, float* out,
                             size_t stride);
 
-    // Rows [m, last) of one adapter: x A into h, whose row m begins at h + m * stride; then h B is added to columns
-    // [column, end), which are among the adapter's, of out, whose row m begins at out + m * out_stride.
-    void (*project)(const LowRank&, const FloatRows& x, size_t m, size_t last, float* h, size_t stride);
-    void (*expand)(const LowRank&, const float* h, size_t stride, size_t m, size_t last, size_t column, size_t end,
-                   float* out, size_t out_stride);
+    // One or two rows of one adapter: x A into h, whose second row is at h + stride; then h B is added to columns
+    // [column, end) of out, whose second row is at out + stride. column - first is a multiple of 16.
+    void (*project)(const LowRank&, const FloatRows& x, size_t count, float* h, size_t stride);
+    void (*expand)(const LowRank&, const FloatRows& h, size_t count, size_t column, size_t end, float* out, size_t stride);
 };
 
 extern const Path scalar_path;

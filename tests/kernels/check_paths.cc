@@ -262,13 +262,13 @@ public:
         adapter.rank = 1 + draw(40);
         adapter.padded_rank = round_up(adapter.rank, lane_count);
         adapter.width = 1 + draw(140);
-        adapter.first = draw(20);
+        adapter.first = draw(3) * lane_count;
         adapter.is_16 = draw(2);
         inputs = 1 + draw(200);
-        rows = 1 + draw(5);
+        rows = 1 + draw(2);
         outputs = adapter.first + adapter.width + draw(20);
         a = draw_floats(inputs * adapter.padded_rank);
-        b = draw_floats(adapter.rank * adapter.width);
+        b = draw_floats(adapter.rank * round_up(adapter.width, lane_count));
         x = draw_floats(rows * inputs);
         y = draw_floats(rows * outputs);
     }
@@ -283,11 +283,11 @@ public:
         LowRank placed = adapter;
         placed.a = (adapter.is_16 ? narrow_a_page : a_page).data;
         placed.b = (adapter.is_16 ? narrow_b_page : b_page).data;
-        path.project(placed, {x_page.floats(), inputs, inputs}, 0, rows, h.floats(), adapter.padded_rank);
+        path.project(placed, {x_page.floats(), inputs, inputs}, rows, h.floats(), adapter.padded_rank);
         const size_t end = adapter.first + adapter.width;
         for (size_t column = adapter.first; column < end; column += tile_columns)
-            path.expand(placed, h.floats(), adapter.padded_rank, 0, rows, column, std::min(column + tile_columns, end),
-                        out.floats(), outputs);
+            path.expand(placed, {h.floats(), adapter.padded_rank, adapter.rank}, rows, column,
+                        std::min(column + tile_columns, end), out.floats(), outputs);
         std::vector<float> results(out.floats(), out.floats() + rows * outputs);
         results.insert(results.end(), h.floats(), h.floats() + rows * adapter.padded_rank);
         return results;

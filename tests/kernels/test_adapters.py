@@ -20,23 +20,29 @@ ABSENT = [0] * 6
 
 
 class Part(NamedTuple):
-    """A part of an adapter as operators read it: A [inputs, padded rank], and B [rank, width]."""
+    """A part of an adapter as operators read it: A [inputs, padded rank], B in panels of 16."""
 
     a: NDArray[Any]
-    b: NDArray[Any]
+    b: NDArray[Any]  # [width / 16, rank, 16]
     first: int
+    width: int
 
     @property
     def row(self) -> list[int]:
         """Its row of the table."""
         addresses = self.a.ctypes.data, self.b.ctypes.data
-        return [*addresses, len(self.b), self.first, self.b.shape[1], int(self.a.itemsize == 2)]
+        return [*addresses, self.rank, self.first, self.width, int(self.a.itemsize == 2)]
+
+    @property
+    def rank(self) -> int:
+        return int(self.b.shape[1])
 
     def product(self, y: NDArray[np.float64], n_out: int) -> NDArray[np.float64]:
         """Return what it adds to outputs [rows, n_out] of y [rows, inputs]."""
         added = np.zeros((len(y), n_out))
-        a, b = (_wide(matrix).astype(float) for matrix in (self.a, self.b))
-        added[:, self.first : self.first + b.shape[1]] = y @ a[:, : len(b)] @ b
+        a, panels = (_wide(matrix).astype(float) for matrix in (self.a, self.b))
+        b = panels.transpose(1, 0, 2).reshape(self.rank, -1)[:, : self.width]
+        added[:, self.first : self.first + self.width] = y @ a[:, : self.rank] @ b
         return added
 
 
@@ -51,10 +57,8 @@ def part(
 ) -> Part:
     a = np.zeros((n_in, -(-rank // 16) * 16), dtype=np.float32)
     a[:, :rank] = floats(random, n_in, rank)
-    b = floats(random, rank, width)
-    if in_16:
-        return Part(_upper(a), _upper(b), first)
-    return Part(a, b, first)
+    b = floats(random, -(-width // 16), rank, 16)
+    return Part(_upper(a), _upper(b), first, width) if in_16 else Part(a, b, first, width)
 
 
 def _upper(matrix: FLOATS) -> NDArray[np.uint16]:
@@ -84,6 +88,7 @@ def test_every_path_adds_what_numpy_does(operator: str, seed: int, *, in_16: boo
     random = np.random.default_rng(seed)
     n_in = 32 * int(random.integers(1, 7))
     widths = random.integers(1, 90, 3)
+    widths[:2] = widths[:2] // 16 * 16 + 16
     n_out, rows = int(widths.sum()), int(random.integers(1, 40))
     attributes = PLAIN | {"activation": "silu", "gated": seed % 2, "norm": ["", "rms"][seed // 3]}
     attributes |= {"mixed": int(seed % 3 == 1)}
@@ -113,7 +118,7 @@ def test_every_path_adds_what_numpy_does(operator: str, seed: int, *, in_16: boo
         for one in adapters[adapter] if adapter >= 0 else ():
             if one is not None:
                 expected[row] += one.product(y[row : row + 1], n_out)[0]
-                positive = Part(np.abs(_wide(one.a)), np.abs(_wide(one.b)), one.first)
+                positive = one._replace(a=np.abs(_wide(one.a)), b=np.abs(_wide(one.b)))
                 sizes[row] += positive.product(np.abs(y[row : row + 1]), n_out)[0]
     assert (np.abs(scalar - expected) <= 1e-5 * sizes + 1e-30).all()
     without = inputs["adapters"] < 0
@@ -174,8 +179,9 @@ OWN = part(np.random.default_rng(3), 64, 4, 0, 32, in_16=False)
         ({}, [0, 0, 0], 0),  # no such part in the table
         ({2: 0}, [0, 0, 0], 1),
         ({2: 10_000}, [0, 0, 0], 1),
-        ({3: 1}, [0, 0, 0], 1),  # ends beyond the outputs
-        ({3: -1}, [0, 0, 0], 1),
+        ({3: 16}, [0, 0, 0], 1),  # ends beyond the outputs
+        ({3: -16}, [0, 0, 0], 1),
+        ({3: 8, 4: 16}, [0, 0, 0], 1),  # no multiple of 16
         ({4: 0}, [0, 0, 0], 1),
         ({1: 0}, [0, 0, 0], 1),  # A without B
     ],

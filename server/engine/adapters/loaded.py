@@ -70,7 +70,7 @@ class GraphAdapters:
                     continue
                 outputs = layer.outputs[part.first : part.first + len(part.rows)] * low.scaling
                 a = _columns(low, layer.inputs, is_mixed=place.is_mixed)
-                b = np.ascontiguousarray((low.b[part.rows] * outputs[:, None]).T, np.float32)
+                first, b = _panels(part.first, low.b[part.rows] * outputs[:, None])
                 if not (np.isfinite(a).all() and np.isfinite(b).all()):
                     raise AdapterError(
                         f"adapter {name!r}: {part.module} is too large once the model's factors "
@@ -79,19 +79,25 @@ class GraphAdapters:
                 pair: list[Matrix] = [_upper(a), _upper(b)] if self.in_16 else [a, b]
                 matrices += pair
                 addresses = (matrix.ctypes.data for matrix in pair)
-                table[i] = [*addresses, len(b), part.first, len(part.rows), int(self.in_16)]
+                width = part.first - first + len(part.rows)
+                table[i] = [*addresses, b.shape[1], first, width, int(self.in_16)]
         n_bytes = sum(matrix.nbytes for matrix in matrices)
         return Adapter(name, given.digest, given.base, table, n_bytes, tuple(matrices))
 
     def inputs(
         self, adapters: Sequence[Adapter | None], counts: NDArray[np.int64]
     ) -> dict[str, NDArray[np.int64]]:
-        """Return the graph's inputs of a run of sequences, of so many tokens each."""
+        """Return the graph's inputs of a run of sequences, of so many tokens each.
+
+        If none has an adapter, no token names one, which takes the operators no time.
+        """
         used = list(dict.fromkeys(adapter for adapter in adapters if adapter is not None))
         places = {adapter: i for i, adapter in enumerate(used)}
         index = [-1 if adapter is None else places[adapter] for adapter in adapters]
-        none = np.zeros((1, self.n_parts, TABLE_NUMBERS), dtype=np.int64)
-        table = np.stack([adapter.table for adapter in used]) if used else none
+        if not used:
+            none = np.zeros((0, self.n_parts, TABLE_NUMBERS), dtype=np.int64)
+            return {ADAPTERS: np.zeros(0, dtype=np.int64), TABLE: none}
+        table = np.stack([adapter.table for adapter in used])
         return {ADAPTERS: np.repeat(np.array(index, dtype=np.int64), counts), TABLE: table}
 
 
@@ -105,6 +111,18 @@ def _columns(low: LowRank, inputs: NDArray[np.float32], *, is_mixed: bool) -> ND
     padded = np.zeros((n_in, -(-rank // LANES) * LANES), dtype=np.float32)
     padded[:, :rank] = a.T
     return padded
+
+
+def _panels(first: int, b: NDArray[np.float32]) -> tuple[int, NDArray[np.float32]]:
+    """Return the first output of whole panels, and B [n_out, rank] as [panels, rank, LANES].
+
+    Outputs of padding get zeros, so nothing is added to them.
+    """
+    before = first % LANES
+    padded = np.zeros((-(-(before + len(b)) // LANES) * LANES, b.shape[1]), dtype=np.float32)
+    padded[before : before + len(b)] = b
+    panels = padded.reshape(-1, LANES, b.shape[1]).transpose(0, 2, 1)
+    return first - before, np.ascontiguousarray(panels)
 
 
 def _upper(matrix: NDArray[np.float32]) -> NDArray[np.uint16]:
