@@ -28,8 +28,7 @@ def keep_prefixes(settings: Settings, model_dir: ModelDirectory, runner: Runner)
     folder, kv = settings.prefix_dir, runner.kv
     if folder is None:
         return
-    is_kept = isinstance(kv, KVRows | MemoryBlocks) and kv.cache.capacity and not kv.state_bytes
-    if not is_kept:
+    if not isinstance(kv, KVRows | MemoryBlocks) or not kv.cache.capacity or kv.state_bytes:
         raise ValueError(
             "prefix_dir is for decoders without recurrent layers, on the CPU with a prefix cache; "
             "leave it out"
