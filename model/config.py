@@ -33,7 +33,7 @@ FeedForward = Literal[
     "xielu",
     "swiglu_clamped",
 ]
-Router = Literal["softmax", "sigmoid"]
+Router = Literal["softmax", "sigmoid", "sparse_mixer"]
 Chosen = Literal["scores", "logits"]
 Activation = Literal["identity", "tanh", "relu", "gelu", "gelu_tanh"]
 LabelActivation = Literal["identity", "sigmoid", "softmax"]
@@ -239,13 +239,16 @@ class TransformerConfig:
     n_experts: the feed-forward of a layer is a mixture of so many, each `d_expert` wide, of which a
     router chooses `n_experts_per_token` for each token (Shazeer et al. 2017), except in the layers
     of `dense_layers`, whose feed-forward is `d_ff` wide. The experts' shares are `router` of their
-    logits; with `normalize_expert_shares` those of the chosen sum to 1. expert_scale multiplies
-    them. shares_scale_inputs: they multiply what experts read instead (Llama 4, 2025). choice_bias:
-    of what a learned bias is added to for the choice alone (DeepSeek-V3, 2024).
+    logits, where "sparse_mixer" is a softmax over those near the best that is left, for one chosen
+    after the other (Liu et al. 2024); with `normalize_expert_shares` those of the chosen sum to 1.
+    expert_scale multiplies them. shares_scale_inputs: they multiply what experts read instead
+    (Llama 4, 2025). choice_bias: of what a learned bias is added to for the choice alone
+    (DeepSeek-V3, 2024).
     n_expert_groups: experts are chosen from as many groups of these as `n_groups_per_token` says,
     those whose `n_best_of_group` best sum to most. d_shared_expert: the width of one more expert,
     of every token; with `shared_expert_gate` it is multiplied by the sigmoid of a number of the
     token's. mixture_norm: what a mixture makes is normalised.
+    head_projection: a layer of d_model numbers between the last norm and the head.
     qkv_bias, output_bias, feed_forward_bias, head_bias: a bias on the linear layers of that name.
     embedding_scale multiplies token embeddings. dropout (of residuals and embeddings) and
     attention_dropout act in training only. The constructor raises ConfigError.
@@ -312,6 +315,7 @@ class TransformerConfig:
     shared_expert_gate: StrictBool = False
     mixture_norm: StrictBool = False
     dense_layers: tuple[StrictInt, ...] = ()
+    head_projection: Projection | None = None
     qkv_bias: StrictBool = False
     output_bias: StrictBool = False
     feed_forward_bias: StrictBool = False

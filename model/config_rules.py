@@ -36,8 +36,12 @@ def rules(config: Any) -> Iterator[Rule]:
     yield "tied_embeddings", headless, "true with a pooling, which leaves no head"
     pre = not config.parallel_residual or config.norm_placement == "pre"
     yield "norm_placement", pre, "pre with parallel_residual"
-    untied = not (config.head_bias and config.tied_embeddings) or config.encoder is not None
-    yield "head_bias", untied, "left out with tied_embeddings"
+    if (projection := config.head_projection) is not None:
+        plain = config.pooling is None and config.encoder is None
+        yield "head_projection", plain, "left out with a pooling or an encoder"
+        fits = projection.d_out == config.d_model and not projection.bias
+        allowed = f"one with d_out of d_model, {config.d_model}, and without bias"
+        yield "head_projection", fits, allowed
     for name in ("bos_token_id", "eos_token_ids", "target_prefix"):
         ids = getattr(config, name)
         ids = ids if isinstance(ids, tuple) else () if ids is None else (ids,)
@@ -150,6 +154,9 @@ def _experts(config: Any) -> Iterator[Rule]:
         bool(config.d_shared_expert) or not config.shared_expert_gate,
         ("left out without d_shared_expert"),
     )
+    if config.router == "sparse_mixer":
+        for name in ("choice_bias", "n_expert_groups", "normalize_expert_shares"):
+            yield name, not getattr(config, name), "left out with a sparse_mixer"
     simple = not config.dense_layers and not config.d_shared_expert
     gated = ("swiglu", "swiglu_clamped") if simple else ("swiglu",)
     allowed = f"{' or '.join(gated)} with these experts"

@@ -76,7 +76,7 @@ def places(config: TransformerConfig) -> Iterator[Place]:
             keys = [f"blocks.{i}.cross_attention.key_value.weight" for i in range(config.n_layer)]
             yield _after_norm(config.encoder, shapes, "encoder.norm", *keys)
     yield from _of_blocks(config, shapes, "")
-    if "head.weight" in shapes and config.norm_placement != "post":
+    if {"head.weight", "norm.weight"} <= shapes.keys():  # no projection is between them
         yield _after_norm(config, shapes, "norm", "head.weight")
 
 

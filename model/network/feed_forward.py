@@ -15,6 +15,7 @@ from kvasir.model.config import TransformerConfig
 
 _ALPHA, _LIMIT = 1.702, 7.0  # of swiglu_clamped
 _BETA = 0.5  # of xielu
+_NEAR = 0.02  # of sparse_mixer: twice the jitter in training
 _LEAST_SUM = 1e-20  # of shares: all may vanish
 _gelu_tanh = partial(functional.gelu, approximate="tanh")
 # By name: the activation, and whether it is gated.
@@ -131,6 +132,8 @@ class Mixture(nn.Module):
     def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return shares and numbers of the chosen experts, each [..., n_chosen]."""
         config, normalized = self.config, self.config.normalize_expert_shares
+        if config.router == "sparse_mixer":
+            return self._mix_sparsely(logits)
         plain = self.choice_bias is None and config.n_expert_groups is None
         if plain and config.router == "softmax" and normalized:
             best, chosen = logits.topk(self.n_chosen)
@@ -148,6 +151,18 @@ class Mixture(nn.Module):
             total = reduce(torch.add, shares.chunk(self.n_chosen, dim=-1))
             shares = shares / (total + _LEAST_SUM)
         return self._scaled(shares), chosen
+
+    def _mix_sparsely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `_route` does: each share is among those left that are near the largest."""
+        best, chosen = logits.topk(self.n_chosen)
+        left, shares = logits, []
+        for top, expert in zip(best.split(1, dim=-1), chosen.split(1, dim=-1), strict=True):
+            far = (top - logits) / torch.maximum(logits.abs(), top) > _NEAR
+            near = left.masked_fill(far, -torch.inf)
+            shares.append(near.softmax(dim=-1).gather(-1, expert))
+            taken = expert == torch.arange(logits.shape[-1], device=logits.device)
+            left = left.masked_fill(taken, -torch.inf)
+        return self._scaled(torch.cat(shares, dim=-1)), chosen
 
     def _scaled(self, shares: Tensor) -> Tensor:
         scale = self.config.expert_scale

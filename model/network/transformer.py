@@ -16,7 +16,7 @@ from kvasir.model.network.cross_attention import Source, SourceRows
 from kvasir.model.network.feed_forward import ExpertLinear
 from kvasir.model.network.latent_attention import HeadLinear
 from kvasir.model.network.norm import make_norm
-from kvasir.model.network.pooling import Pooler
+from kvasir.model.network.pooling import Pooler, Projector
 from kvasir.model.network.positions import (
     Positions,
     RotaryTable,
@@ -98,6 +98,9 @@ class Transformer(nn.Module):
         self.embedding_norm = make_norm(config) if config.embedding_norm else nn.Identity()
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.Identity() if config.norm_placement == "post" else make_norm(config)
+        if config.head_projection is not None:
+            projector = Projector(config.d_model, config.head_projection, config)
+            self.norm = nn.Sequential(self.norm, projector)
         self.dropout = nn.Dropout(config.dropout)
         self.head = _make_head(config)
         self.pooler = None if config.pooling is None else Pooler(config, config.pooling)

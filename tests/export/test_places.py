@@ -67,7 +67,8 @@ def read_after_a_norm_or_a_product(model: Transformer) -> set[str]:
     matrices = {
         f"{name}.weight"
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | ExpertLinear) and not name.startswith("pooler")
+        if isinstance(module, nn.Linear | ExpertLinear)
+        and not name.startswith(("pooler", "norm.1"))  # projections
     }
     alone = set[str]()
     for name in matrices:

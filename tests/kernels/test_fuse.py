@@ -102,8 +102,9 @@ def expected_features(config: TransformerConfig, n_bits: int) -> Counter[str]:
         counts += counts
         counts["Linear4"] = products
     counts["mixed"] = n_dense + n_shared
-    counts["Linear"] = products + 1  # the head is int8 in both
-    counts["norm"] += config.norm_placement != "post"
+    last = 1 + bool(config.head_projection)  # the head is int8 in both
+    counts["Linear"] = products + last
+    counts["norm"] += (config.norm_placement != "post") * last
     counts["bias"] += config.head_bias
     return counts
 

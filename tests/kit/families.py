@@ -26,7 +26,7 @@ def rope(kind: str, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
 
 
-def _rope_by_layer_type(**kinds: dict[str, Any]) -> dict[str, Any]:
+def _rope_by_layer_type(**kinds: dict[str, Any] | None) -> dict[str, Any]:
     return {"rope_parameters": kinds}
 
 
@@ -324,6 +324,28 @@ _FURTHER |= {
     "phi4_multimodal": {"eos_token_id": 1, "vision_config": _VISION}
     | {"audio_config": {"hidden_size": 32, "intermediate_size": 32, "num_blocks": 1}},
 }
+_MSCALES = {"short_mscale": 1.2, "long_mscale": 1.2, "original_max_position_embeddings": LENGTH}
+_FURTHER |= {
+    "phimoe": _EXPERTS | {"num_local_experts": 5, "attention_bias": True, "lm_head_bias": True},
+    "phimoe with longrope": _EXPERTS
+    | {"num_local_experts": 5, "sliding_window": WINDOW}
+    | rope("longrope", short_factor=[1.5] * 8, long_factor=[2.0 + i for i in range(8)], **_MSCALES),
+    "cohere_compass_text": WINDOWED
+    | {"logit_scale": 0.3}
+    | _rope_by_layer_type(
+        full_attention=None,
+        sliding_attention={"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 2, 2]},
+    ),
+    "cohere_compass_text turned everywhere": WINDOWED
+    | _rope_by_layer_type(
+        **{
+            kind: {"rope_type": "default", "rope_theta": theta, "mrope_section": [4, 2, 2]}
+            for kind, theta in (("full_attention", 900.0), ("sliding_attention", 100.0))
+        }
+    ),
+    "modernbert-decoder": {"local_attention": 2 * WINDOW, "pad_token_id": 0, "bos_token_id": 1}
+    | {"norm_bias": True, "attention_bias": True, "global_attn_every_n_layers": 2},
+}
 _LATENTS: dict[str, Any] = {
     "kv_lora_rank": 16,
     "q_lora_rank": 24,
@@ -362,7 +384,7 @@ _FURTHER |= {
     "llama4": {"text_config": _GROUPED | _LLAMA4, "vision_config": {"num_hidden_layers": 1}},
 }
 _EVERY_HEAD_ITS_OWN = {"biogpt", "codegen", "gpt_bigcode", "gpt_neo", "mpt", "openai-gpt"}
-_EVERY_HEAD_ITS_OWN |= {"gpt_neox_japanese", "persimmon", "xglm"}
+_EVERY_HEAD_ITS_OWN |= {"gpt_neox_japanese", "persimmon", "xglm", "modernbert-decoder"}
 
 
 def _values(kind: str, more: dict[str, Any]) -> dict[str, Any]:

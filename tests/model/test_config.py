@@ -13,6 +13,7 @@ import torch
 
 from kvasir.model.config import (
     ConfigError,
+    Projection,
     RopeScaling,
     TransformerConfig,
 )
@@ -25,6 +26,7 @@ from tests.model.variants import VARIANTS
 
 VALID = SHAPE | {"max_model_len": 64}
 SIZES = list(VALID)
+SPARSE = {"router": "sparse_mixer"}
 MIXTURE = {"d_model": 64, "n_experts": 4, "n_experts_per_token": 2, "d_expert": 32}
 # Counts of the published checkpoints, tied weights counted once.
 PUBLISHED_PARAMETERS = {
@@ -110,7 +112,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"parallel_residual": True, "norm_placement": "post"}, "norm_placement must be "),
     ({"n_kv_head": 3}, "n_head must be "),
     ({"qk_norm_across_heads": True}, "qk_norm_across_heads must be "),
-    ({"head_bias": True}, "head_bias must be "),
+    ({"head_projection": Projection(d_out=48)}, "head_projection must be one with d_out of d_mod"),
+    (MIXTURE | SPARSE | {"normalize_expert_shares": True}, "normalize_expert_shares must be left"),
     (CLAMPED, "feed_forward must be another one without n_experts"),
     (MIXTURE | {"n_experts_per_token": 5}, "n_experts_per_token must be from 1 to n_experts, 4"),
     (MIXTURE | {"n_experts_per_token": None}, "n_experts_per_token must be from 1 to n_experts"),

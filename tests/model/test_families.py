@@ -245,7 +245,10 @@ def test_growth_and_amplitude_are_read() -> None:
     assert phi.attention_factor == pytest.approx(1.190238)
 
 
-@pytest.mark.parametrize("name", [n for n in CHECKPOINTS if CHECKPOINTS[n][0] in DECODERS])
+OLDER = [n for n in CHECKPOINTS if CHECKPOINTS[n][0] in DECODERS and n != "cohere_compass_text"]
+
+
+@pytest.mark.parametrize("name", OLDER)
 def test_the_older_style_of_rotary_parameters_is_the_same(name: str) -> None:
     """The older style has rope_theta beside rope_scaling; two families have names of their own."""
     family, new = CHECKPOINTS[name]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvasir.model.config import Latents, RopeScaling, ShortConvolution
+from kvasir.model.config import Latents, Projection, RopeScaling, ShortConvolution
 
 BIASES = {"qkv_bias": True, "output_bias": True, "feed_forward_bias": True}
 GPT2 = {"position": "learned", "norm": "layernorm", "n_kv_head": 4, **BIASES}
@@ -83,6 +83,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "norm": "layernorm",
         "embedding_norm": True,
         "feed_forward_bias": True,
+        "head_bias": True,
+        "head_projection": Projection(d_out=48, activation="gelu", bias=False, norm=True),
     },
     "relative": {
         "position": "relative",

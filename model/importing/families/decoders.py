@@ -8,9 +8,12 @@ tensor names are those of Hugging Face transformers.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
+from kvasir.model.config import Projection
+from kvasir.model.importing.families.encoders import ENCODERS
 from kvasir.model.importing.families.family import Family
 from kvasir.model.importing.families.latents import LATENTS
 from kvasir.model.importing.families.llamas import LLAMAS
@@ -101,6 +104,17 @@ def _scaled_embedding(options: Options) -> float:
     return math.sqrt(options.whole("hidden_size")) if options["scale_embedding"] else 1.0
 
 
+def _modernbert_windows(options: Options) -> list[int]:
+    options["sliding_window"] = options.whole("sliding_window", least=2) // 2
+    every = options.whole("global_attn_every_n_layers")
+    return [layer for layer in range(options.whole("num_hidden_layers")) if layer % every]
+
+
+def _modernbert_head(options: Options) -> Projection:
+    width = options.whole("hidden_size")
+    return Projection(d_out=width, activation="gelu", bias=False, norm=True)
+
+
 def _opt_width(options: Options) -> int:
     width, projected = options.whole("hidden_size"), options["word_embed_proj_dim"]
     if projected not in (None, width):
@@ -108,6 +122,7 @@ def _opt_width(options: Options) -> int:
     return width
 
 
+_MODERNBERT = ENCODERS["modernbert"]
 # fmt: off
 _GPT2_FIELDS = _ALL_BIASES | {
     "position": "learned", "norm": "layernorm", "d_ff": _four_times,
@@ -282,6 +297,19 @@ DECODERS: dict[str, Family] = LLAMAS | MIXTURES | LATENTS | RECURRENT | {
         fields=_GPTJ_FIELDS, gated=False, prefixes=("transformer.",),
         modules=_GPTJ_MODULES | in_layers(
             "h.*.", qkv=pairs_apart(in_blocks("attn.qkv_proj", 4, "qvk"))),
+    ),
+    "modernbert-decoder": replace(
+        _MODERNBERT, architectures=("ModernBertDecoderForCausalLM", "ModernBertDecoderModel"),
+        tokens=(50281, 50282),
+        only={"classifier_activation": ("gelu",), "classifier_bias": (False,)},
+        names={**_MODERNBERT.names, "sliding_window": "local_attention|sliding_window"},
+        defaults=_MODERNBERT.defaults | {"tie_word_embeddings": True, "decoder_bias": True},
+        fields={**_MODERNBERT.fields, "causal": True, "head_bias": itemgetter("decoder_bias"),
+                "head_projection": _modernbert_head},
+        windowed=_modernbert_windows, unused=(),
+        modules={**_MODERNBERT.modules, "norm.0": "final_norm", "head": "decoder",
+                 "norm.1.linear": "lm_head.dense", "norm.1.norm": "lm_head.norm"}
+        | in_layers("layers.*.", qkv=stacked(*(f"attn.{part}_proj" for part in "qkv"))),
     ),
     "opt": Family(
         architectures=("OPTForCausalLM", "OPTModel"),

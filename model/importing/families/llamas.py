@@ -264,6 +264,12 @@ LLAMAS: dict[str, Family] = {
         t.LAYER_NORM, t.ATTENTION_BIAS, COHERE, t.ROTARY_IN_WINDOWS,
         t.windows(4096, t.all_but_every(4, "sliding_window_pattern"), sliding_window_pattern=None),
         keys={"rope_theta": 10000.0}, only={"use_qk_norm": (False,)}),
+    "cohere_compass_text": t.llama(
+        "CohereCompass", (256000, 8192, 22528, 40, 64, None, 8192), (5, 255001), t.PARALLEL,
+        t.LAYER_NORM, t.ATTENTION_BIAS, COHERE, t.windows(4096, lambda _: ()),
+        body="CohereCompassText", prefixes=t.WITHIN,
+        keys={"rope_theta": 10000.0, "rope_local_base_freq": None, "logit_scale": None,
+              "mrope_section": None, "mrope_interleaved": None}),  # a text has one position
     "granite": t.llama("Granite", _7B_SHAPE, (1, 2), t.BIASES, t.MULTIPLIERS),
     "hyperclovax": t.llama(
         "HyperCLOVAX", _7B_SHAPE, (1, 2), t.BIASES, t.MULTIPLIERS,

@@ -144,6 +144,14 @@ MIXTURES: dict[str, Family] = {
         "Mixtral", (32000, 4096, 14336, 32, 32, 8, 131072), (1, 2),
         t.experts(8, 2, **_W123, normalize_expert_shares=True),
         keys={"rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "sliding_window": None}),
+    "phimoe": t.llama(
+        "Phimoe", (32064, 4096, 6400, 32, 32, 8, 131072), (1, 2), t.ATTENTION_BIAS,
+        t.experts(16, 2, **_W123),
+        keys={"rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "sliding_window": None,
+              "lm_head_bias": False, "short_mscale": None, "long_mscale": None},
+        only={"router_jitter_noise": (0.01,), "num_experts_per_tok": (2,)}, scalings=("longrope",),
+        fields={"norm": "layernorm", "router": "sparse_mixer",
+                "head_bias": itemgetter("lm_head_bias")}),
     "qwen3_moe": t.llama(
         "Qwen3Moe", (151936, 2048, 6144, 24, 32, 4, 32768), (None, None), t.ATTENTION_BIAS,
         t.HEAD_NORMS, _SHARES, _STEPS, _EITHER_COUNT, t.experts(128, 8, 768)),

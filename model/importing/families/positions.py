@@ -36,7 +36,7 @@ def rotary_fields(options: Options, scalings: tuple[str, ...]) -> dict[str, Any]
     in_windows: Any = {}
     if not isinstance(given, dict):
         raise refuse(key, given, "an object")
-    by_layer_type = "rope_local_base_freq" in options
+    by_layer_type, of_kinds = "rope_local_base_freq" in options, given
     if by_layer_type and given.keys() & set(LAYER_TYPES):
         given, in_windows = (given.get(kind) or {} for kind in LAYER_TYPES)
     for of_some in (given, in_windows):
@@ -61,6 +61,9 @@ def rotary_fields(options: Options, scalings: tuple[str, ...]) -> dict[str, Any]
         "rotary_dim": None if turned == width else turned,
     }
     if by_layer_type:
+        types = options.layer_kinds("layer_types", LAYER_TYPES) or ()
+        unturned = tuple(i for i, kind in enumerate(types) if of_kinds.get(kind, 0) is None)
+        fields |= {"layers_without_rotary": unturned} if unturned else {}
         if (kind := in_windows.get("rope_type") or "default") != "default":
             raise refuse(f"{key} of sliding_attention", kind, "only 'default'")
         theta = Options({"rope_local_base_freq": in_windows.get("rope_theta")}, {})
@@ -105,6 +108,9 @@ def _rope_scaling(
         if length == 1:
             raise refuse(key, length, "at least 2 with longrope")
         stretched = math.log(max(factor, 1.0)) / math.log(length)
+        if (own := rope.get("long_mscale")) != rope.get("short_mscale"):  # Phi-3.5-MoE's are equal
+            raise refuse("long_mscale", own, f"only short_mscale, {rope.get('short_mscale')!r}")
+        rope["attention_factor"] = own or rope.get("attention_factor")
         return scaling | {
             "factor": factor,
             "attention_factor": rope.number("attention_factor", math.sqrt(1.0 + stretched)),

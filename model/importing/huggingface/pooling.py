@@ -88,6 +88,7 @@ def add_pooling(
         max_model_len=_longest(source, config.max_model_len),
         tied_embeddings=True,
         head_bias=False,
+        head_projection=None,
         bos_token_id=None,
         eos_token_ids=(),
     )

@@ -44,8 +44,7 @@ export const hasRelativeBias = ({ position }) => position.endsWith("relative");
  */
 export function stepsOf(config) {
   const { encoder, pooling } = config;
-  const last =
-    pooling === null ? [step("head", config), step("logits", config)] : poolingSteps(config);
+  const last = pooling === null ? headSteps(config) : poolingSteps(config);
   if (encoder === null) return [...hiddenSteps(config, "Tokens"), ...last];
   const source = [...hiddenSteps(encoder, "Source"), step("encoded", encoder)];
   return [...source, ...hiddenSteps(config, "Target"), ...last];
@@ -68,6 +67,12 @@ function hiddenSteps(config, title) {
     { times: config.n_layer, steps: blockSteps(config) },
     ...(config.norm_placement === "post" ? [] : [normStep(config)]),
   ];
+}
+
+function headSteps(config) {
+  const { head_projection: projection, d_model: d_in } = config;
+  const before = projection ? [step("projection", config, { ...projection, d_in })] : [];
+  return [...before, step("head", config), step("logits", config)];
 }
 
 function poolingSteps(config) {

@@ -42,9 +42,9 @@ function positions(config) {
   return learned + (hasRelativeBias(config) ? config.relative_buckets * config.n_head : 0);
 }
 
-function projections({ pooling, d_model, norm_bias: isBiased }) {
+function projections({ pooling, head_projection: last, d_model, norm_bias: isBiased }) {
   let [sum, width] = [0, d_model];
-  for (const { d_out: out, bias, norm } of pooling?.projections ?? []) {
+  for (const { d_out: out, bias, norm } of pooling?.projections ?? (last ? [last] : [])) {
     sum += width * out + (bias ? out : 0) + (norm ? (isBiased ? 2 : 1) * out : 0);
     width = out;
   }
