@@ -41,7 +41,11 @@ def make_requests(model: RandomModel, n: int = N_REQUESTS) -> list[Sequence]:
 
 def open_engine(model: RandomModel, files: PrefixFiles | None, *, packed: bool) -> Engine:
     """With a cache in memory that is new."""
-    sizes: dict[str, Any] = {"max_num_seqs": 4, "kv_cache_bytes": 2**26, "prefix_cache_bytes": 2**24}
+    sizes: dict[str, Any] = {
+        "max_num_seqs": 4,
+        "kv_cache_bytes": 2**26,
+        "prefix_cache_bytes": 2**24,
+    }
     runner = (
         open_packed_runner(model.graph, model.config, Library(FILE, "auto"), **sizes, threads=2)
         if packed
