@@ -64,6 +64,8 @@ def check_model(settings: Settings, name: str | None = None) -> ModelDirectory:
         raise StartupError(f"{path} was exported for {device}: {error}") from None
     if settings.threads is not None:
         raise StartupError("setting threads is for the CPU; leave it out for a model on a GPU")
+    if settings.prefix_dir is not None:
+        raise StartupError("setting prefix_dir is for the CPU; leave it out for a model on a GPU")
     if settings.prefix_cache_memory:
         cause = "setting prefix_cache_memory can only be 0 on a GPU"
         raise StartupError(f"{cause}: blocks are kept in kv_cache_memory")
@@ -226,6 +228,6 @@ def _open_runner(
     runner = open_decoder(model_dir.graph_path, config, library, layout, **sizes)
     clock.lap("session")
     warm_up(runner)
-    keep_prefixes(settings, model_dir, runner)
+    keep_prefixes(settings, model_dir, runner, library)
     clock.lap("warm_up")
     return runner

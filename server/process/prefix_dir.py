@@ -1,4 +1,7 @@
-"""The folder of prompt blocks: which files a model's engine may restore."""
+"""The folder of prompt blocks: which files a model's engine may restore.
+
+Their fingerprint differs wherever a block's bytes might.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
 
+from kvasir.kernels.library import Library
 from kvasir.model.directory import ModelDirectory
 from kvasir.model.platform.files import in_words
 from kvasir.model.platform.machine import usable_cpus
@@ -20,7 +24,9 @@ from kvasir.server.requests.served_model import onnxruntime_version
 from kvasir.server.settings import Settings
 
 
-def keep_prefixes(settings: Settings, model_dir: ModelDirectory, runner: Runner) -> None:
+def keep_prefixes(
+    settings: Settings, model_dir: ModelDirectory, runner: Runner, library: Library | None
+) -> None:
     """Let a runner write blocks to `prefix_dir` and restore them.
 
     Raises ValueError for a runner that keeps none, and for a folder that cannot be written.
@@ -33,29 +39,17 @@ def keep_prefixes(settings: Settings, model_dir: ModelDirectory, runner: Runner)
             "prefix_dir is for decoders without recurrent layers, on the CPU with a prefix cache; "
             "leave it out"
         )
-    is_exact = isinstance(kv, MemoryBlocks) and model_dir.manifest.digest is not None
-    fingerprint = _fingerprint(settings, model_dir, kv.cache.block_size, is_exact=is_exact)
+    facts = [type(kv).__name__, kv.cache.block_size, model_dir.manifest.files, RULES]
+    facts += [version("kvasir-lm"), onnxruntime_version(), library and library.version]
+    # Else operators of our own compute all of it, the same bits on any CPU and number of threads.
+    if isinstance(kv, KVRows) or model_dir.manifest.digest is None:
+        described = Path("/proc/cpuinfo")  # on Linux
+        text = described.read_text(encoding="utf-8") if described.is_file() else ""
+        facts += [library and library.path, settings.threads or usable_cpus()]
+        names = r"^(?:flags|Features|model name)\s*: (.*)$"
+        facts += sorted(set(re.findall(names, text, re.MULTILINE)))
+    fingerprint = blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).digest()
     try:
         kv.files = PrefixFiles(folder, fingerprint, settings.prefix_dir_bytes)
     except OSError as error:
         raise ValueError(f"prefix_dir: {in_words(error)}") from None
-
-
-def _fingerprint(
-    settings: Settings, model_dir: ModelDirectory, block_size: int, *, is_exact: bool
-) -> bytes:
-    """Return 16 bytes that differ where a block's bytes might.
-
-    is_exact: operators of our own compute all of the model, with the same bits on every CPU and on
-    any number of threads. Otherwise both count.
-    """
-    facts = [model_dir.manifest.files, block_size, is_exact, RULES]
-    facts += [version("kvasir-lm"), onnxruntime_version()]
-    if not is_exact:
-        described = Path("/proc/cpuinfo")  # on Linux
-        text = described.read_text(encoding="utf-8") if described.is_file() else ""
-        facts += [settings.kernels, settings.threads or usable_cpus()]
-        facts += sorted(
-            set(re.findall(r"^(?:flags|Features|model name)\s*: (.*)$", text, re.MULTILINE))
-        )
-    return blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).digest()

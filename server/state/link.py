@@ -48,7 +48,7 @@ class Link:
         try:
             # By default a full pool is an error, and a refused connection is tried for seconds. The
             # old protocol, without the client's name, connects without a word.
-            pool = BlockingConnectionPool.from_url(
+            pool: Any = BlockingConnectionPool.from_url(
                 url,
                 max_connections=_CONNECTIONS + 1,  # one listens
                 timeout=None,
@@ -56,8 +56,10 @@ class Link:
                 protocol=2,
                 driver_info=None,
             )
-        except ValueError as error:
-            raise StartupError(f"setting state_url: {error}") from None
+            pool.make_connection()
+        except (ValueError, TypeError):  # which may quote a password
+            forms = "redis://HOST:PORT/NUMBER, or the same with rediss:// or unix://PATH"
+            raise StartupError(f"setting state_url: it must be {forms}") from None
         self.redis: Any = Redis.from_pool(pool)  # whose types allow for texts in place of bytes
 
     async def reply(self, command: Callable[[], Awaitable[T]], n_bytes: int = 0) -> T:

@@ -133,6 +133,10 @@ async def test_who_leaves_while_tokens_are_taken_gives_them_back(replicas: Redis
     assert await second.enter(ACCOUNT, 1) is not None
 
 
-def test_an_address_that_is_none_is_refused() -> None:
-    with pytest.raises(StartupError, match="setting state_url: Redis URL must specify"):
-        RedisState("localhost:6379", 0)
+@pytest.mark.parametrize(
+    "url", ["localhost:6379", "redis://:secret#word@host/0", "redis://host/0?secret=1"]
+)
+def test_an_address_that_is_none_is_refused_without_a_word_of_it(url: str) -> None:
+    with pytest.raises(StartupError, match="setting state_url: it must be") as caught:
+        RedisState(url, 0)
+    assert "secret" not in str(caught.value)

@@ -93,8 +93,15 @@ class PrefixFiles:
         """Mark a chain as used, and write its blocks that are no files; `parts_of` has the n-th."""
         if not names:
             return
-        for n, name in enumerate(names):
-            if name in self._waiting or (self._folder / name.hex()).exists():
+        try:
+            missing = [
+                n for n, name in enumerate(names) if not (self._folder / name.hex()).exists()
+            ]
+        except OSError as error:
+            self._failed(error)
+            return
+        for n in missing:
+            if (name := names[n]) in self._waiting:
                 continue
             parts = parts_of(n)
             if self._tasks.qsize() * sum(part.nbytes for part in parts) > _MOST_WAITING:
