@@ -66,13 +66,13 @@ async def test_a_replica_answers_for_what_it_streams(replicas: RedisFleet) -> No
 async def test_nothing_is_lost_while_redis_is_away(
     server: RedisServer, replicas: RedisFleet, monkeypatch: pytest.MonkeyPatch, *, hangs: bool
 ) -> None:
-    monkeypatch.setattr(link, "_SLICES", 5)
     first, second = replicas.replicas
     assert isinstance(first, RedisState)
     assert isinstance(second, RedisState)
     before = await first.take(ACCOUNT, 1000, 900)
     lease = await first.enter(ACCOUNT, 2)
     assert lease is not None
+    monkeypatch.setattr(link, "_SLICES", 5)
     server.pause(paused=True) if hangs else server.stop()
     try:
         for used in (0, 700):
