@@ -151,7 +151,82 @@ class ShortConvolution:
         return {"convolution": (self.kernel - 1, d_model)}
 
 
-Recurrence = ShortConvolution
+@_raising_config_error
+@dataclass(
+    config=ConfigDict(extra="forbid", title="recurrence"), frozen=True, slots=True, kw_only=True
+)
+class DeltaRule:
+    """Recurrent layers of the gated delta rule (Yang et al., "Gated Delta Networks", 2024).
+
+    A convolution over `kernel` tokens makes queries, keys and values, of which n_key_head heads of
+    key_dim channels each serve as many of the n_head heads of value_dim channels. doubled_rates:
+    what a token replaces of a key's value is up to twice the difference.
+    """
+
+    kind: Literal["delta_rule"] = "delta_rule"
+    kernel: Annotated[Size, Field(ge=2)]
+    n_head: Size
+    n_key_head: Size
+    key_dim: Size
+    value_dim: Size
+    doubled_rates: StrictBool = False
+
+    def __post_init__(self) -> None:
+        if self.n_head % self.n_key_head:
+            wanted = f"a multiple of its n_key_head, {self.n_key_head}"
+            raise ConfigError(f"recurrence.n_head must be {wanted}, not {self.n_head}")
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """The channels of queries, keys and values."""
+        of_keys = self.n_key_head * self.key_dim
+        return of_keys, of_keys, self.n_head * self.value_dim
+
+    def states(self, d_model: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
+        """Return the shape of each part of a layer's state, by name."""
+        convolution = self.kernel - 1, sum(self.widths)
+        return {"convolution": convolution, "values": (self.n_head, self.key_dim, self.value_dim)}
+
+
+@_raising_config_error
+@dataclass(
+    config=ConfigDict(extra="forbid", title="recurrence"), frozen=True, slots=True, kw_only=True
+)
+class Mamba2:
+    """Recurrent layers of Mamba-2 (Dao & Gu, "Transformers are SSMs", 2024).
+
+    A convolution over `kernel` tokens makes n_head values of head_dim channels, and keys and
+    queries of d_state channels, which the heads of each of n_group groups share; their outputs are
+    normalised together. bias: of both linear layers.
+    """
+
+    kind: Literal["mamba2"] = "mamba2"
+    kernel: Annotated[Size, Field(ge=2)]
+    n_head: Size
+    head_dim: Size
+    d_state: Size
+    n_group: Size = 1
+    bias: StrictBool = False
+    convolution_bias: StrictBool = True
+
+    def __post_init__(self) -> None:
+        if self.n_head % self.n_group:
+            wanted = f"a multiple of its n_group, {self.n_group}"
+            raise ConfigError(f"recurrence.n_head must be {wanted}, not {self.n_head}")
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """The channels of values, keys and queries."""
+        of_keys = self.n_group * self.d_state
+        return self.n_head * self.head_dim, of_keys, of_keys
+
+    def states(self, d_model: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
+        """Return the shape of each part of a layer's state, by name."""
+        convolution = self.kernel - 1, sum(self.widths)
+        return {"convolution": convolution, "values": (self.n_head, self.d_state, self.head_dim)}
+
+
+Recurrence = Annotated[ShortConvolution | DeltaRule | Mamba2, Field(discriminator="kind")]
 
 
 @_raising_config_error
@@ -211,7 +286,8 @@ class TransformerConfig:
     latent and rotary_dim channels that are turned, together head_dim, and whose value is the
     latent. attention_scale is then 1 / sqrt(key_dim + rotary_dim), unless given.
     recurrence: of the layers of recurrent_layers, in the place of attention. Such a layer keeps a
-    state of fixed size for each row, and no keys and values.
+    state of fixed size for each row, and no keys and values. attention_gate: what is attended is
+    multiplied by the sigmoid of a linear layer of attention's input (Qwen3-Next, 2025).
     attention_softcap, logit_softcap: c in c · tanh(x / c), on scores and on logits (Gemma 2, 2024).
     sliding_window: in the layers of `sliding_window_layers` (None: in all) a token sees those that
     are less than so many positions away (Beltagy et al. 2020). attention_sinks: each head has a
@@ -287,6 +363,7 @@ class TransformerConfig:
     latents: Latents | None = None
     recurrence: Recurrence | None = None
     recurrent_layers: tuple[StrictInt, ...] = ()
+    attention_gate: StrictBool = False
     attention_sinks: StrictBool = False
     attention_scale: Positive | None = None
     attention_softcap: Positive | None = None

@@ -78,7 +78,7 @@ def _latents(config: Any) -> Iterator[Rule]:
     growing = config.rope_scaling is not None and config.rope_scaling.query_growth is not None
     yield "rope_scaling", not growing, "one without query_growth with latents"
     others = ("qk_norm", "qkv_clip", "qkv_bias", "encoder", "pooling", "sliding_window_rope_theta")
-    for name in others:
+    for name in (*others, "attention_gate"):
         yield name, not getattr(config, name), "left out with latents"
 
 

@@ -27,7 +27,7 @@ from torch.onnx._internal._lazy_import import onnxscript_apis  # type: ignore[at
 from torch.onnx._internal.exporter import _decomp
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-from kvasir.model.config import Latents, ShortConvolution
+from kvasir.model.config import DeltaRule, Latents, Mamba2, ShortConvolution
 from kvasir.model.directory import GRAPH_FILE
 from kvasir.server.telemetry.logs import QueuedHandler
 from tests.kit.random_models import RandomModel, export_random, make_config, make_decoder
@@ -227,6 +227,19 @@ CONVOLUTIONS: dict[str, Any] = {
     "recurrence": ShortConvolution(kernel=3),
     "recurrent_layers": (0, 2),
 }
+# Matrices that keys read, in most layers; three heads a key head, so that few numbers are in a row.
+DELTA_RULE: dict[str, Any] = {
+    "recurrence": DeltaRule(kernel=4, n_head=3, n_key_head=1, key_dim=24, value_dim=16),
+    "recurrent_layers": (0, 1),
+    "attention_gate": True,
+}
+random_delta_model = _shared("int8", **DELTA_RULE)
+# Matrices of Mamba-2 in most layers; three heads, so that few numbers are in a row.
+MAMBA2: dict[str, Any] = {
+    "recurrence": Mamba2(kernel=4, n_head=3, head_dim=24, d_state=16),
+    "recurrent_layers": (0, 1),
+}
+random_mamba2_model = _shared("int8", **MAMBA2)
 random_hybrid_model = _shared("int8", **CONVOLUTIONS)
 random_int4_hybrid_model = _shared("int4", **CONVOLUTIONS, qk_norm=True)
 # Scores with a learned bias by distance, over int8 rows; both sublayers read one input.

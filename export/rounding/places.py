@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvasir.model.config import ShortConvolution, TransformerConfig
+from kvasir.model.config import DeltaRule, Mamba2, ShortConvolution, TransformerConfig
 from kvasir.model.network.skeleton import parameter_shapes
 
 Factors = NDArray[np.float32]
@@ -137,6 +137,12 @@ def _of_recurrence(config: TransformerConfig, shapes: Shapes, recurrence: str) -
     if isinstance(config.recurrence, ShortConvolution):  # its second gate
         matrices = f"{recurrence}.input", f"{recurrence}.output"
         yield _between(shapes, *matrices, config.d_model, 1, config.d_model)
+    elif isinstance(rule := config.recurrence, DeltaRule):  # the norm that heads share
+        of_heads = rule.value_dim, rule.value_dim, rule.n_head
+        yield _between(shapes, f"{recurrence}.norm", f"{recurrence}.output", 0, 1, *of_heads)
+    elif isinstance(config.recurrence, Mamba2):
+        matrices = f"{recurrence}.norm", f"{recurrence}.output"
+        yield _between(shapes, *matrices, 0, 1, config.recurrence.widths[0])
 
 
 def _first_products(
@@ -146,7 +152,7 @@ def _first_products(
     if layer in config.recurrent_layers:
         first = f"{block}.recurrence.input"
         return tuple(n for n in shapes if n.startswith(first) and n.endswith(".weight"))
-    parts: tuple[str, ...] = ("qkv",)
+    parts: tuple[str, ...] = ("qkv", "gate") if config.attention_gate else ("qkv",)
     if (latents := config.latents) is not None:
         parts = ("query" if latents.query_rank is None else "query_latent", "latent")
     return tuple(f"{block}.attention.{part}.weight" for part in parts)

@@ -59,7 +59,7 @@ def module_and_kind(name: str) -> tuple[str, str]:
 
 _PARENTS = {  # our modules of a layer that are within another one
     **dict.fromkeys(("qkv", "output", "query_norm", "key_norm", "clip", "sinks"), "attention."),
-    **dict.fromkeys(("query_latent", "query_latent_norm"), "attention."),
+    **dict.fromkeys(("query_latent", "query_latent_norm", "gate"), "attention."),
     **dict.fromkeys(("latent", "latent_norm", "key_up", "value_up"), "attention."),
     **dict.fromkeys(("up", "down", "router", "expert_up", "expert_down"), "feed_forward."),
     **dict.fromkeys(("choice_bias", "shared_gate"), "feed_forward."),

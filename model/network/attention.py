@@ -64,6 +64,8 @@ class Attention(nn.Module):
         if self.norms_heads:
             self.query_norm = HeadNorm(config.n_head, config)
             self.key_norm = HeadNorm(config.n_kv_head, config)
+        if config.attention_gate:
+            self.gate = nn.Linear(config.d_model, self.widths[0], bias=config.qkv_bias)
         clip = config.qkv_clip
         self.clip = nn.Identity() if clip is None else Clip(clip, sum(self.widths))
         self.output = nn.Linear(self.widths[0], config.d_model, bias=config.output_bias)
@@ -98,7 +100,7 @@ class Attention(nn.Module):
             attended = attend(
                 query, key, value, visible, positions.bias, self.config, dropout, self.sinks
             )
-        return self.lower(merge_heads(attended))
+        return self.lower(self._gated(merge_heads(attended), x))
 
     def step(
         self, x: Tensor, positions: Positions, inputs: RunInputs, cache: LayerCache
@@ -106,7 +108,10 @@ class Attention(nn.Module):
         """Append x [..., d_model] to `cache` and attend over it."""
         positions = self._own(positions)
         attended, present = inputs.attend(self, self.project(x, positions), positions, cache)
-        return self.lower(attended), present
+        return self.lower(self._gated(attended, x)), present
+
+    def _gated(self, attended: Tensor, x: Tensor) -> Tensor:
+        return attended * self.gate(x).sigmoid() if self.config.attention_gate else attended
 
     def _own(self, positions: Positions) -> Positions:
         """Return what this layer has to know of positions."""

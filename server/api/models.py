@@ -84,6 +84,7 @@ class KVCache(ResponseBody):
     bytes_per_token: Size = Field(description="Of keys and values, in all layers.")
     prompt_bytes_per_token: Size = Field(description="As much again, while a prompt is computed.")
     budget_tokens: Size = Field(description="Number of tokens that fit in memory.")
+    state_bytes_per_sequence: Size = Field(description="Of recurrent layers, whatever the length.")
 
 
 class ExplainLimits(ResponseBody):
@@ -206,6 +207,7 @@ def model_card(served: NamedModel) -> ModelCard:  # no coroutine: it asks the fi
             bytes_per_token=rows.token_bytes,
             prompt_bytes_per_token=rows.prompt_token_bytes,
             budget_tokens=rows.budget_tokens,
+            state_bytes_per_sequence=rows.state_bytes,
         )
     explain_limits = None
     if served.settings.explain:

@@ -53,6 +53,8 @@ class Explainer:
         if not path.is_file():
             how = "again" if model_dir.manifest.device == "cpu" else "for the CPU"
             cause = f"{model_dir.path.name} has no {ATTENTION_GRAPH_FILE}"
+            if model_dir.config.recurrence is not None:
+                raise NotFoundError(f"{cause}: recurrent layers are not explained")
             raise NotFoundError(f"{cause}; export the model {how}")
         from kvasir.model.onnx.runtime import onnxruntime  # noqa: PLC0415  slow to import
         from kvasir.server.engine.session import open_session  # noqa: PLC0415  imports ONNX Runtime

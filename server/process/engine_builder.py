@@ -143,6 +143,9 @@ def build_engine(
         raise ValueError(f"{model_dir.path} makes vectors of texts and cannot continue them")
     if settings.speculate and model_dir.config.encoder is not None:
         raise ValueError("speculate is not for encoder-decoders; leave it out")
+    if settings.speculate and model_dir.config.recurrence is not None:
+        why = "a wrong draft would move the states of its recurrent layers"
+        raise ValueError(f"speculate is not for {model_dir.path.name}: {why}; leave it out")
     device, chunk_size = model_dir.manifest.device, settings.chunk_size or _CPU_CHUNK
     if device != "cpu":
         from kvasir.server.engine.gpu.session import BACKENDS  # noqa: PLC0415  imports ONNX Runtime

@@ -153,10 +153,12 @@ class ServedModel:
                 "start_seconds": clock.rounded(),
             }
             if isinstance(engine := self.engine.engine, Engine):
+                self.metrics.state_bytes.set(engine.kv.state_bytes)
                 fields["kv_cache"] = {
                     "bytes_per_token": engine.kv.token_bytes,
                     "prompt_bytes_per_token": engine.kv.prompt_token_bytes,
                     "budget_tokens": engine.kv.budget_tokens,
+                    "state_bytes_per_sequence": engine.kv.state_bytes,
                 }
             logger.info("ready", extra={"fields": self.describe_model() | fields})
 

@@ -70,6 +70,8 @@ class TextFormatter(logging.Formatter):
             if kv := fields.get("kv_cache"):
                 size = kv["bytes_per_token"]
                 text += f"; memory for {kv['budget_tokens']:,} tokens of {size:,} bytes"
+                if state := kv["state_bytes_per_sequence"]:
+                    text += f", and {state:,} bytes of states for each sequence"
         else:
             name = "" if level == "info" else self._paint(f"{level}: ", _LEVEL_STYLES.get(level))
             text = "  ".join([name + printable(message, one_line=True), *_words(fields)])

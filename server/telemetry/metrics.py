@@ -210,6 +210,8 @@ class Metrics:
         for index, (name, (text, _)) in enumerate(_LOAD.items()):
             metric(Gauge, name, text).set_function(partial(_read_item, load, index))
         self._info = partial(metric, Gauge, "model_info", "The model.")
+        text = "Memory of the states of recurrent layers, of one sequence."
+        self.state_bytes = metric(Gauge, "state_bytes_per_sequence", text)
         counter = partial(metric, Counter)
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens processed.")
         self._generation_tokens = counter("generation_tokens", "Tokens generated.")

@@ -50,8 +50,19 @@ BIASED |= {"n_layer": 1, "n_kv_head": 4, "norm": "layernorm", "feed_forward": "r
 BIASED |= {"qk_norm": True, "qk_norm_kind": "layernorm"}
 LEARNED = {"norm_placement": "output", "qk_norm": True, "qk_norm_across_heads": True}
 NORMED: dict[str, Any] = {"mixture_norm": True, "qk_norm": True, "layers_without_qk_norm": [1]}
+DELTA: dict[str, Any] = {"recurrent_layers": [0], "attention_gate": True}
+DELTA |= {"qkv_bias": True}
+DELTA["recurrence"] = {"kind": "delta_rule", "kernel": 4, "n_head": 4, "n_key_head": 2}
+DELTA["recurrence"] |= {"key_dim": 8, "value_dim": 24, "doubled_rates": True}
+CONVOLUTIONS: dict[str, Any] = {"n_layer": 4, "recurrent_layers": [0, 2], "qk_norm": True}
+CONVOLUTIONS["recurrence"] = {"kind": "short_convolution", "kernel": 3, "bias": True}
+MAMBA2: dict[str, Any] = {"kind": "mamba2", "kernel": 3, "n_head": 4, "head_dim": 12}
+MAMBA2 |= {"d_state": 16, "n_group": 2, "bias": True, "convolution_bias": True}
 SMALL = [
+    ({"recurrent_layers": [0], "recurrence": MAMBA2}, 62_400),
     (GROUPED | NORMED, 109_222),
+    (DELTA, 71_056),
+    (CONVOLUTIONS, 107_952),
     (GROUPED, 109_254),
     (BIASED, 36_832),
     (LEARNED | {"feed_forward": "xielu", "qkv_clip": 0.7}, 51_956),

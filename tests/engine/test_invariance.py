@@ -71,7 +71,8 @@ MODELS = [
     *("random_model", "random_int8_model", "random_int4_model", "random_windowed_model"),
     *("random_biased_model", "random_mixture_model", "random_int8_mixture_model"),
     *("random_int4_mixture_model", "random_latent_model"),
-    *("random_hybrid_model", "random_int4_hybrid_model"),
+    *("random_hybrid_model", "random_int4_hybrid_model", "random_delta_model"),
+    "random_mamba2_model",
 ]
 
 

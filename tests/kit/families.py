@@ -216,6 +216,11 @@ _MULTIPLIERS |= {"logits_scaling": 4.0}
 _GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": LENGTH}
 _EXPERTS = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
 _LFM2 = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2, "norm_eps": 1e-5}
+_DELTA = {"full_attention_interval": 2, "head_dim": 32}
+_DELTA |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+_DELTA |= {"linear_value_head_dim": 8}
+_QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+_QWEN_EXPERTS |= {"shared_expert_intermediate_size": 48}
 # Name, whose first word is the model_type: what it adds.
 _FURTHER: dict[str, dict[str, Any]] = {
     "internlm3": {"attention_bias": True, "mlp_bias": True, "head_dim": 32}
@@ -368,6 +373,7 @@ _FURTHER |= {
     | {"v_head_dim": None, "scale_depth": None, "dim_model_base": None},
     "youtu": _LATENTS,
 }
+_MAMBA2: dict[str, Any] = {"num_hidden_layers": 3, "mamba_n_heads": 8, "mamba_d_state": 16}
 _LLAMA4: dict[str, Any] = _EXPERTS | {"num_experts_per_tok": 1, "head_dim": 32}
 _LLAMA4 |= {"intermediate_size_mlp": 48, "num_local_experts": 5, "no_rope_layer_interval": 2}
 _FURTHER |= {
@@ -381,6 +387,24 @@ _FURTHER |= {
     "lfm2_moe": _LFM2
     | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
     | {"num_dense_layers": 1, "routed_scaling_factor": 1.3},
+    "qwen3_5_text": _DELTA | {"attention_bias": True},
+    "qwen3_5_moe_text": _DELTA | _QWEN_EXPERTS,
+    "qwen3_next": _DELTA | _QWEN_EXPERTS | {"mlp_only_layers": [1]},
+    "qwen3_5": {"text_config": _GROUPED | _DELTA | {"head_dim": 16}, "vision_config": {"depth": 1}},
+    "qwen3_5_moe": {
+        "text_config": _GROUPED | _DELTA | _QWEN_EXPERTS,
+        "vision_config": {"depth": 1},
+    },
+    "bamba": _MAMBA2 | {"attn_layer_indices": [1], "mamba_n_groups": 2, "mlp_bias": True},
+    "granitemoehybrid with mamba": _MAMBA2
+    | _MULTIPLIERS
+    | {"layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0}
+    | {"shared_intermediate_size": 96, "mamba_conv_bias": False},
+    "granitemoehybrid with mamba and experts": _MAMBA2
+    | _MULTIPLIERS
+    | _EXPERTS
+    | {"layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 5}
+    | {"shared_intermediate_size": 96, "mamba_proj_bias": True, "intermediate_size": 32},
     "llama4": {"text_config": _GROUPED | _LLAMA4, "vision_config": {"num_hidden_layers": 1}},
 }
 _EVERY_HEAD_ITS_OWN = {"biogpt", "codegen", "gpt_bigcode", "gpt_neo", "mpt", "openai-gpt"}

@@ -274,11 +274,11 @@ def test_the_documents_list_every_decoder() -> None:
     section = page.partition("## Decoders")[2].partition("\n## ")[0]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     listed = [name for cell in cells for name in re.findall("`(.+?)`", cell)]
-    assert sorted(listed) == sorted([*DECODERS, *WITH_VISION, "model_type", "model_type"])
+    assert sorted(listed) == sorted([*DECODERS, *WITH_VISION, *["model_type"] * 3])
 
 
 # Of these the defaults make no model, or one with experts.
-NO_MODELS = {"granitemoehybrid", "dots1", "glm4_moe", "deepseek_v2"}
+NO_MODELS = {"bamba", "granitemoehybrid", "dots1", "glm4_moe", "deepseek_v2"}
 
 
 @pytest.mark.parametrize("name", sorted(ALL.keys() - NO_MODELS))
@@ -464,8 +464,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"attention_bias": True}, "attention_bias is True, .* only False"),
     ("youtu", {"qk_rope_head_dim": 9}, "rotary_dim"),
     ("llama4_text", {"moe_layers": [48]}, r"moe_layers is \[48\], .* from 0 to 47"),
-    ("granitemoehybrid", {}, "num_local_experts is 8, .* only 0"),
-    ("granitemoehybrid", MOE, "layer_types is .*mamba.* only layers of attention"),
+    ("bamba", {"time_step_limit": [0.1, 2.0]}, "time_step_limit is .* only None or .0.0, inf."),
+    ("bamba", {"attn_layer_indices": [32]}, "attn_layer_indices is .* layers from 0 to 31"),
+    ("bamba", {"mamba_d_head": 63}, "mamba_d_head is 63, .* 128 of them in 8192 channels"),
+    ("granitemoehybrid", {"layer_types": ["conv"] * 32}, "layer_types is .* of mamba or linear"),
 ]
 
 

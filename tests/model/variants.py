@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvasir.model.config import Latents, Projection, RopeScaling, ShortConvolution
+from kvasir.model.config import (
+    DeltaRule,
+    Latents,
+    Mamba2,
+    Projection,
+    RopeScaling,
+    ShortConvolution,
+)
 
 BIASES = {"qkv_bias": True, "output_bias": True, "feed_forward_bias": True}
 GPT2 = {"position": "learned", "norm": "layernorm", "n_kv_head": 4, **BIASES}
@@ -140,6 +147,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "recurrence": ShortConvolution(kernel=3, bias=True),
         "recurrent_layers": (0, 2),
         "qk_norm": True,
+    },
+    "qwen3.5": {
+        "recurrence": DeltaRule(
+            kernel=4, n_head=4, n_key_head=2, key_dim=8, value_dim=24, doubled_rates=True
+        ),
+        "recurrent_layers": (0,),
+        "attention_gate": True,
+        "qkv_bias": True,
+    },
+    "bamba": {
+        "n_layer": 3,
+        "recurrence": Mamba2(kernel=3, n_head=4, head_dim=12, d_state=16, n_group=2, bias=True),
+        "recurrent_layers": (0, 2),
+        "rotary_dim": 8,
     },
     "hunyuan mixture": {
         "d_model": 64,

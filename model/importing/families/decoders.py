@@ -372,6 +372,8 @@ WITH_VISION: dict[str, tuple[str, str]] = {
     "fuyu": ("FuyuForCausalLM", "persimmon"),
     "gemma3": ("Gemma3ForConditionalGeneration", "gemma3_text"),
     "llama4": ("Llama4ForConditionalGeneration", "llama4_text"),
+    "qwen3_5": ("Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
+    "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text"),
     "mistral3": ("Mistral3ForConditionalGeneration", "mistral"),
 }
 # fmt: on

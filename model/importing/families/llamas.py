@@ -12,7 +12,7 @@ from operator import itemgetter
 
 from kvasir.model.importing.families import traits as t
 from kvasir.model.importing.families.family import Family
-from kvasir.model.importing.families.options import Options, refuse
+from kvasir.model.importing.families.options import Options
 from kvasir.model.importing.families.positions import head_dim, layers_without_rotary
 from kvasir.model.importing.tensors import (
     all_ones,
@@ -56,7 +56,6 @@ COHERE: t.Trait = {
     "fields": {"norm_bias": False},
     "scales": {"norm": lambda options: options.number("logit_scale", 1.0)},
 }
-_ATTENTION = ("attention", "full_attention")  # names of a layer of Granite 4
 _OLMO_SHAPE = (50304, 4096, 11008, 32, 32, None, 2048)
 _7B_SHAPE = (32000, 4096, 11008, 32, 32, None, 2048)
 _MISTRAL_SHAPE = (32000, 4096, 14336, 32, 32, 8, 131072)
@@ -79,18 +78,6 @@ def _gemma3_windows(options: Options) -> list[int]:
     if options["use_bidirectional_attention"]:  # half of it on either side
         options["sliding_window"] = options.whole("sliding_window") // 2 + 1
     return [layer for layer in t.every_layer(options) if (layer + 1) % every]
-
-
-def _granite_position(options: Options) -> str:
-    """Return the positions of a dense Granite 4; refuse its other layers."""
-    if options["num_local_experts"] != 0:
-        raise refuse("num_local_experts", options["num_local_experts"], "only 0")
-    kinds, position = options["layer_types"], options["position_embedding_type"]
-    if not isinstance(kinds, list) or any(kind not in _ATTENTION for kind in kinds):
-        raise refuse("layer_types", kinds, "only layers of attention")
-    if position not in ("rope", "nope", None):
-        raise refuse("position_embedding_type", position, "only 'rope'")
-    return "rotary" if position == "rope" else "none"
 
 
 def _clova_placement(options: Options) -> str:
@@ -279,13 +266,6 @@ LLAMAS: dict[str, Family] = {
                     "attention_multiplier", head_dim(options) ** -0.5)},
         layers={"attention_output_norm": "post_norm1", "feed_forward_output_norm": "post_norm2"},
         scales=_CLOVA_SCALES),
-    "granitemoehybrid": t.llama(
-        "GraniteMoeHybrid", (32000, 4096, 1024, 32, 32, None, 2048), (1, 2), t.ATTENTION_BIAS,
-        t.MULTIPLIERS,
-        keys={"position_embedding_type": None, "num_local_experts": 8, "layer_types": None},
-        names={"intermediate_size": "shared_intermediate_size"},
-        fields={"position": _granite_position},
-        layers={"up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"}),
     "olmo": t.llama(
         "Olmo", _OLMO_SHAPE, (None, 50279), t.ATTENTION_BIAS, t.CLIP, without=("rms_norm_eps",),
         norm=all_ones(), fields={"norm": "layernorm", "norm_bias": False, "norm_eps": 1e-5},

@@ -7,9 +7,9 @@ MISSING: dict[str, str] = {  # a model_type: words for "config.json describes â€
     name: reason
     for reason, names in {
         "has recurrent layers (Mamba)":
-            "bamba falcon_h1 falcon_mamba jamba mamba mamba2 nemotron_h zamba zamba2",
+            "falcon_h1 falcon_mamba jamba mamba mamba2 nemotron_h zamba zamba2",
         "has recurrent layers (gated delta rule)":
-            "olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next",
+            "olmo_hybrid",
         "has recurrent layers (linear attention)":
             "bailing_hybrid kimi_linear minimax recurrent_gemma rwkv xlstm",
         "has layers of short convolutions": "inkling2_text inkling_text lfm3 zaya",

@@ -94,7 +94,7 @@ _EITHER_COUNT: t.Trait = {"names": {"num_experts": "num_local_experts|num_expert
 _W123: dict[str, Any] = {"count": "num_local_experts", "router": "block_sparse_moe.gate",
                          "parts": "block_sparse_moe.experts.#.{}", "names": ("w1", "w3", "w2")}
 _SHARES: t.Trait = {"keys": {"norm_topk_prob": False}}
-_STEPS: t.Trait = {"keys": {"decoder_sparse_step": 1, "mlp_only_layers": None},
+STEPS: t.Trait = {"keys": {"decoder_sparse_step": 1, "mlp_only_layers": None},
                    "fields": {"dense_layers": _dense_layers}}
 TYPES: t.Trait = {"keys": {"mlp_layer_types": None}, "fields": {"dense_layers": _dense_by_type}}
 FIRST_DENSE: t.Trait = {"keys": {"first_k_dense_replace": 0},
@@ -127,7 +127,7 @@ def _llama4_dense(options: Options) -> tuple[int, ...]:
 
 
 SHARED = t.shared_expert("mlp.shared_experts", count="n_shared_experts")
-_GRANITE_EXPERTS: t.Trait = t.experts(
+GRANITE_EXPERTS: t.Trait = t.experts(
     8, 2, count="num_local_experts", normalize_expert_shares=True,
 ) | {
     "layers": {"router": "block_sparse_moe.router.layer",
@@ -136,7 +136,7 @@ _GRANITE_EXPERTS: t.Trait = t.experts(
     "scales": {
         f"blocks.*.feed_forward.{module}": lambda options: options.number("residual_multiplier")
         for module in ("expert_down", "shared.down")}}
-_GRANITE_SHARED: t.Trait = t.shared_expert("shared_mlp", "shared_intermediate_size") | {
+GRANITE_SHARED: t.Trait = t.shared_expert("shared_mlp", "shared_intermediate_size") | {
     "keys": {"shared_intermediate_size": 0},
     "layers": {"shared.up": "shared_mlp.input_linear", "shared.down": "shared_mlp.output_linear"}}
 MIXTURES: dict[str, Family] = {
@@ -154,7 +154,7 @@ MIXTURES: dict[str, Family] = {
                 "head_bias": itemgetter("lm_head_bias")}),
     "qwen3_moe": t.llama(
         "Qwen3Moe", (151936, 2048, 6144, 24, 32, 4, 32768), (None, None), t.ATTENTION_BIAS,
-        t.HEAD_NORMS, _SHARES, _STEPS, _EITHER_COUNT, t.experts(128, 8, 768)),
+        t.HEAD_NORMS, _SHARES, STEPS, _EITHER_COUNT, t.experts(128, 8, 768)),
     "olmoe": t.llama(
         "Olmoe", (50304, 2048, 2048, 16, 16, None, 4096), (None, 50279), t.ATTENTION_BIAS,
         t.NORMS_ACROSS_HEADS, _SHARES, t.experts(64, 8), t.CLIP, keys={"rms_norm_eps": 1e-5}),
@@ -164,19 +164,19 @@ MIXTURES: dict[str, Family] = {
         keys={"rope_theta": 500000.0}),
     "granitemoe": t.llama(
         "GraniteMoe", (32000, 4096, 11008, 32, 32, None, 2048), (1, 2), t.ATTENTION_BIAS,
-        t.MULTIPLIERS, _GRANITE_EXPERTS),
+        t.MULTIPLIERS, GRANITE_EXPERTS),
     "granitemoeshared": t.llama(
         "GraniteMoeShared", (32000, 4096, 11008, 32, 32, None, 2048), (1, 2), t.ATTENTION_BIAS,
-        t.MULTIPLIERS, _GRANITE_EXPERTS, _GRANITE_SHARED),
+        t.MULTIPLIERS, GRANITE_EXPERTS, GRANITE_SHARED),
     "granitemoe_swa": t.llama(
         "GraniteMoeSWA", (32000, 4096, 11008, 32, 32, None, 2048), (1, 2), t.ATTENTION_BIAS,
-        t.MULTIPLIERS, _GRANITE_EXPERTS, _GRANITE_SHARED, t.SINKS,
+        t.MULTIPLIERS, GRANITE_EXPERTS, GRANITE_SHARED, t.SINKS,
         t.windows(128, t.all_but_every(4, first=0)), t.theta_of_layers(t.all_but_every(4, first=0)),
         layers={"router": "block_sparse_moe.router",
                 "expert_up": in_halves("block_sparse_moe.experts.gate_up_proj"),
                 "expert_down": "block_sparse_moe.experts.down_proj"}),
     "qwen2_moe": t.llama(
-        "Qwen2Moe", (151936, 2048, 5632, 24, 16, 16, 32768), (None, None), _SHARES, _STEPS,
+        "Qwen2Moe", (151936, 2048, 5632, 24, 16, 16, 32768), (None, None), _SHARES, STEPS,
         _EITHER_COUNT, t.experts(60, 4, 1408), t.QKV_BIAS,
         t.shared_expert(
             "mlp.shared_expert", "shared_expert_intermediate_size", gate="mlp.shared_expert_gate"),
@@ -243,7 +243,7 @@ MIXTURES: dict[str, Family] = {
         layers={"choice_bias": without_first_axis("mlp.moe_statics.e_score_correction_bias")}),
     "flint": t.llama(
         "Flint", (150144, 2048, 6144, 49, 32, 4, 262144), (None, None), t.ATTENTION_BIAS,
-        t.HEAD_NORMS, t.ROTARY_IN_WINDOWS, _SHARES, _STEPS, t.experts(256, 6, 512), t.SINKS,
+        t.HEAD_NORMS, t.ROTARY_IN_WINDOWS, _SHARES, STEPS, t.experts(256, 6, 512), t.SINKS,
         t.windows(513, _flint_windows),
         t.shared_expert("mlp.shared_expert", "shared_expert_intermediate_size"),
         keys={"head_dim": 128, "norm_topk_prob": True, "mlp_only_layers": [0, 1],

@@ -6,14 +6,24 @@ layer are named `recurrence.…`, after those of its `Mixer`.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from kvasir.model.config import DeltaRule, TransformerConfig
 from kvasir.model.importing.families import traits as t
 from kvasir.model.importing.families.family import Family
+from kvasir.model.importing.families.mixtures import GRANITE_EXPERTS, GRANITE_SHARED, STEPS
 from kvasir.model.importing.families.options import Options, refuse
-from kvasir.model.importing.tensors import repeated_for_heads, stacked
+from kvasir.model.importing.tensors import Source, plus_one, repeated_for_heads, stacked
+from kvasir.model.tensor_files import Shape
 
 _MOST_STEPS = 4096  # of a convolution, and of a width
+# Of the steps of Mamba-2: transformers limits them in prompts, and not in tokens after these.
+_UNLIMITED = [None, *([0.0, infinity] for infinity in (math.inf, {"__float__": "Infinity"}))]
 
 
 def _lfm2_layers(options: Options) -> tuple[int, ...]:
@@ -50,6 +60,154 @@ def _lfm2_choice(options: Options) -> str | None:
     return "scores" if options["use_expert_bias"] else None
 
 
+def _layers_of(kind: str, *, others: str = "full_attention", key: str) -> Callable[[Options], Any]:
+    """Return a function that returns the layers of a kind in layer_types, and sets these if absent.
+
+    key: of the interval of other layers.
+    """
+
+    def layers(options: Options) -> tuple[int, ...]:
+        if options["layer_types"] is None:
+            every = options.whole(key)
+            options["layer_types"] = [
+                kind if (layer + 1) % every else others for layer in t.every_layer(options)
+            ]
+        kinds = options.layer_kinds("layer_types", (kind, others)) or []
+        return tuple(layer for layer, given in enumerate(kinds) if given == kind)
+
+    return layers
+
+
+_delta_layers = _layers_of("linear_attention", key="full_attention_interval")
+
+
+def _delta_rule(options: Options) -> dict[str, Any] | None:
+    if not _delta_layers(options):
+        return None
+    return {
+        "kind": "delta_rule",
+        "kernel": options.whole("linear_conv_kernel_dim", least=2, most=_MOST_STEPS),
+        "n_head": options.whole("linear_num_value_heads"),
+        "n_key_head": options.whole("linear_num_key_heads"),
+        "key_dim": options.whole("linear_key_head_dim"),
+        "value_dim": options.whole("linear_value_head_dim"),
+    }
+
+
+def _delta_parts(config: TransformerConfig) -> tuple[DeltaRule, tuple[int, int, int, int]]:
+    """Return the rows of queries, keys and values, of gates, of rates, and of decays."""
+    rule = config.recurrence
+    assert isinstance(rule, DeltaRule)
+    return rule, (sum(rule.widths), rule.widths[2], rule.n_head, rule.n_head)
+
+
+def _side_by_side(*modules: str) -> Source:
+    """Return the source of what reads a token: each part of the delta rule has a matrix."""
+
+    def shapes(shape: Shape, config: TransformerConfig) -> list[Shape]:
+        return [(rows, *shape[1:]) for rows in _delta_parts(config)[1]]
+
+    return Source(modules, shapes, lambda tensors, _: torch.cat(tensors))
+
+
+def _by_key_head(*modules: str) -> Source:
+    """Return the same where rows of two matrices are grouped by the heads of keys."""
+
+    def shapes(shape: Shape, config: TransformerConfig) -> list[Shape]:
+        _, parts = _delta_parts(config)
+        return [(sum(some), *shape[1:]) for some in (parts[:2], parts[2:])]
+
+    def join(tensors: list[Tensor], config: TransformerConfig) -> Tensor:
+        rule, parts = _delta_parts(config)
+        widths = [width // rule.n_key_head for width in (*rule.widths, *parts[1:])]
+        groups = [tensor.unflatten(0, (rule.n_key_head, -1)) for tensor in tensors]
+        split = [*groups[0].split(widths[:4], dim=1), *groups[1].split(widths[4:], dim=1)]
+        return torch.cat([part.flatten(0, 1) for part in split])
+
+    return Source(modules, shapes, join)
+
+
+def _with_gates(*, gates: bool) -> Source:
+    """Return the source of attention's gate, or of queries, keys and values.
+
+    In the file a head's queries are followed by its gates.
+    """
+
+    def shapes(shape: Shape, config: TransformerConfig) -> list[Shape]:
+        rows = [2 * config.n_head, config.n_kv_head, config.n_kv_head][: 1 if gates else 3]
+        return [(n * config.head_dim, *shape[1:]) for n in rows]
+
+    def join(tensors: list[Tensor], config: TransformerConfig) -> Tensor:
+        heads = tensors[0].unflatten(0, (config.n_head, 2, config.head_dim))
+        queries, of_gates = (part.flatten(0, 1) for part in heads.unbind(1))
+        return of_gates if gates else torch.cat((queries, *tensors[1:]))
+
+    modules = [f"self_attn.{part}_proj" for part in "qkv"]
+    return Source(tuple(modules[: 1 if gates else 3]), shapes, join)
+
+
+def _bamba_layers(options: Options) -> tuple[int, ...]:
+    """Return the recurrent layers: those that attn_layer_indices do not list."""
+    layers, listed = t.every_layer(options), options["attn_layer_indices"] or []
+    if not isinstance(listed, list) or not all(layer in layers for layer in listed):
+        raise refuse("attn_layer_indices", listed, f"a list of layers from 0 to {layers[-1]}")
+    return tuple(layer for layer in layers if layer not in listed)
+
+
+def _granite_layers(options: Options) -> tuple[int, ...]:
+    recurrent, others = ("mamba", "linear_attention"), ("attention", "full_attention")
+    kinds = options.layer_kinds("layer_types", (*recurrent, *others))
+    every = enumerate([recurrent[0]] * len(t.every_layer(options)) if kinds is None else kinds)
+    return tuple(layer for layer, kind in every if kind in recurrent)
+
+
+def _granite_position(options: Options) -> str:
+    position = options["position_embedding_type"]
+    if position not in ("rope", "nope", None):
+        raise refuse("position_embedding_type", position, "only 'rope'")
+    return "rotary" if position == "rope" else "none"
+
+
+def _of_experts(key: str) -> Callable[[Options], int | None]:
+    """Return the function that reads a number of models with experts, and gives others none."""
+    return lambda o: o.whole(key) if o.whole("num_local_experts", least=0) else None
+
+
+def _mamba2(layers: Callable[[Options], tuple[int, ...]]) -> t.Trait:
+    """Return the trait of Mamba-2 in some layers."""
+
+    def recurrence(options: Options) -> dict[str, Any] | None:
+        if not layers(options):
+            return None
+        n_head = options.whole("mamba_n_heads")
+        width = options.whole("mamba_expand") * options.whole("hidden_size")
+        head_dim = width // n_head
+        if options["mamba_d_head"] not in ("auto", head_dim) or head_dim * n_head != width:
+            wanted = f"{n_head} of them in {width} channels (mamba_expand)"
+            raise refuse("mamba_d_head", options["mamba_d_head"], wanted)
+        return {
+            "kind": "mamba2",
+            "kernel": options.whole("mamba_d_conv", least=2, most=_MOST_STEPS),
+            "n_head": n_head,
+            "head_dim": head_dim,
+            "d_state": options.whole("mamba_d_state"),
+            "n_group": options.whole("mamba_n_groups"),
+            "bias": options["mamba_proj_bias"],
+            "convolution_bias": options["mamba_conv_bias"],
+        }
+
+    keys = {"n_heads": 128, "d_head": "auto", "d_state": 256, "n_groups": 1, "d_conv": 4}
+    keys |= {"expand": 2, "proj_bias": False, "conv_bias": True}
+    modules = {"input": "in_proj", "convolution": "conv1d", "norm": "norm", "output": "out_proj"}
+    modules |= {"log_decay": "A_log", "step_bias": "dt_bias", "skip": "D"}
+    return {
+        "keys": {f"mamba_{key}": value for key, value in keys.items()},
+        "only": {"hidden_act": ("silu",), "time_step_limit": tuple(_UNLIMITED)},
+        "fields": {"recurrence": recurrence, "recurrent_layers": layers},
+        "layers": {f"recurrence.{ours}": f"mamba.{name}" for ours, name in modules.items()},
+    }
+
+
 # fmt: off
 _LFM2: t.Trait = {
     "keys": {"rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "tie_word_embeddings": True,
@@ -67,6 +225,30 @@ _LFM2: t.Trait = {
         "up": stacked("feed_forward.w1", "feed_forward.w3"), "down": "feed_forward.w2",
         "recurrence.input": "conv.in_proj", "recurrence.output": "conv.out_proj",
         "recurrence.convolution": "conv.conv"}}
+_DELTA: t.Trait = {
+    "keys": {"layer_types": None, "full_attention_interval": 4, "linear_conv_kernel_dim": 4,
+             "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+             "linear_num_value_heads": 32},
+    "fields": {"recurrent_layers": _delta_layers, "recurrence": _delta_rule},
+    "only": {"hidden_act": ("silu",)},
+    "layers": {
+        "recurrence.input": _side_by_side(
+            *(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))),
+        "recurrence.convolution": "linear_attn.conv1d", "recurrence.norm": "linear_attn.norm",
+        "recurrence.log_decay": "linear_attn.A_log", "recurrence.decay_bias": "linear_attn.dt_bias",
+        "recurrence.output": "linear_attn.out_proj"}}
+_QWEN: t.Trait = {  # of 2025 and later: norms multiply by 1 + weight, and attention has a gate
+    "keys": {"attention_bias": False, "head_dim": 256, "partial_rotary_factor": 0.25,
+             "mrope_section": None, "mrope_interleaved": None},
+    "norm": plus_one("norm"), "prefixes": t.WITHIN, "unused": ("mtp.",),
+    "fields": {"qk_norm": True, "attention_gate": True},
+    "layers": {
+        "attention_norm": plus_one(t.IN), "feed_forward_norm": plus_one(t.MIDDLE),
+        "query_norm": repeated_for_heads(plus_one("self_attn.q_norm")),
+        "key_norm": repeated_for_heads(plus_one("self_attn.k_norm")),
+        "qkv": _with_gates(gates=False), "gate": _with_gates(gates=True)}}
+_QWEN_SHARED = t.shared_expert(
+    "mlp.shared_expert", "shared_expert_intermediate_size", gate="mlp.shared_expert_gate")
 RECURRENT: dict[str, Family] = {
     "lfm2": t.llama(
         "Lfm2", (65536, 2560, 12288, 32, 32, 8, 128000), (1, 2), _LFM2,
@@ -83,5 +265,39 @@ RECURRENT: dict[str, Family] = {
         fields={"router": "sigmoid", "choice_bias": _lfm2_choice,
                 "dense_layers": lambda o: tuple(range(o.whole("num_dense_layers", least=0)))},
         layers={"choice_bias": "feed_forward.expert_bias"}),
+    "qwen3_5_text": t.llama(
+        "Qwen3_5", (248320, 4096, 12288, 32, 16, 4, 32768), (None, None), _DELTA, _QWEN,
+        body="Qwen3_5Text"),
+    "qwen3_5_moe_text": t.llama(
+        "Qwen3_5Moe", (248320, 2048, None, 40, 16, 2, 32768), (None, None), _DELTA, _QWEN,
+        t.experts(256, 8, 512, normalize_expert_shares=True), _QWEN_SHARED,
+        body="Qwen3_5MoeText", keys={"shared_expert_intermediate_size": 512},
+        fields={"d_ff": lambda options: options.whole("moe_intermediate_size")}),
+    "qwen3_next": t.llama(
+        "Qwen3Next", (151936, 2048, 5632, 48, 16, 2, 32768), (None, None), _DELTA, _QWEN,
+        t.experts(512, 10, 512), STEPS, _QWEN_SHARED,
+        keys={"shared_expert_intermediate_size": 512, "norm_topk_prob": True},
+        layers={"recurrence.input": _by_key_head(
+            "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")}),
+    "bamba": t.llama(
+        "Bamba", (128000, 4096, 14336, 32, 32, 8, 262144), (1, 2), t.BIASES, _mamba2(_bamba_layers),
+        norm="final_layernorm",
+        keys={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "attn_layer_indices": None},
+        layers={"feed_forward_norm": "pre_ff_layernorm", "down": "feed_forward.down_proj",
+                "up": stacked("feed_forward.gate_proj", "feed_forward.up_proj")}),
+    "granitemoehybrid": t.llama(
+        "GraniteMoeHybrid", (32000, 4096, 11008, 32, 32, None, 2048), (1, 2), t.ATTENTION_BIAS,
+        t.MULTIPLIERS, GRANITE_EXPERTS, GRANITE_SHARED, _mamba2(_granite_layers),
+        keys={"position_embedding_type": None, "layer_types": None,
+              "shared_intermediate_size": 1024},
+        fields={"position": _granite_position,
+                "d_ff": lambda options: options.whole("shared_intermediate_size"),
+                "n_experts": _of_experts("num_local_experts"),
+                "n_experts_per_token": _of_experts("num_experts_per_tok"),
+                "d_expert": _of_experts("intermediate_size"),
+                "d_shared_expert": _of_experts("shared_intermediate_size"),
+                "normalize_expert_shares": lambda options: options["num_local_experts"] != 0},
+        layers={"up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"},
+        scales={"blocks.*.recurrence.output": lambda o: o.number("residual_multiplier")}),
 }
 # fmt: on

@@ -46,7 +46,7 @@ _KNOWN = DECODERS | ENCODERS | ENCODER_DECODERS
 _IGNORED = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(bias|masked_bias)|embeddings\.position_ids"
     r"|mlp\.act_fn\.(beta|eps)|EncDecAttention\.relative_attention_bias\.weight)$"
-    r"|^(model\.)?(vision_tower|multi_modal_projector|vision_embed_tokens|vqmodel)\."
+    r"|^(model\.)?(vision_tower|visual|multi_modal_projector|vision_embed_tokens|vqmodel)\."
 )
 _OF_BOTH = (
     *("tie_word_embeddings", "bos_token_id", "eos_token_id", "dtype", "torch_dtype"),

@@ -60,6 +60,20 @@ class Mixer(nn.Module, ABC):
         return tuple(x.new_zeros(x.shape[0], *shape) for shape in self.shapes)
 
 
+def moving(x: Tensor, n_new: Tensor) -> Tensor:
+    """Return bool [batch, sequence, 1]: the tokens of x [batch, sequence, …] that move a state."""
+    place = torch.arange(x.shape[1], device=x.device)
+    return (place < n_new[:, None])[..., None]
+
+
+def minus_softplus(x: Tensor) -> Tensor:
+    """Return -log(1 + exp(x)) as the softmax of two numbers, of which the other is 0.
+
+    ONNX Runtime's Softplus gives a number other bits in another place among its neighbours.
+    """
+    return functional.pad(x[..., None], (1, 0)).log_softmax(dim=-1)[..., 0]
+
+
 class CausalConvolution(nn.Module):
     """Each channel's weighted sum of its last `kernel` tokens, and SiLU of it if `activates`."""
 

@@ -14,6 +14,11 @@ const FEED_FORWARDS = {
   xielu: "xIELU",
   swiglu_clamped: "clamped SwiGLU",
 };
+const RECURRENCES = {
+  short_convolution: "short convolutions",
+  delta_rule: "the gated delta rule",
+  mamba2: "Mamba-2",
+};
 const NORMS = { rmsnorm: "RMSNorm", layernorm: "LayerNorm" };
 const MAX_NAMED_LAYERS = 4; // more layers are only counted
 
@@ -131,6 +136,8 @@ function factsOf(config) {
     in_groups: config.n_groups_per_token < config.n_expert_groups,
     inner: innerWidth(config),
     dense: dense.length ? layersNote(dense, config) : "",
+    recurrent: config.recurrence === null ? "" : layersNote(config.recurrent_layers, config),
+    recurrence_kind: RECURRENCES[config.recurrence?.kind],
     logit_cap: rounded(config.logit_softcap),
   };
 }

@@ -46,8 +46,10 @@ function memoryFacts({ config, kv_cache: cache, max_source_len: source, max_mode
   if (cache === null) {
     return { token: "not known until the model is loaded", prompt: "–", sequence: "–", budget: "–" };
   }
-  const { n_layer: layers, n_kv_head: heads, head_dim: channels, latents } = config;
+  const { n_kv_head: heads, head_dim: channels, latents } = config;
+  const layers = config.n_layer - config.recurrent_layers.length;
   const { bytes_per_token: bytes, prompt_bytes_per_token: more, budget_tokens: budget } = cache;
+  const { state_bytes_per_sequence: state } = cache;
   const length = target + (source ?? 0);
   const each = bytes / ((latents ? 1 : 2) * layers * heads * channels);
   const parts = latents
@@ -60,7 +62,7 @@ function memoryFacts({ config, kv_cache: cache, max_source_len: source, max_mode
     prompt: more
       ? `${formatBytes(more)} more, as 32-bit floats, until the prompt is complete`
       : "same as other tokens",
-    sequence: `${formatBytes(bytes * length)} for ${formatCount(length)} tokens`,
+    sequence: `${formatBytes(bytes * length + state)} for ${formatCount(length)} tokens`,
     budget: `${formatBytes(bytes * budget)}: ${formatCount(budget)} tokens of all sequences`,
   };
 }

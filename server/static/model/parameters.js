@@ -9,7 +9,8 @@ export function parametersOf(config) {
     ["Embedding", config.vocab_size * config.d_model],
     ["Positions", positions(config)],
     ["Token types", (config.n_token_types ?? 0) * config.d_model],
-    ["Attention", config.n_layer * attention(config)],
+    ["Attention", (config.n_layer - config.recurrent_layers.length) * attention(config)],
+    ["Recurrence", config.recurrent_layers.length * recurrence(config)],
     ["Cross-attention", config.n_layer * crossAttention(config)],
     ["Feed-forward", (config.n_layer - mixturesOf(config)) * feedForward(config)],
     ["Experts", mixturesOf(config) * mixture(config)],
@@ -57,7 +58,28 @@ function attention({ d_model: width, n_head: heads, n_kv_head: shared, ...config
   const biases = (config.qkv_bias ? projected : 0) + (config.output_bias ? width : 0);
   const sinks = config.attention_sinks ? heads : 0;
   const limits = config.qkv_clip === null ? 0 : projected;
-  return width * projected + heads * config.head_dim * width + biases + sinks + limits;
+  const gate = config.attention_gate ? heads * config.head_dim * (width + (config.qkv_bias ? 1 : 0)) : 0;
+  return width * projected + heads * config.head_dim * width + biases + sinks + limits + gate;
+}
+
+/** Return the parameters of a recurrent layer in attention's place. */
+function recurrence({ recurrence: kind, d_model: width }) {
+  if (kind === null) return 0;
+  if (kind.kind === "short_convolution")
+    return 4 * width * width + kind.kernel * width + (kind.bias ? 5 * width : 0);
+  if (kind.kind === "mamba2") return mamba2(kind, width);
+  const { n_head: heads, n_key_head: shared, key_dim: ofKey, value_dim: ofValue, kernel } = kind;
+  const [values, convolved] = [heads * ofValue, 2 * shared * ofKey + heads * ofValue];
+  const read = convolved + values + 2 * heads;
+  return width * (read + values) + kernel * convolved + 2 * heads + ofValue;
+}
+
+function mamba2({ n_head: heads, n_group: groups, kernel, bias, ...kind }, width) {
+  const values = heads * kind.head_dim;
+  const convolved = values + 2 * groups * kind.d_state;
+  const read = values + convolved + heads;
+  const convolution = (kernel + (kind.convolution_bias ? 1 : 0)) * convolved;
+  return width * (read + values) + (bias ? read + width : 0) + convolution + 3 * heads + values;
 }
 
 /** Return the parameters of a layer's attention over latents, without their norms. */
@@ -95,6 +117,7 @@ function norms({ d_model: width, n_head: heads, n_kv_head: shared, ...config }) 
   const outside = (config.norm_placement === "post" ? 0 : 1) + (config.embedding_norm ? 1 : 0);
   const more = config.mixture_norm ? mixturesOf(config) : 0;
   const absent = config.layers_without_attention_norm.length;
-  const withHeads = config.n_layer - config.layers_without_qk_norm.length;
+  const without = [...config.layers_without_qk_norm, ...config.recurrent_layers];
+  const withHeads = config.n_layer - new Set(without).size;
   return config.n_layer * perLayer + withHeads * ofHeads + (outside + more - absent) * one;
 }

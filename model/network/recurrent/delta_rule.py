@@ -1,0 +1,112 @@
+"""The gated delta rule (Yang et al., "Gated Delta Networks", 2024)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kvasir.model.config import DeltaRule, TransformerConfig
+from kvasir.model.network.recurrent.mixer import (
+    CausalConvolution,
+    Mixer,
+    State,
+    minus_softplus,
+    moving,
+)
+
+_EPS = 1e-6  # added to the squared length of queries and keys
+
+
+class DeltaRuleMixer(Mixer):
+    """Heads that each keep a matrix from keys to values.
+
+    A token decays the matrix, and replaces a share of what it has under the token's key by the
+    token's value: S = exp(g) S, then S += k ⊗ β (v - k S); the output is q S. Queries and keys have
+    length 1. Outputs are normalised a head, and multiplied by SiLU of a gate.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        recurrence = config.recurrence
+        assert isinstance(recurrence, DeltaRule)
+        self.recurrence = recurrence
+        n_head, n_values = recurrence.n_head, recurrence.widths[2]
+        # What the convolution reads, the gate, and each head's rate and decay.
+        self.parts = (sum(recurrence.widths), n_values, n_head, n_head)
+        self.input = nn.Linear(config.d_model, sum(self.parts), bias=False)
+        width, kernel = sum(recurrence.widths), recurrence.kernel
+        self.convolution = CausalConvolution(width, kernel, bias=False, activates=True)
+        self.log_decay = nn.Parameter(torch.linspace(1.0, 16.0, n_head).log())
+        self.decay_bias = nn.Parameter(torch.ones(n_head))
+        self.norm = nn.RMSNorm(recurrence.value_dim, config.norm_eps)
+        self.output = nn.Linear(n_values, config.d_model, bias=False)
+
+    def mix(self, x: Tensor, state: State, n_new: Tensor) -> tuple[Tensor, State]:
+        """See Mixer."""
+        rule, (past, values) = self.recurrence, state
+        qkv, gate, rate, decay = self.input(x).split(self.parts, dim=-1)
+        convolved, past = self.convolution(qkv, past, n_new)
+        query, key, value = convolved.split(rule.widths, dim=-1)
+        query, key = (_length_one(part, rule.key_dim) for part in (query, key))
+        shared = rule.n_head // rule.n_key_head
+        if shared > 1:
+            query, key = (_repeat_heads(part, shared, rule.key_dim) for part in (query, key))
+        moves = moving(x, n_new)
+        rate = rate.sigmoid() * (2.0 if rule.doubled_rates else 1.0)
+        rate = torch.where(moves, rate, 0.0)
+        decay = self.log_decay.exp() * minus_softplus(decay + self.decay_bias)
+        decay = torch.where(moves, decay, 0.0)
+        read, values = self._run(query, key, value, values, decay, rate)
+        heads = self.norm(read.unflatten(-1, (rule.n_head, rule.value_dim)))
+        output: Tensor = self.output(heads.flatten(-2) * functional.silu(gate))
+        return output, (past, values)
+
+    def _run(
+        self, query: Tensor, key: Tensor, value: Tensor, past: Tensor, decay: Tensor, rate: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return what queries read [batch, sequence, n_head · value_dim], and the matrices.
+
+        query, key, value: [batch, sequence, n_head · …]. past: [batch, n_head, key_dim, value_dim].
+        decay, rate: [batch, sequence, n_head].
+        """
+        n_head, scale = self.recurrence.n_head, self.recurrence.key_dim**-0.5
+        if torch.onnx.is_in_onnx_export():
+            read, present = torch.onnx.ops.symbolic_multi_out(
+                "com.microsoft::LinearAttention",
+                inputs=[query, key, value, past, decay, rate],
+                attrs={
+                    "q_num_heads": n_head,
+                    "kv_num_heads": n_head,
+                    "update_rule": "gated_delta",
+                    "scale": scale,
+                },
+                dtypes=(value.dtype, past.dtype),
+                shapes=(list(value.shape), list(past.shape)),
+                version=1,
+            )
+            return read, present
+        query, key, value = (part.unflatten(-1, (n_head, -1)) for part in (query, key, value))
+        reads, matrix = [], past
+        for t in range(query.shape[1]):
+            k, decayed = key[:, t, :, :, None], matrix * decay[:, t, :, None, None].exp()
+            known = (decayed * k).sum(dim=2)
+            change = rate[:, t, :, None] * (value[:, t] - known)
+            matrix = decayed + k * change[:, :, None]
+            reads.append((matrix * query[:, t, :, :, None]).sum(dim=2) * scale)
+        return torch.stack(reads, dim=1).flatten(-2), matrix
+
+
+def _length_one(x: Tensor, width: int) -> Tensor:
+    """Return the heads of x [..., heads · width] with length 1, but for _EPS."""
+    weight = torch.full((width,), width**-0.5, dtype=x.dtype, device=x.device)
+    heads = functional.rms_norm(x.unflatten(-1, (-1, width)), (width,), weight, _EPS / width)
+    normed: Tensor = heads.flatten(-2)
+    return normed
+
+
+def _repeat_heads(x: Tensor, times: int, width: int) -> Tensor:
+    """Return each head of x [..., heads · width] as often as it is shared."""
+    heads = x.unflatten(-1, (-1, 1, width))
+    repeated: Tensor = heads.expand(*heads.shape[:-2], times, width).flatten(-3)
+    return repeated

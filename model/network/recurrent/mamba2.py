@@ -1,0 +1,102 @@
+"""Mamba-2 (Dao & Gu, "Transformers are SSMs", 2024)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kvasir.model.config import Mamba2, TransformerConfig
+from kvasir.model.network.recurrent.mixer import (
+    CausalConvolution,
+    Mixer,
+    State,
+    minus_softplus,
+    moving,
+)
+
+
+class Mamba2Mixer(Mixer):
+    """Heads that each keep a matrix [d_state, head_dim].
+
+    A token of step d decays it, and adds its value under its key: S = exp(-d a) S + k ⊗ d v. The
+    output is q S + D v, times SiLU of a gate, and then normalised in groups.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        recurrence = config.recurrence
+        assert isinstance(recurrence, Mamba2)
+        self.recurrence, self.eps = recurrence, config.norm_eps
+        n_head, bias = recurrence.n_head, recurrence.bias
+        n_values, convolved = recurrence.widths[0], sum(recurrence.widths)
+        self.parts = (n_values, convolved, n_head)  # the gate, what is convolved, and the steps
+        self.input = nn.Linear(config.d_model, sum(self.parts), bias=bias)
+        self.convolution = CausalConvolution(
+            convolved, recurrence.kernel, bias=recurrence.convolution_bias, activates=True
+        )
+        self.log_decay = nn.Parameter(torch.arange(1.0, n_head + 1.0).log())
+        self.step_bias = nn.Parameter(torch.ones(n_head))
+        self.skip = nn.Parameter(torch.ones(n_head))
+        self.norm = nn.RMSNorm(n_values, config.norm_eps)
+        self.output = nn.Linear(n_values, config.d_model, bias=bias)
+
+    def mix(self, x: Tensor, state: State, n_new: Tensor) -> tuple[Tensor, State]:
+        """See Mixer."""
+        recurrence, (past, matrices) = self.recurrence, state
+        gate, convolved, step = self.input(x).split(self.parts, dim=-1)
+        convolved, past = self.convolution(convolved, past, n_new)
+        value, key, query = convolved.split(recurrence.widths, dim=-1)
+        # Without a step a matrix neither decays nor takes anything.
+        step = torch.where(moving(x, n_new), -minus_softplus(step + self.step_bias), 0.0)
+        heads = value.unflatten(-1, (recurrence.n_head, -1))
+        taken = (heads * step[..., None]).flatten(-2)
+        read, matrices = self._run(query, key, taken, matrices, -self.log_decay.exp() * step)
+        read = read + (heads * self.skip[:, None]).flatten(-2)
+        output: Tensor = self.output(self._normed(read * functional.silu(gate)))
+        return output, (past, matrices)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        """Normalise x [..., n_head · head_dim] in its groups."""
+        groups = x.unflatten(-1, (self.recurrence.n_group, -1))
+        ones = torch.ones(groups.shape[-1], dtype=x.dtype, device=x.device)
+        normed = functional.rms_norm(groups, ones.shape, ones, self.eps).flatten(-2)
+        return normed * self.norm.weight
+
+    def _run(
+        self, query: Tensor, key: Tensor, value: Tensor, past: Tensor, decay: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return what queries read [batch, sequence, n_head · head_dim], and the matrices.
+
+        query, key: [batch, sequence, n_group · d_state]. value: [batch, sequence, n_head ·
+        head_dim]. past: [batch, n_head, d_state, head_dim]. decay: [batch, sequence, n_head].
+        """
+        n_head, n_group = self.recurrence.n_head, self.recurrence.n_group
+        query, key = (
+            part.unflatten(-1, (n_group, 1, -1))
+            .expand(-1, -1, -1, n_head // n_group, -1)
+            .flatten(2, 3)
+            for part in (query, key)
+        )
+        if torch.onnx.is_in_onnx_export():
+            read, present = torch.onnx.ops.symbolic_multi_out(
+                "com.microsoft::LinearAttention",
+                inputs=[query.flatten(2), key.flatten(2), value, past, decay],
+                attrs={
+                    "q_num_heads": n_head,
+                    "kv_num_heads": n_head,
+                    "update_rule": "gated",
+                    "scale": 1.0,
+                },
+                dtypes=(value.dtype, past.dtype),
+                shapes=(list(value.shape), list(past.shape)),
+                version=1,
+            )
+            return read, present
+        value = value.unflatten(-1, (n_head, -1))
+        reads, matrix = [], past
+        for t in range(query.shape[1]):
+            added = key[:, t, :, :, None] * value[:, t, :, None]
+            matrix = matrix * decay[:, t, :, None, None].exp() + added
+            reads.append((matrix * query[:, t, :, :, None]).sum(dim=2))
+        return torch.stack(reads, dim=1).flatten(-2), matrix

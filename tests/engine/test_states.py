@@ -1,0 +1,169 @@
+"""States of recurrent layers: moved once by each token, by no padding, and kept at block ends."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvasir.server.engine.batch import Chunk, StepBatch
+from kvasir.server.engine.kv.memory import KVShape
+from kvasir.server.engine.kv.prefix_cache import PrefixCache
+from kvasir.server.engine.kv.rows import KVRows
+from kvasir.server.engine.runner import OnnxRunner
+from kvasir.server.engine.sampling.params import SamplingParams
+from kvasir.server.engine.sequence import Sequence, SequenceStatus
+from tests.kit.engine_driver import make_sequence
+from tests.kit.random_models import RandomModel
+
+BLOCK = 4  # tokens
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+
+
+def make_rows(capacity: int = 8, n_states: int = 8, n_seqs: int = 4) -> KVRows:
+    shape = KVShape(1, 1, 1, states=((2, 3), (5,)))
+    cache = PrefixCache(capacity, BLOCK, n_states)
+    return KVRows(shape, max_num_seqs=n_seqs, max_model_len=200, budget_tokens=999, cache=cache)
+
+
+@given(st.integers(1, 60), st.lists(st.integers(1, 30), min_size=1), st.booleans())
+def test_no_token_of_a_prompt_runs_twice_or_alone(
+    n_prompt: int, limits: list[int], caches: bool
+) -> None:
+    """Any limits. Where states are kept, the last whole block of a prompt ends a chunk."""
+    rows, ends = make_rows(8 if caches else 0), [0]
+    while ends[-1] < n_prompt:
+        limit = limits[len(ends) % len(limits)]
+        start, end = rows.cut(ends[-1], limit, n_prompt)
+        assert start == ends[-1]
+        assert min(2, n_prompt) <= end - start <= max(limit, 2) + 1
+        ends.append(end)
+    last = n_prompt // BLOCK * BLOCK
+    if caches and last and n_prompt - last != 1:
+        assert last in ends
+
+
+class Lengths:
+    """A model whose state is the number of tokens so far: what a run must find in its row."""
+
+    def __init__(self, rows: KVRows) -> None:
+        self.rows = rows
+
+    def run(self, row: int, start: int, end: int) -> None:
+        prompt_row = self.rows.prompt_row(row)
+        for state in self.rows.prompts.states:
+            assert (state[prompt_row] == start).all()
+            state[prompt_row] = end
+
+
+@pytest.mark.parametrize(("capacity", "n_states"), [(40, 40), (6, 2), (3, 1), (1, 1), (9, 3)])
+def test_a_prompt_goes_on_from_the_state_of_its_own_beginning(capacity: int, n_states: int) -> None:
+    """Few prompts with common beginnings, many times, in caches that hold some of them."""
+    chance, rows, n_found = random.Random(capacity), make_rows(capacity, n_states), 0
+    model, beginnings = Lengths(rows), [[chance.randrange(9) for _ in range(30)] for _ in range(3)]
+    for _ in range(300):
+        prompt = chance.choice(beginnings)[: chance.randint(2, 30)] + [9] * chance.randint(0, 9)
+        names = rows.cache.names(prompt)
+        admitted = rows.admit(len(prompt), 4, names[: max(0, len(prompt) - 2) // BLOCK])
+        assert admitted is not None
+        row, end = admitted
+        n_found += end > 0
+        while end < len(prompt):
+            start, end = rows.cut(end, chance.randint(2, 20), len(prompt))
+            model.run(row, start, end)
+            rows.record_prefill(row, start, end, names)
+        assert all((state[row] == len(prompt)).all() for state in rows.running.states)
+        rows.free(row)
+        assert rows.cache.states.keys() <= rows.cache.blocks.keys()
+        assert len(rows.cache.states) <= n_states
+    assert n_found > 10
+
+
+def test_a_move_takes_the_state_along() -> None:
+    rows = make_rows()
+    for row in range(3):
+        assert rows.admit(3, 2, []) == (row, 0)
+        Lengths(rows).run(row, 0, 3)
+        rows.record_prefill(row, 0, 3, [])
+    rows.running.states[0][2] = 7.0
+    rows.free(0)
+    assert rows.move(2, 3) == 0
+    assert (rows.running.states[0][0] == 7.0).all()
+    assert (rows.running.states[1][0] == 3.0).all()
+
+
+MODELS = ["random_hybrid_model", "random_int4_hybrid_model", "random_delta_model"]
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> RandomModel:
+    exported: RandomModel = request.getfixturevalue(request.param)
+    return exported
+
+
+def prefill(runner: OnnxRunner, prompts: list[list[int]]) -> list[Sequence]:
+    """Compute prompts in one step, each on a row of its own."""
+    sequences = [make_sequence(i, prompt, GREEDY) for i, prompt in enumerate(prompts)]
+    for sequence in sequences:
+        admitted = runner.kv.admit(len(sequence.prompt_ids), 8, [])
+        assert admitted is not None
+        sequence.rows = [admitted[0]]
+    chunks = [Chunk(one, 0, len(one.prompt_ids), 1) for one in sequences]
+    runner.run(StepBatch(prefills=chunks))
+    for chunk in chunks:
+        runner.kv.record_prefill(chunk.row, 0, chunk.end, [])
+        chunk.sequence.status, chunk.sequence.n_computed = SequenceStatus.RUNNING, chunk.end
+        chunk.sequence.output_ids = [5]
+    return sequences
+
+
+def states(runner: OnnxRunner, row: int) -> Any:
+    return runner.kv.running.read_states(row)
+
+
+def test_padding_and_rows_that_ride_along_move_no_state(model: RandomModel) -> None:
+    """Prompts of similar lengths share a run; then every other row decodes."""
+    generator = np.random.default_rng(1)
+    prompts = [generator.integers(300, size=n).tolist() for n in (30, 33, 28, 31)]
+    runner = model.runner(max_num_seqs=4)
+    crowd = prefill(runner, prompts)
+    for i, prompt in enumerate(prompts):
+        alone = model.runner(max_num_seqs=1)
+        (sequence,) = prefill(alone, [prompt])
+        assert np.array_equal(states(runner, i), states(alone, 0))
+        before = states(runner, i)
+        if i % 2:  # the others ride along
+            chunk = Chunk(crowd[i], len(prompt), 1, 1)
+            others = [states(runner, j) for j in range(4) if j != i]
+            runner.run(StepBatch([chunk], [*crowd]))
+            after = [states(runner, j) for j in range(4) if j != i]
+            assert np.array_equal(others, after)
+            assert not np.array_equal(states(runner, i), before)
+            alone.run(StepBatch([Chunk(sequence, len(prompt), 1, 1)], [sequence]))
+            assert np.array_equal(states(runner, i), states(alone, 0))
+
+
+def test_the_state_of_a_served_row_is_that_of_the_network(random_delta_model: RandomModel) -> None:
+    """Within what rounding to int8 costs: a state that no token moved is far away."""
+    prompt = np.random.default_rng(2).integers(300, size=40).tolist()
+    runner = random_delta_model.runner(max_num_seqs=1)
+    prefill(runner, [prompt])
+    found, decoder = states(runner, 0), random_delta_model.decoder
+    with torch.inference_mode():
+        x = decoder.embed(torch.tensor([prompt]), torch.arange(40)[None])
+        block: Any = decoder.blocks[0]
+        empty = block.empty_cache(x, 40)
+        _, first = block.recurrence.mix(block.attention_norm(x), empty, torch.tensor([40]))
+    expected = np.concatenate([part.numpy().ravel() for part in first])
+    error = np.linalg.norm(found[: expected.size] - expected) / np.linalg.norm(expected)
+    assert error < 0.05
+
+
+def test_too_little_memory_for_states_is_refused(random_delta_model: RandomModel) -> None:
+    with pytest.raises(ValueError, match="and the states of 3 sequences"):
+        random_delta_model.runner(max_num_seqs=3, kv_cache_bytes=20_000)
