@@ -9,14 +9,12 @@ from __future__ import annotations
 import logging
 import mmap
 import sys
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvasir.kernels.adapter_table import Place
 from kvasir.kernels.library import Library
 from kvasir.model.adapters.layout import Layout
 from kvasir.model.config import TransformerConfig
@@ -32,9 +30,6 @@ from kvasir.server.engine.kv.memory import map_memory
 from kvasir.server.engine.model_runner import check_max_model_len
 from kvasir.server.engine.runner import OnnxRunner
 from kvasir.server.engine.session import KVInput, check_shape, kv_inputs, open_session
-
-if TYPE_CHECKING:
-    from onnx import ModelProto
 
 logger = logging.getLogger("kvasir")
 
@@ -84,12 +79,16 @@ def open_packed_runner(
     keeps none. Raises Mismatch for a graph that the operators do not compute, and ValueError as
     OnnxRunner.
     """
+    from kvasir.kernels.adapt import add_adapters  # noqa: PLC0415  imports onnx
     from kvasir.kernels.page import BLOCK_SIZE, page  # noqa: PLC0415  imports onnx
 
     longest = check_max_model_len(max_model_len, config)
-    places, finish = dict[str, Place](), None
-    if layout is not None:
-        finish = partial(_add_adapters, layout, places)
+    adapters = None if layout is None else GraphAdapters(layout)
+
+    def finish(model: Any) -> None:
+        if adapters is not None:
+            adapters.places.update(add_adapters(model, adapters.n_parts))
+
     session = open_session(
         graph, threads or usable_cpus(), library=library, rewrite=page, finish=finish
     )
@@ -119,15 +118,8 @@ def open_packed_runner(
         max_model_len=longest,
         vocab_size=config.vocab_size,
         drafts_exactly=True,
-        adapters=None if layout is None else GraphAdapters(layout, places, in_16=True),
+        adapters=adapters,
     )
-
-
-def _add_adapters(layout: Layout, places: dict[str, Place], model: ModelProto) -> None:
-    """Let a graph take adapters, and note the places of their parts."""
-    from kvasir.kernels.adapt import add_adapters  # noqa: PLC0415  imports onnx
-
-    places |= add_adapters(model, {name: len(one.parts) for name, one in layout.layers.items()})
 
 
 class MemoryBlocks(KVBlocks):

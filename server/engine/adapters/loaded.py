@@ -5,8 +5,8 @@ Memory lives as long as something refers to the adapter: its sequences, and the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +23,6 @@ from kvasir.kernels.adapter_table import (
 from kvasir.model.adapters.layout import Layout
 from kvasir.model.adapters.peft import AdapterError, LowRank, read_adapter
 
-Matrix = NDArray[np.float32] | NDArray[np.uint16]
-
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Adapter:
@@ -39,30 +37,30 @@ class Adapter:
     base: str | None
     table: NDArray[np.int64]
     n_bytes: int
-    matrices: tuple[Matrix, ...]
+    matrices: tuple[NDArray[np.uint16], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GraphAdapters:
-    """How a graph takes adapters. places: of the layout's layers in its table.
+    """How a graph takes adapters. places: of layers in its table, which the graph gives them.
 
-    in_16: matrices keep the upper 16 bits of their numbers, rounded.
+    Matrices keep the upper 16 bits of their numbers, rounded.
     """
 
     layout: Layout
-    places: Mapping[str, Place]
-    in_16: bool
+    places: dict[str, Place] = field(default_factory=dict)
 
     @property
-    def n_parts(self) -> int:
-        """The number of parts of an adapter in the table."""
-        return sum(len(layer.parts) for layer in self.layout.layers.values())
+    def n_parts(self) -> dict[str, int]:
+        """The number of each layer's parts."""
+        return {name: len(layer.parts) for name, layer in self.layout.layers.items()}
 
     def load(self, folder: Path, name: str, most_bytes: int) -> Adapter:
         """Read a folder of peft. Raises AdapterError for one that does not fit."""
         given = read_adapter(folder, name, self.layout, most_bytes)
-        table = np.zeros((self.n_parts, TABLE_NUMBERS), dtype=np.int64)
-        matrices: list[Matrix] = []
+        n_parts = sum(self.n_parts.values())
+        table = np.zeros((n_parts, TABLE_NUMBERS), dtype=np.int64)
+        matrices: list[NDArray[np.uint16]] = []
         for layer_name, layer in self.layout.layers.items():
             place = self.places[layer_name]
             for i, part in enumerate(layer.parts, place.first):
@@ -76,11 +74,11 @@ class GraphAdapters:
                         f"adapter {name!r}: {part.module} is too large once the model's factors "
                         "are in it; expected numbers that fit float32"
                     )
-                pair: list[Matrix] = [_upper(a), _upper(b)] if self.in_16 else [a, b]
+                pair = _upper(a), _upper(b)
                 matrices += pair
                 addresses = (matrix.ctypes.data for matrix in pair)
                 width = part.first - first + len(part.rows)
-                table[i] = [*addresses, b.shape[1], first, width, int(self.in_16)]
+                table[i] = [*addresses, b.shape[1], first, width, 1]
         n_bytes = sum(matrix.nbytes for matrix in matrices)
         return Adapter(name, given.digest, given.base, table, n_bytes, tuple(matrices))
 
@@ -89,14 +87,14 @@ class GraphAdapters:
     ) -> dict[str, NDArray[np.int64]]:
         """Return the graph's inputs of a run of sequences, of so many tokens each.
 
-        If none has an adapter, no token names one, which takes the operators no time.
+        No entries are no adapters, which takes the operators no time.
         """
         used = list(dict.fromkeys(adapter for adapter in adapters if adapter is not None))
         places = {adapter: i for i, adapter in enumerate(used)}
         index = [-1 if adapter is None else places[adapter] for adapter in adapters]
         if not used:
-            none = np.zeros((0, self.n_parts, TABLE_NUMBERS), dtype=np.int64)
-            return {ADAPTERS: np.zeros(0, dtype=np.int64), TABLE: none}
+            none = np.zeros((0, sum(self.n_parts.values()), TABLE_NUMBERS), dtype=np.int64)
+            return {ADAPTERS: none.ravel(), TABLE: none}
         table = np.stack([adapter.table for adapter in used])
         return {ADAPTERS: np.repeat(np.array(index, dtype=np.int64), counts), TABLE: table}
 

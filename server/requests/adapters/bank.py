@@ -94,10 +94,9 @@ class AdapterBank:
                 message = f"lora_name: {name!r} is served already; unload it first"
                 raise InvalidRequestError(message, param="lora_name")
             try:
-                adapter = await asyncio.to_thread(self._read, name, folder)
+                self._keep(name, await self._read(name, folder))
             except AdapterError as error:
                 raise InvalidRequestError(str(error), param="lora_path") from None
-            self._keep(name, adapter)
             self.folders[name] = folder
             self.n_added += 1
             self._hidden.discard(name)
@@ -115,13 +114,10 @@ class AdapterBank:
         Raises ModelNotFoundError if it is gone, and UnavailableError for one that cannot be loaded
         or has no room.
         """
-        adapter = self._loaded.get(name)
-        if adapter is None:
+        if (adapter := self._loaded.get(name)) is None:
             async with self._reading:
                 adapter = self._loaded.get(name) or await self._load(name)
-                self._n_holders[adapter] += 1
-        else:
-            self._n_holders[adapter] += 1
+        self._n_holders[adapter] += 1
         if name in self._loaded:
             self._loaded.move_to_end(name)
         try:
@@ -132,25 +128,22 @@ class AdapterBank:
                 del self._n_holders[adapter]
 
     async def _load(self, name: str) -> Adapter:
-        gone = ModelNotFoundError(f"the adapter {name!r} has been unloaded", param="model")
-        if (folder := self.find(name)) is None:
-            raise gone
+        folder = self.find(name)
         try:
-            adapter = await asyncio.to_thread(self._read, name, folder)
+            adapter = None if folder is None else await self._read(name, folder)
         except AdapterError as error:
             logger.error("%s", error)
             message = f"the adapter {name!r} could not be loaded; the server's log says why"
             raise UnavailableError(message, retry_after=60) from None
-        if self.find(name) != folder:
-            raise gone
+        if adapter is None or self.find(name) != folder:
+            raise ModelNotFoundError(f"the adapter {name!r} has been unloaded", param="model")
         self._keep(name, adapter)
         return adapter
 
-    def _read(self, name: str, folder: Path) -> Adapter:
-        graph = self._graph()
-        if graph is None:
+    async def _read(self, name: str, folder: Path) -> Adapter:
+        if (graph := self._graph()) is None:
             raise UnavailableError("the model is being loaded", retry_after=_RETRY)
-        adapter = graph.load(folder, name, self.most_bytes)
+        adapter = await asyncio.to_thread(graph.load, folder, name, self.most_bytes)
         if adapter.n_bytes > self.most_bytes:
             raise AdapterError(
                 f"adapter {name!r}: its size is {adapter.n_bytes:,} bytes; expected at most "

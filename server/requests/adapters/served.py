@@ -7,19 +7,21 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from kvasir.model.adapters.peft import AdapterError
-from kvasir.model.directory import CHAT_TEMPLATE_FILE, GENERATION_FILE, ModelDirectory
-from kvasir.model.platform.files import parse_object, read_limited
+from kvasir.model.directory import (
+    GENERATION_FILE,
+    ModelDirectory,
+    parse_template,
+    read_extra_files,
+)
+from kvasir.model.platform.files import parse_object
 from kvasir.model.records import GenerationDefaults
 from kvasir.server.errors import StartupError
 from kvasir.server.requests.adapters.bank import AdapterBank
 from kvasir.server.requests.completion import Completion
 from kvasir.server.requests.request import CompletionRequest
 from kvasir.server.requests.served_model import ServedModel, chat_format
-
-_TOKENIZER_CONFIG = "tokenizer_config.json"  # of Hugging Face: older ones hold the template
 
 
 class AdaptedModel(ServedModel):
@@ -58,22 +60,16 @@ class AdaptedModel(ServedModel):
 
 def _with_own_files(base: ModelDirectory, name: str, folder: Path) -> ModelDirectory:
     """Return a model directory with the template and sampling that an adapter's folder has."""
-    template, generation = base.chat_template, base.generation
     try:
-        if (file := folder / CHAT_TEMPLATE_FILE).is_file():
-            template = read_limited(file).decode()
-        elif (file := folder / _TOKENIZER_CONFIG).is_file():
-            own = parse_object(read_limited(file)).get("chat_template")
-            template = own if isinstance(own, str) else template
-        if (file := folder / GENERATION_FILE).is_file():
-            generation = _sampling(parse_object(read_limited(file)))
+        files = read_extra_files(folder)
+        template, _ = parse_template(files)
+        generation = base.generation
+        if GENERATION_FILE in files:  # Hugging Face's: without do_sample only the penalty counts
+            values = parse_object(files[GENERATION_FILE])
+            samples = bool(values.get("do_sample"))
+            names = GenerationDefaults.model_fields if samples else ["repetition_penalty"]
+            generation = GenerationDefaults(**{each: values.get(each) for each in names})
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise AdapterError(f"adapter {name!r}: {file.name} is unusable: {reason}") from None
-    return replace(base, chat_template=template, generation=generation)
-
-
-def _sampling(values: dict[str, Any]) -> GenerationDefaults:
-    """Return what Hugging Face's file recommends, without do_sample only a penalty."""
-    names = GenerationDefaults.model_fields if values.get("do_sample") else ["repetition_penalty"]
-    return GenerationDefaults.model_validate({name: values.get(name) for name in names})
+        raise AdapterError(f"adapter {name!r}: its files are unusable: {reason}") from None
+    return replace(base, chat_template=template or base.chat_template, generation=generation)
