@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from fastapi import FastAPI
 
 from kvasir.export.directory import export_checkpoint
 from kvasir.model.directory import load_model_dir
+from kvasir.server.errors import StartupError
 from kvasir.server.process.app import create_app
+from kvasir.server.process.engine_builder import build_engine
 from kvasir.server.requests.adapters.bank import AdapterBank
 from kvasir.server.settings import load_settings
 from tests.kernels.graphs import needs_library
@@ -271,3 +274,54 @@ async def test_an_adapters_own_template_and_sampling_are_used(exported: Path, ro
         assert (await client.get("/model")).json()["generation"] == {}
         response = await client.post("/v1/completions", json={"model": "clerk", "prompt": "a"})
         assert response.status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "reason"),
+    [
+        ({"precision": "fp32"}, {}, "its weights are fp32; export it in int8 or int4"),
+        ({"device": "cuda"}, {}, "it was exported for cuda"),
+        ({"files": {}}, {}, "it has no adapters.safetensors, being of an older Kvasir"),
+        ({}, {"kernels": "off"}, "they need Kvasir's own operators"),
+    ],
+)
+def test_a_model_that_takes_no_adapters_says_so_at_the_start(
+    changes: dict[str, Any], settings: dict[str, Any], reason: str, exported: Path, root: Path
+) -> None:
+    found = load_model_dir(exported / "base")
+    manifest = found.manifest.model_copy(update=changes)
+    known = load_settings(model=exported / "base", adapter_dir=root, **settings)
+    with pytest.raises((ValueError, StartupError), match=f"it takes no adapters: {reason}"):
+        build_engine(known, replace(found, manifest=manifest))
+
+
+async def test_a_wrong_adapter_of_the_settings_ends_the_start(exported: Path, root: Path) -> None:
+    set_config(root / "poet", use_dora=True)
+    known = load_settings(model=exported / "base", adapter=f"poet={root / 'poet'}")
+    app = create_app(known, load_model_dir(exported / "base"))
+    failed: asyncio.Queue[StartupError] = asyncio.Queue()
+    app.state.models.on_load_failure = failed.put_nowait
+    async with running(app):
+        message = str(await failed.get())
+    assert message == "adapter 'poet': use_dora is True; expected nothing: this is not computed"
+
+
+async def test_a_line_of_a_batch_names_an_adapter(
+    exported: Path, root: Path, tmp_path: Path
+) -> None:
+    async with serving(exported, adapter_dir=root, batch_dir=tmp_path / "batches") as (_, client):
+        text = await complete(client, "poet")
+        body = {"model": "poet", "prompt": PROMPT, "max_tokens": 12, "temperature": 0.0}
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+        sent = {"file": ("lines.jsonl", json.dumps(line).encode())}
+        form = {"purpose": "batch"}
+        file = (await client.post("/v1/files", files=sent, data=form)).json()
+        wanted = {"input_file_id": file["id"], "endpoint": "/v1/completions"}
+        batch = (
+            await client.post("/v1/batches", json=wanted | {"completion_window": "24h"})
+        ).json()
+        while batch["status"] != "completed":
+            await asyncio.sleep(0.01)
+            batch = (await client.get(f"/v1/batches/{batch['id']}")).json()
+        answers = (await client.get(f"/v1/files/{batch['output_file_id']}/content")).json()
+        assert answers["response"]["body"]["choices"][0]["text"] == text
