@@ -110,9 +110,10 @@ def read_adapter(folder: Path, name: str, layout: Layout, most_bytes: int) -> Pe
             if given != shape:
                 raise _refuse(name, f"{module}.lora_{part}", str(given), f"shape {shape}")
         modules[module] = LowRank(pair["A"], pair["B"], scaling)
-    digest = blake2b(described + content, digest_size=16).digest()
+    digest = blake2b(described, digest_size=16)
+    digest.update(content)
     base = config.get("base_model_name_or_path")
-    return PeftAdapter(digest, base if isinstance(base, str) else None, modules)
+    return PeftAdapter(digest.digest(), base if isinstance(base, str) else None, modules)
 
 
 def _refuse(name: str, field: str, found: str, expected: str) -> AdapterError:

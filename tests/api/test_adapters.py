@@ -189,6 +189,7 @@ async def test_adapters_come_and_go_while_streams_run(exported: Path, root: Path
         ("../outside", "not below"),
         ("/etc", "not below"),
         ("link", "not below"),
+        ("leaky", "not below"),  # one of its files is a link
         ("", "lora_path"),
         ("a\0b", "not below"),
         ("nowhere", "adapter_config.json"),
@@ -201,8 +202,9 @@ async def test_what_cannot_be_loaded_is_refused_and_harms_nothing(
     lora_path: str, named: str, exported: Path, root: Path
 ) -> None:
     (root / "link").symlink_to(exported / "adapters/judge")
-    for name in ("broken", "nan", "large"):
+    for name in ("broken", "nan", "large", "leaky"):
         shutil.copytree(root / "poet", root / name)
+    (root / "leaky/chat_template.jinja").symlink_to("/etc/hostname")
     (root / "broken/adapter_model.safetensors").write_bytes(b"\x10")
     change_tensors(root / "nan", lambda held: {n: t * float("nan") for n, t in held.items()})
     set_config(root / "large", r=10_000)

@@ -78,14 +78,19 @@ class AdapterBank:
         return folder if folder is not None and (folder / CONFIG_FILE).is_file() else None
 
     def inside(self, path: str) -> Path | None:
-        """Return the path of something below the root, links followed; None for another place."""
+        """Return the path of a folder below the root, links followed.
+
+        None for another place, and for a folder with a link that leads to one.
+        """
         if self.root is None or "\0" in path:
             return None
         try:
             found = (self.root / path).resolve()
+            held = [each.resolve() for each in found.iterdir()] if found.is_dir() else []
         except (OSError, RuntimeError):  # a name too long, a loop of links
             return None
-        return found if self.root in found.parents else None
+        is_inside = all(self.root in each.parents for each in (found, *held))
+        return found if is_inside else None
 
     async def add(self, name: str, folder: Path) -> None:
         """Load an adapter under a new name. Raises InvalidRequestError if it does not fit."""
