@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,7 @@ class Adapter:
     matrices: tuple[NDArray[np.uint16], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GraphAdapters:
     """How a graph takes adapters. places: of layers in its table, which the graph gives them.
 
@@ -50,7 +51,7 @@ class GraphAdapters:
     layout: Layout
     places: dict[str, Place] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def n_parts(self) -> dict[str, int]:
         """The number of each layer's parts."""
         return {name: len(layer.parts) for name, layer in self.layout.layers.items()}
