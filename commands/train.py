@@ -166,7 +166,7 @@ def _prepare_run(
     options: dict[str, Any], given: dict[str, str], lines: Console, progress: Progress
 ) -> None:
     """Write the run that the options of `train` describe. They are named as fields of settings."""
-    from kvasir.model.adapter_config import AdapterConfig
+    from kvasir.model.adapters.config import AdapterConfig
     from kvasir.model.checkpoint import load_checkpoint
     from kvasir.model.config import TransformerConfig
     from kvasir.model.presets import preset

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from kvasir.model.adapter_config import ADAPTER_WEIGHTS_FILE
+from kvasir.model.adapters.config import ADAPTER_FILE, ADAPTER_WEIGHTS_FILE
 from kvasir.model.adapters.layout import Layout
 from kvasir.model.config import ConfigError, TransformerConfig
 from kvasir.model.directory import (
@@ -35,10 +35,9 @@ from kvasir.model.directory import (
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.plan import plan_adapters
 from kvasir.model.importing.published import is_published, read_published
-from kvasir.model.network.low_rank import PublishedRows
 from kvasir.model.network.skeleton import build_decoder, check_size, parameter_shapes
 from kvasir.model.network.transformer import Transformer
-from kvasir.model.not_a_model import ADAPTER_FILE, find_mistake
+from kvasir.model.not_a_model import find_mistake
 from kvasir.model.platform.files import in_words, new_directory, read_object
 from kvasir.model.tensor_files import (
     WEIGHTS_FILE,
@@ -75,8 +74,6 @@ class Checkpoint:
     extra_files: dict[str, bytes] = field(default_factory=dict)
     weight_files: Sequence[Path] = ()
     notes: tuple[str, ...] = ()  # what was left out of a published model
-    # Returns where the rows of a matrix are published, by its name and height; None: nowhere.
-    rows: Callable[[str, int], PublishedRows] | None = None
     adapters: Callable[[], Layout] | None = None  # how adapters fit its linear layers, if known
 
     @cached_property
@@ -173,7 +170,7 @@ def _open_published(source: Path) -> Checkpoint:
     tokenizer = parse_tokenizer(files.pop(TOKENIZER_FILE), source)
     config, weights = published.config, LazyWeights(published.weights)
     notes = tuple(published.notes)
-    of_files = files, published.files, notes, published.rows, published.adapters
+    of_files = files, published.files, notes, published.adapters
     return Checkpoint(source, config, weights, tokenizer, {}, *of_files)
 
 

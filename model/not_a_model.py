@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
+from kvasir.model.adapters.config import ADAPTER_FILE
 from kvasir.model.platform.files import parse_object, read_limited
 from kvasir.model.platform.suggestions import nearest
 
-ADAPTER_FILE = "adapter_config.json"
 _GENAI_FILE = "genai_config.json"  # of ONNX Runtime GenAI
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _POINTER = b"version https://git-lfs.github.com/"

@@ -41,11 +41,13 @@ WITHOUT_TORCH = (
 # Each room may import itself and the rooms named here. The first rule that covers a file holds.
 SHARED = (*WITHOUT_TORCH, "server.errors")
 RULES = {
-    "model.network": ("model.config",),
+    "model.network": ("model.adapters", "model.config"),
     "model.training": ("model",),
     "model.importing": ("model.network", "model.tensor_files", *WITHOUT_TORCH),
-    "model.download": ("model.directory", "model.not_a_model", "model.platform"),
-    "model.adapters": ("model.platform",),
+    "model.download": (
+        *("model.adapters", "model.directory", "model.not_a_model", "model.platform"),
+    ),
+    "model.adapters": ("model.platform", "model.records"),
     "model.platform": (),
     "model.template": ("model.directory", "model.platform"),
     "model": ("model.network",),

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA): where they fit in an exported model, and peft's folders.
+"""Low-rank adapters (LoRA): where they fit in a model of ours, and peft's folders.
 
-Imports `model.platform`, and no PyTorch.
+Imports `model.platform` and `model.records`, and no PyTorch.
 """

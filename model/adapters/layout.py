@@ -9,7 +9,7 @@ factors of outputs, and its A those of inputs.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,7 @@ _KEY = "layout"  # of the metadata
 class Part:
     """A published linear layer that makes the outputs [first, first + len(rows)) of one of ours.
 
-    module: its name without the model's prefix. rows: which of its n_out outputs each of ours is.
+    module: its name, as new adapters have it. rows: which of its n_out outputs each of ours is.
     """
 
     module: str
@@ -47,16 +47,34 @@ class Layer:
 class Layout:
     """The layers that adapters may change, by the names of our weights.
 
-    prefixes: of modules in a published model's adapters, each of which has one or none.
+    prefixes: of modules in a published model's adapters, each of which has one or none; the first
+    is that of parts.
     """
 
     prefixes: tuple[str, ...]
     layers: Mapping[str, Layer]
 
-    def plain_name(self, module: str) -> str:
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """The outputs and inputs of each published layer."""
+        return {
+            part.module: (part.n_out, len(layer.inputs))
+            for layer in self.layers.values()
+            for part in layer.parts
+        }
+
+    def layers_of(self, modules: Container[str]) -> dict[str, Layer]:
+        """Return the layers with a part among these published ones."""
+        return {
+            name: layer
+            for name, layer in self.layers.items()
+            if any(part.module in modules for part in layer.parts)
+        }
+
+    def part_name(self, module: str) -> str:
         """Return a module's name in an adapter as parts have it."""
-        prefix = next((one for one in self.prefixes if module.startswith(one)), "")
-        return module.removeprefix(prefix)
+        has = (prefix for prefix in self.prefixes if module.startswith(prefix))
+        return self.prefixes[0] + module.removeprefix(max(has, key=len, default=""))
 
     def save(self, path: Path) -> None:
         """Write the file."""

@@ -6,9 +6,10 @@ import re
 from collections.abc import Callable, Collection
 from pathlib import PurePosixPath
 
+from kvasir.model.adapters.config import ADAPTER_FILE
 from kvasir.model.directory import CONFIG_FILE, GRAPH_FILE, MANIFEST_FILE, TOKENIZER_FILE
 from kvasir.model.download.reference import DownloadError, Reference
-from kvasir.model.not_a_model import ADAPTER_FILE, of_adapter
+from kvasir.model.not_a_model import of_adapter
 from kvasir.model.platform.files import parse_object
 
 _INDEX = "model.safetensors.index.json"

@@ -14,7 +14,6 @@ from torch import Tensor
 from kvasir.model.adapters.layout import Layout
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import GENERATION_FILE
-from kvasir.model.network.low_rank import PublishedRows
 from kvasir.model.records import GenerationDefaults
 
 
@@ -27,8 +26,6 @@ class Contents:
     texts: dict[str, str | None]  # other files by name
     files: list[Path]  # of the weights
     notes: list[str]  # what was left out, and what will be rounded again
-    # Returns where the rows of a matrix of ours are published, by its name and its height.
-    rows: Callable[[str, int], PublishedRows] | None = None
     adapters: Callable[[], Layout] | None = None  # how adapters fit; None of a GGUF file
 
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import reduce
 from math import prod
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from kvasir.model.adapters.layout import Layer, Layout, Part
 from kvasir.model.config import TransformerConfig
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.families.family import Family
 from kvasir.model.importing.tensors import Source, module_and_kind, reorder_rotary_pairs
-from kvasir.model.network.low_rank import PublishedRows
-from kvasir.model.network.skeleton import check_size, parameter_shapes
+from kvasir.model.network.skeleton import check_size, make_skeleton, parameter_shapes
 from kvasir.model.tensor_files import Shape, StoredTensor
 
 _LAYER = re.compile(r"(?<=\bblocks\.)\d+")
@@ -26,11 +26,7 @@ _NUMBER = re.compile(r"\.\d+\.")
 _TURNED = re.compile(r"\.attention\.(qkv|query_norm|key_norm)\.")
 _ENCODER = "encoder."
 _LOGIT_BIAS = "final_logits_bias.bias"
-# Weights that adapters may change.
-_ADAPTABLE = re.compile(
-    r"^blocks\.\d+\.(attention\.(qkv|output|query|query_latent|latent)"
-    r"|feed_forward\.(shared\.)?(up|down))\.weight$"
-)
+_CHOICES = ("router", "shared_gate")  # linear layers that adapters leave as they are
 
 
 def plan_parameters(
@@ -112,7 +108,8 @@ def _take(
     source, config, layer, kind = _place(name, family, config)
     tensors = []
     for theirs, expected in zip(source.names(config), source.shapes(shape, config), strict=True):
-        names = _choices(theirs, layer, kind, config)
+        places = theirs.replace("*", layer).split("|")[: 2 if config.parallel_residual else 1]
+        names = [f"{place}.{kind}" for place in places]
         wanted = next((name for name in names if name in held), names[0])
         if wanted not in held and source.zeros_if_absent:
             return lambda: torch.zeros(shape)
@@ -153,12 +150,6 @@ def _place(
     return family.source(module), config, layer, kind
 
 
-def _choices(theirs: str, layer: str, kind: str, config: TransformerConfig) -> list[str]:
-    """Return the plain names that a tensor of a source may have, the usual one first."""
-    places = theirs.replace("*", layer).split("|")[: 2 if config.parallel_residual else 1]
-    return [f"{place}.{kind}" for place in places]
-
-
 def _join(name: str, source: Source, config: TransformerConfig, tensors: list[Tensor]) -> Tensor:
     """Make a parameter of its tensors, with our order of rotary pairs."""
     made = source.join(tensors, config)
@@ -167,94 +158,53 @@ def _join(name: str, source: Source, config: TransformerConfig, tensors: list[Te
     return made
 
 
-def published_rows(
-    family: Family, config: TransformerConfig, stored: Iterable[str], name: str, n_rows: int
-) -> PublishedRows:
-    """Return where the rows of our matrix `name` [n_rows, …], not one of a stack, are published.
+def plan_adapters(
+    config: TransformerConfig, family: Family | None = None, stored: Collection[str] = ()
+) -> Layout:
+    """Return how linear layers in blocks, but those of experts and routers, become ours.
 
-    stored: the names of all tensors of the model.
+    stored: the names of all tensors of the model. Without a family the layers are ours already.
     """
-    held = {family.plain_name(tensor): tensor for tensor in stored}
-    source, side, layer, kind = _place(name, family, config)
-    shapes = source.shapes((n_rows, 1), side)  # one column tells: no source moves columns
-    heights = tuple(map(prod, shapes))
-    firsts = [sum(heights[:i]) for i in range(len(heights))]
-    numbers = [
-        torch.arange(first + 1, first + 1 + height, dtype=torch.float64).view(shape)
-        for first, height, shape in zip(firsts, heights, shapes, strict=True)
-    ]
-    ones = [torch.ones_like(part) for part in numbers]
-    factor = _join(name, source, side, ones).flatten()[0].item()
-    made = _join(name, source, side, numbers).flatten().double() / factor
-    places = (_choices(place, layer, kind, side)[0] for place in source.names(side))
-    names = [held[place].removesuffix(".weight") for place in places]
-    prefix = next((p for p in family.prefixes if names[0].startswith(p)), "")
-    if config.pooling is not None:  # transformers loads the body alone
-        names = [one.removeprefix(prefix) for one in names]
-    elif not prefix and config.encoder is None:
-        names = [family.prefixes[-1] + one for one in names]
-    return PublishedRows(
-        modules=tuple(names),
-        heights=heights,
-        order=made.round().long() - 1,
-        factor=factor,
-        transposed=len(shapes) == 1 and shapes[0] != (n_rows, 1),
-    )
-
-
-def plan_adapters(config: TransformerConfig, family: Family | None = None) -> Layout:
-    """Return how a model's linear layers become ours; without a family they are ours already."""
-    layers = dict[str, Layer]()
-    for name, shape in parameter_shapes(config).items():
-        if not _ADAPTABLE.match(name):
+    prefix, layers = _prefix(family, config, stored), dict[str, Layer]()
+    for name, linear in make_skeleton(config).named_modules():
+        if not isinstance(linear, nn.Linear) or "blocks." not in name or name.endswith(_CHOICES):
             continue
-        rows = np.arange(shape[0], dtype=np.int32)
-        made: tuple[tuple[Part, ...], Tensor] | None
-        made = (Part(name.removesuffix(".weight"), shape[0], 0, rows),), torch.ones(shape[0])
+        n_out, n_in = linear.weight.shape
+        parts, outputs = [Part(name, n_out, 0, np.arange(n_out, dtype=np.int32))], np.ones(n_out)
         if family is not None:
-            made = _trace_rows(name, shape, family, config)
-        if made is not None:
-            factors = made[1].numpy().astype(np.float32)
-            layers[name] = Layer(made[0], factors, np.ones(shape[1], dtype=np.float32))
-    return Layout(("",) if family is None else family.prefixes, layers)
+            parts, outputs = _trace_rows(f"{name}.weight", n_out, family, config, prefix)
+        inputs = np.ones(n_in, dtype=np.float32)
+        layers[f"{name}.weight"] = Layer(tuple(parts), outputs.astype(np.float32), inputs)
+    return Layout((prefix, *(() if family is None else family.prefixes)), layers)
+
+
+def _prefix(family: Family | None, config: TransformerConfig, stored: Collection[str]) -> str:
+    """Return the beginning of modules' names in transformers, which files may leave out."""
+    if family is None or config.pooling is not None:  # transformers loads the body alone
+        return ""
+    own = (p for p in family.prefixes if any(tensor.startswith(p) for tensor in stored))
+    return next(own, "" if config.encoder is not None else family.prefixes[-1])
 
 
 def _trace_rows(
-    name: str, shape: Shape, family: Family, config: TransformerConfig
-) -> tuple[tuple[Part, ...], Tensor] | None:
-    """Return the parts of a matrix and the factors of its rows; None if it is made otherwise.
+    name: str, n_rows: int, family: Family, config: TransformerConfig, prefix: str
+) -> tuple[list[Part], NDArray[np.float64]]:
+    """Return the parts of our matrix, and the factor of each row: what joins them joins numbers.
 
-    What joins tensors is given two columns, of the numbers of rows and of twice those.
+    One column tells, as no source of a linear layer moves columns. Numbers begin with 1.
     """
-    layer = (_LAYER.search(name) or ("",))[0]
-    source = family.source(module_and_kind(_LAYER.sub("*", name))[0])
-    if source.part is not None or not source.modules:
-        return None
-    modules = [theirs.replace("*", layer) for theirs in source.names(config)]
-    narrow, wide = (source.shapes((shape[0], n), config) for n in (2, 3))
-    numbered, ones, first = list[Tensor](), list[Tensor](), 1
-    for theirs, other in zip(narrow, wide, strict=True):
-        rows_last = theirs[0] != other[0]
-        n_rows = theirs[int(rows_last)]
-        numbers = torch.arange(first, first + n_rows, dtype=torch.float64)
-        pairs = torch.stack((numbers, 2 * numbers), dim=1)
-        numbered.append(pairs.t() if rows_last else pairs)
-        ones.append(torch.ones_like(numbered[-1]))
-        first += len(numbers)
-    try:
-        made, factors = (_join(name, source, config, given).double() for given in (numbered, ones))
-    except RuntimeError:  # columns are cut or moved
-        return None
-    numbers = (made / factors).round()
-    is_same = made.shape == (shape[0], 2) and bool((2 * numbers[:, 0] == numbers[:, 1]).all())
-    if not is_same:
-        return None
-    rows, parts, start = numbers[:, 0].int().numpy() - 1, list[Part](), 0
-    for module, tensor in zip(modules, numbered, strict=True):
-        end = start + tensor.numel() // 2
-        places = np.flatnonzero((rows >= start) & (rows < end))
-        if not len(places) or places[-1] - places[0] + 1 != len(places):
-            return None
-        parts.append(Part(module, end - start, int(places[0]), rows[places] - start))
-        start = end
-    return tuple(parts), factors[:, 0]
+    source, side, layer, _ = _place(name, family, config)
+    shapes, parts = source.shapes((n_rows, 1), side), list[Part]()
+    heights = [prod(shape) for shape in shapes]
+    columns = torch.arange(1, sum(heights) + 1, dtype=torch.float64).split(heights)
+    numbers = [column.view(shape) for column, shape in zip(columns, shapes, strict=True)]
+    ones = [torch.ones_like(column) for column in numbers]
+    made, factors = (
+        _join(name, source, side, given).double().flatten().numpy() for given in (numbers, ones)
+    )
+    rows = np.rint(made / factors).astype(np.int32) - 1
+    for module, n_out in zip(source.names(side), heights, strict=True):
+        ours = np.flatnonzero((rows >= 0) & (rows < n_out))
+        parts.append(Part(prefix + module.replace("*", layer), n_out, int(ours[0]), rows[ours]))
+        rows -= n_out
+    return parts, factors

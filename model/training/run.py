@@ -10,10 +10,10 @@ from pathlib import Path
 from rich.console import Console
 from tokenizers import Tokenizer
 
+from kvasir.model.adapters.config import ADAPTER_FILE
 from kvasir.model.checkpoint import CheckpointError, load_checkpoint
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import newest_checkpoint
-from kvasir.model.not_a_model import ADAPTER_FILE
 from kvasir.model.training.adapter import open_adapter
 from kvasir.model.training.data.masking import Masking
 from kvasir.model.training.data.pairs import PairData

@@ -172,8 +172,9 @@ def _read_layout(model_dir: ModelDirectory, library: Library | None) -> Layout:
     config, manifest, reason = model_dir.config, model_dir.manifest, ""
     if manifest.device != "cpu":
         reason = f"it was exported for {manifest.device}; export it for the CPU"
-    elif config.encoder is not None or config.n_experts:
-        kind = "an encoder" if config.encoder is not None else "experts"
+    elif config.encoder is not None or config.n_experts or config.recurrence is not None:
+        kind = "experts" if config.n_experts else "recurrent layers"
+        kind = kind if config.encoder is None else "an encoder"
         reason = f"it has {kind}; serve a decoder without"
     elif manifest.precision == "fp32":
         reason = "its weights are fp32; export it in int8 or int4"

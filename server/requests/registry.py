@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from kvasir.model.adapters.peft import AdapterError
+from kvasir.model.adapters.config import AdapterError
 from kvasir.model.directory import ModelDirectory
 from kvasir.model.platform.suggestions import did_you_mean
 from kvasir.server.engine.adapters.loaded import GraphAdapters

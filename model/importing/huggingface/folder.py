@@ -35,7 +35,7 @@ from kvasir.model.importing.huggingface.tokenizer import (
     read_special_tokens,
     read_tokenizer,
 )
-from kvasir.model.importing.plan import plan_adapters, plan_parameters, published_rows
+from kvasir.model.importing.plan import plan_adapters, plan_parameters
 from kvasir.model.importing.quantized import restore
 from kvasir.model.importing.quantized_formats import QUANTIZATION_KEYS
 from kvasir.model.platform.suggestions import nearest
@@ -72,9 +72,8 @@ def read_folder(source: Path) -> Contents:
     }
     stored = list(restore(list_tensors(source, _IGNORED), values, notes))
     config, weights = plan_parameters(family, config, [*stored, *of_layers])
-    rows = partial(published_rows, family, config, [tensor.name for tensor in stored])
-    adapters = partial(plan_adapters, config, family)
-    return Contents(config, weights, texts, weight_files(source), notes, rows, adapters)
+    adapters = partial(plan_adapters, config, family, [tensor.name for tensor in stored])
+    return Contents(config, weights, texts, weight_files(source), notes, adapters)
 
 
 def _find_family(values: dict[str, Any], notes: list[str]) -> tuple[Family, dict[str, Any]]:

@@ -21,8 +21,9 @@ from kvasir.kernels.adapter_table import (
     TABLE_NUMBERS,
     Place,
 )
+from kvasir.model.adapters.config import AdapterError
 from kvasir.model.adapters.layout import Layout
-from kvasir.model.adapters.peft import AdapterError, LowRank, read_adapter
+from kvasir.model.adapters.peft import Factors, read_adapter
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -100,7 +101,7 @@ class GraphAdapters:
         return {ADAPTERS: np.repeat(np.array(index, dtype=np.int64), counts), TABLE: table}
 
 
-def _columns(low: LowRank, inputs: NDArray[np.float32], *, is_mixed: bool) -> NDArray[np.float32]:
+def _columns(low: Factors, inputs: NDArray[np.float32], *, is_mixed: bool) -> NDArray[np.float32]:
     """Return A [n_in, rank padded] of inputs as the product reads them."""
     rank, n_in = low.a.shape
     a = low.a * inputs

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from kvasir.model.adapters.peft import CONFIG_FILE, AdapterError
+from kvasir.model.adapters.config import ADAPTER_FILE, AdapterError
 from kvasir.server.engine.adapters.loaded import Adapter, GraphAdapters
 from kvasir.server.errors import InvalidRequestError, ModelNotFoundError, UnavailableError
 
@@ -75,7 +75,7 @@ class AdapterBank:
         if self.root is None or name in self._hidden or Path(name).name != name:
             return None
         folder = self.inside(name)
-        return folder if folder is not None and (folder / CONFIG_FILE).is_file() else None
+        return folder if folder is not None and (folder / ADAPTER_FILE).is_file() else None
 
     def inside(self, path: str) -> Path | None:
         """Return the path of a folder below the root, links followed.

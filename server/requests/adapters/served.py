@@ -8,7 +8,7 @@ from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
-from kvasir.model.adapters.peft import AdapterError
+from kvasir.model.adapters.config import AdapterError
 from kvasir.model.directory import (
     GENERATION_FILE,
     ModelDirectory,
