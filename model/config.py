@@ -420,6 +420,11 @@ class TransformerConfig:
         return self.attention_scale or 1.0 / math.sqrt(own or self.head_dim)
 
     @property
+    def n_attention_layer(self) -> int:
+        """The number of layers that keep keys and values."""
+        return self.n_layer - len(self.recurrent_layers)
+
+    @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers that keep keys and values."""
         return tuple(i for i in range(self.n_layer) if i not in self.recurrent_layers)
@@ -437,7 +442,7 @@ class TransformerConfig:
         """
         states = tuple(self.states.values()) * len(self.recurrent_layers)
         heads = self.n_kv_head, self.head_dim
-        return len(self.attention_layers), *heads, self.latents is not None, states
+        return self.n_attention_layer, *heads, self.latents is not None, states
 
     @property
     def turns_outside(self) -> bool:

@@ -71,7 +71,7 @@ def _least_weights(config: TransformerConfig) -> int:
     widths += (config.n_experts or 0) * (config.d_expert or 0) * n_mixtures
     latents = config.latents
     per_head = 2 * config.head_dim if latents is None else latents.value_dim
-    matrices = 2 * widths + config.n_head * per_head * len(config.attention_layers)
+    matrices = 2 * widths + config.n_head * per_head * config.n_attention_layer
     rows = config.vocab_size + config.max_model_len * config.has_learned_positions
     least = (matrices + rows) * config.d_model
     if config.has_relative_bias:

@@ -50,7 +50,7 @@ def flops_per_token(decoder: Transformer, context: int, *, has_logits: bool = Tr
     multiplied = decoder.n_parameters - looked_up + output - skipped
     updates = adapter_parameters(decoder).values()
     trained = sum(update.numel() for update in updates) if updates else multiplied
-    attended = len(config.attention_layers) * config.n_head * config.head_dim * context
+    attended = config.n_attention_layer * config.n_head * config.head_dim * context
     return 4 * multiplied + 2 * trained + 12 * attended
 
 
