@@ -69,7 +69,7 @@ class ModelRegistry:
         self.served: dict[str, ServedModel] = {}
         self.failures: dict[str, StartupError] = {}  # of models that could not be loaded
         self.on_load_failure: Callable[[StartupError], None] = logger.error
-        adapted = next((name for name, found in model_dirs.items() if _writes(found)), None)
+        adapted = next((name for name, found in model_dirs.items() if _may_write(found)), None)
         plain = settings.model_copy(update={"adapter": None, "adapter_dir": None})
         for name, model_dir in model_dirs.items():
             try:
@@ -86,9 +86,9 @@ class ModelRegistry:
         self.bank: AdapterBank | None = None
         # By name: the folder and the number of loads by request at which it was read.
         self._views: dict[str, tuple[tuple[Path, int], AdaptedModel | None]] = {}
-        if settings.has_adapters:
-            if adapted not in self.served:
-                raise StartupError("adapters are for a model that writes text, and none is served")
+        if settings.has_adapters and adapted is None:
+            raise StartupError("adapters are for a model that writes text, and none is served")
+        if settings.has_adapters and adapted in self.served:
             self._adapted = self.served[adapted]
             self.bank = AdapterBank(
                 settings.adapters, settings.adapter_dir, settings.adapter_memory, self._graph
@@ -249,6 +249,6 @@ class ModelRegistry:
             logger.error("%s", error, extra={"fields": {"model": name}})
 
 
-def _writes(model_dir: ModelDirectory | StartupError) -> bool:
-    """Return whether a model writes text."""
-    return isinstance(model_dir, ModelDirectory) and model_dir.config.pooling is None
+def _may_write(model_dir: ModelDirectory | StartupError) -> bool:
+    """Return whether a model writes text, or would if it could be loaded."""
+    return isinstance(model_dir, StartupError) or model_dir.config.pooling is None

@@ -16,16 +16,18 @@ import pytest
 from fastapi import FastAPI
 
 from kvasir.export.directory import export_checkpoint
-from kvasir.model.directory import load_model_dir
+from kvasir.model.config import Pooling
+from kvasir.model.directory import ModelDirectory, load_model_dir
 from kvasir.server.errors import StartupError
 from kvasir.server.process.app import create_app
 from kvasir.server.process.engine_builder import build_engine
 from kvasir.server.requests.adapters.bank import AdapterBank
+from kvasir.server.requests.registry import ModelRegistry
 from kvasir.server.settings import load_settings
 from tests.kernels.graphs import needs_library
 from tests.kit.adapters import change_tensors, save_adapter, set_config
 from tests.kit.huggingface_checkpoints import make_model, save_checkpoint, save_tokenizer
-from tests.kit.serving import running
+from tests.kit.serving import fake_model_dir, running
 
 pytestmark = needs_library
 ADMIN = {"authorization": "Bearer admin"}
@@ -327,3 +329,23 @@ async def test_a_line_of_a_batch_names_an_adapter(
             batch = (await client.get(f"/v1/batches/{batch['id']}")).json()
         answers = (await client.get(f"/v1/files/{batch['output_file_id']}/content")).json()
         assert answers["response"]["body"]["choices"][0]["text"] == text
+
+
+def test_adapters_are_of_the_first_model_that_writes_text(tmp_path: Path) -> None:
+    """If that cannot be loaded, of none."""
+    known = load_settings(model=("a=x", "b=y"), adapter_dir=tmp_path)
+    text, damaged = fake_model_dir(), StartupError("damaged")
+    pooling = Pooling(kind="mean")
+    vectors = replace(text, config=replace(text.config, pooling=pooling, causal=False))
+    cases: list[tuple[dict[str, ModelDirectory | StartupError], dict[str, bool]]] = [
+        ({"a": text, "b": text}, {"a": True, "b": False}),
+        ({"a": vectors, "b": text}, {"a": False, "b": True}),
+        ({"a": damaged, "b": text}, {"b": False}),
+    ]
+    for found, has_adapters in cases:
+        models = ModelRegistry(known, found)
+        served = models.served.items()
+        assert {name: one.settings.has_adapters for name, one in served} == has_adapters
+        assert (models.bank is not None) == any(has_adapters.values())
+    with pytest.raises(StartupError, match="none is served"):
+        ModelRegistry(known, {"a": vectors})
