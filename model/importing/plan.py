@@ -26,6 +26,7 @@ _NUMBER = re.compile(r"\.\d+\.")
 _TURNED = re.compile(r"\.attention\.(qkv|query_norm|key_norm)\.")
 _ENCODER = "encoder."
 _LOGIT_BIAS = "final_logits_bias.bias"
+_FORMER_PREFIX = re.compile(r"^(\w+_model)\.model\.$")  # in files alone
 _CHOICES = ("router", "shared_gate")  # linear layers that adapters leave as they are
 
 
@@ -183,7 +184,8 @@ def _prefix(family: Family | None, config: TransformerConfig, stored: Collection
     if family is None or config.pooling is not None:  # transformers loads the body alone
         return ""
     own = (p for p in family.prefixes if any(tensor.startswith(p) for tensor in stored))
-    return next(own, "" if config.encoder is not None else family.prefixes[-1])
+    prefix = next(own, "" if config.encoder is not None else family.prefixes[-1])
+    return _FORMER_PREFIX.sub(r"model.\1.", prefix)
 
 
 def _trace_rows(

@@ -55,7 +55,7 @@ def answer_of_peft(base: Path, adapter: Path) -> str:
 
 @needs_library
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-@pytest.mark.parametrize("kind", ["llama", "phi3"])
+@pytest.mark.parametrize("kind", ["llama", "minicpm3"])
 async def test_a_trained_adapter_answers_beside_its_model_as_merged_and_as_in_peft(
     kind: str, tmp_path: Path
 ) -> None:
@@ -63,7 +63,8 @@ async def test_a_trained_adapter_answers_beside_its_model_as_merged_and_as_in_pe
     save_checkpoint(base, make_model(kind))
     text.write_text(TEXT)
     options = ["--lora=r=8", "--context=32", "--batch-size=4", "--steps=60", "--warmup=5"]
-    trained(str(text), "--init", str(base), "--out", str(run), "--learning-rate=0.02", *options)
+    options += ["--learning-rate=0.02", "--no-mixed-precision"]
+    trained(str(text), "--init", str(base), "--out", str(run), *options)
     adapter = newest_checkpoint(run)
     assert adapter is not None
     arguments = ["merge", str(base), str(run), "--out", str(tmp_path / "merged")]

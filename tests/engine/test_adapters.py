@@ -16,6 +16,7 @@ from torch import nn
 
 from kvasir.export.directory import export_checkpoint
 from kvasir.kernels.library import FILE, Library
+from kvasir.model.adapters.config import AdapterError
 from kvasir.model.adapters.layout import Layout
 from kvasir.model.directory import ADAPTERS_FILE, load_model_dir
 from kvasir.server.engine.adapters.loaded import Adapter
@@ -138,6 +139,12 @@ def test_same_bits_on_every_path(served: Served, path: str) -> None:
     requests = [make_request(i, adapters) for i in range(N_REQUESTS)]
     results = run_to_end(Engine(runner, chunk_size=16), requests)
     assert [results[i] for i in range(N_REQUESTS)] == served.alone
+
+
+def test_a_rank_that_operators_do_not_take_is_refused(served: Served) -> None:
+    save_adapter(served.folder / "adapter9", make_model(served.kind), r=500)
+    with pytest.raises(AdapterError, match=r"'adapter9': r of .* is 500; expected at most \d+$"):
+        served.load(served.runner(), 9)
 
 
 def prompt_errors(runner: PagedRunner, adapter: Adapter | None, right: nn.Module) -> float:

@@ -21,7 +21,7 @@ from kvasir.kernels.adapter_table import (
     TABLE_NUMBERS,
     Place,
 )
-from kvasir.model.adapters.config import AdapterError
+from kvasir.model.adapters.config import AdapterError, refuse
 from kvasir.model.adapters.layout import Layout
 from kvasir.model.adapters.peft import Factors, read_adapter
 
@@ -69,6 +69,9 @@ class GraphAdapters:
                 if (low := given.modules.get(part.module)) is None:
                     continue
                 outputs = layer.outputs[part.first : part.first + len(part.rows)] * low.scaling
+                most = len(layer.inputs) + len(layer.outputs)  # operators take no more
+                if (rank := len(low.a)) > most:
+                    raise refuse(name, f"r of {part.module}", str(rank), f"at most {most}")
                 a = _columns(low, layer.inputs, is_mixed=place.is_mixed)
                 first, b = _panels(part.first, low.b[part.rows] * outputs[:, None])
                 if not (np.isfinite(a).all() and np.isfinite(b).all()):
