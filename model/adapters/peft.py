@@ -93,7 +93,8 @@ def read_adapter(
 
 def _tensors(name: str, content: bytes) -> dict[str, dict[str, Any]]:
     try:
-        return dict(deserialize(content))  # type: ignore[no-untyped-call]
+        # Its order changes from call to call, and the first fault is the one that is told.
+        return dict(sorted(deserialize(content)))  # type: ignore[no-untyped-call]
     except SafetensorError as error:
         reason = " ".join(str(error).split())
         raise refuse(name, ADAPTER_WEIGHTS_FILE, f"damaged ({reason})", "a whole file") from None

@@ -16,6 +16,7 @@ import pytest
 from fastapi import FastAPI
 
 from kvasir.export.directory import export_checkpoint
+from kvasir.model.checkpoint import load_checkpoint
 from kvasir.model.config import Pooling
 from kvasir.model.directory import ModelDirectory, load_model_dir
 from kvasir.server.errors import StartupError
@@ -297,6 +298,18 @@ def test_a_model_that_takes_no_adapters_says_so_at_the_start(
     known = load_settings(model=exported / "base", adapter_dir=root, **settings)
     with pytest.raises((ValueError, StartupError), match=f"it takes no adapters: {reason}"):
         build_engine(known, replace(found, manifest=manifest))
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("lfm2", "recurrent layers"), ("qwen2_moe", "experts")]
+)
+def test_so_does_a_model_with_other_layers(
+    kind: str, reason: str, exported: Path, root: Path, tmp_path: Path
+) -> None:
+    config = load_checkpoint(save_checkpoint(tmp_path / kind, make_model(kind))).config
+    known = load_settings(model=exported / "base", adapter_dir=root)
+    with pytest.raises(ValueError, match=f"it takes no adapters: it has {reason}"):
+        build_engine(known, replace(load_model_dir(exported / "base"), config=config))
 
 
 async def test_a_wrong_adapter_of_the_settings_ends_the_start(exported: Path, root: Path) -> None:

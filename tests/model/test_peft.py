@@ -114,7 +114,7 @@ def replace(**tensors: Tensor | None) -> Callable[[dict[str, Tensor]], dict[str,
         ({"use_qalora": True}, "use_qalora is True"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights must be"),
         ({"a_new_kind": 3}, "a_new_kind is 3; expected nothing"),
-        ({"r": 5}, "(4, 64)"),  # the rank of the tensors
+        ({"r": 5}, "lora_A is (4, 96); expected shape (5, 96)"),  # the rank of the tensors
         ({"r": MOST_RANK + 1}, f"r must be less than or equal to {MOST_RANK}, not {MOST_RANK + 1}"),
         ({"lora_alpha": None}, "lacks the field 'lora_alpha'"),
         ({"r": "4"}, "r must be a valid integer, not '4'"),
@@ -188,7 +188,7 @@ def test_a_folder_without_its_files_is_refused(layout: Layout, folder: Path) -> 
 
 def test_an_adapter_of_a_larger_model_is_refused(layout: Layout, tmp_path: Path) -> None:
     save_adapter(tmp_path, make_model("llama", hidden_size=96))
-    with pytest.raises(AdapterError, match=r"lora_A is \(4, 96\); expected shape \(4, 64\)"):
+    with pytest.raises(AdapterError, match=r"lora_B is \(96, 4\); expected shape \(64, 4\)"):
         read(tmp_path, layout)
 
 
