@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
 
 from kvasir.server.errors import StartupError, UnavailableError
 
@@ -85,7 +84,7 @@ class Link:
                     n_left, n_replies = _SLICES + n_more, self._n_replies
                 n_left -= clock() - begun < 2 * _SLICE
             self.lose("no reply")
-        except (RedisError, OSError) as error:
+        except Exception as error:  # whatever the client raises, no request fails by it
             self.lose(str(error) or type(error).__name__)
         finally:
             task.cancel()
@@ -121,7 +120,8 @@ class Link:
                 self.found.set()
                 while self.is_up:
                     await renew()
-                    with suppress(TimeoutError):
-                        await asyncio.wait_for(self._lost.wait(), seconds)
+                    with suppress(TimeoutError):  # `wait_for` could lose a cancellation
+                        async with asyncio.timeout(seconds):
+                            await self._lost.wait()
             except UnavailableError:
                 await asyncio.sleep(_RETRY_SECONDS)

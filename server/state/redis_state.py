@@ -23,7 +23,7 @@ from kvasir.server.state.state import Key, Question, State, Stored, Taken
 LEASE_SECONDS = 15  # after which the requests of a dead replica no longer count
 _STREAM_SECONDS = 60  # after which its streams are forgotten
 _RENEW_SECONDS = 5.0
-_START_SECONDS = 1.0
+_START_SECONDS = _CLOSE_SECONDS = 1.0
 _ANSWER_SECONDS = 2.0  # of another replica, which may be busy
 _SIZES = struct.Struct("<QQ")  # of a response, and of the items before it
 
@@ -58,14 +58,18 @@ class RedisState(State):
         """See State. Without Redis it takes a second, and the server starts all the same."""
         self._keeping = self.run(self._link.keep(self._restore, self._renew, _RENEW_SECONDS))
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._link.found.wait(), _START_SECONDS)
+            async with asyncio.timeout(_START_SECONDS):
+                await self._link.found.wait()
 
     async def close(self) -> None:
         """See State. Waits for what is being given back."""
-        ending = [task for task in (self._keeping, self._listening) if task is not None]
-        for task in ending:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for name in ("_keeping", "_listening"):  # in this order: one begins the other
+            task: asyncio.Task[None] | None = getattr(self, name)
+            if task is not None:
+                task.cancel()
+                await asyncio.wait((task,), timeout=_CLOSE_SECONDS)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_CLOSE_SECONDS)
         await self._redis.aclose()
         await self._redis.connection_pool.disconnect()
 
