@@ -103,6 +103,19 @@ async def test_nothing_is_lost_while_redis_is_away(
     assert await second.enter(ACCOUNT, 2) is not None
 
 
+async def test_a_server_ends_while_redis_goes_away(server: RedisServer) -> None:
+    """Whichever of both comes first, no task goes on."""
+    with redis.Redis.from_url(server.url) as client:
+        for n_turns in range(30):
+            state = RedisState(server.url, 0)
+            await state.start()
+            client.client_kill_filter(_type="pubsub" if n_turns % 2 else "normal", skipme=True)
+            for _ in range(n_turns // 2):
+                await asyncio.sleep(0)
+            await state.close()
+            assert not state._tasks
+
+
 async def test_a_restart_without_data_knows_the_scripts_again(
     server: RedisServer, replicas: RedisFleet
 ) -> None:
