@@ -10,7 +10,7 @@ from torch import Tensor
 
 # Returns what is summed of logits [tokens, vocab] and their targets [tokens].
 Measure = Callable[[Tensor, Tensor], Tensor]
-_PART = 512  # tokens: a product of fewer reads the head's matrix more often
+_PART = 1024  # tokens: the gradient of the head's matrix is added once a part
 
 
 class _Sum(torch.autograd.Function):
@@ -26,7 +26,7 @@ class _Sum(torch.autograd.Function):
         *parameters: Tensor,
     ) -> Tensor:
         values, of_hidden = list[Tensor](), torch.empty_like(hidden)
-        of_parameters = [torch.zeros_like(parameter) for parameter in parameters]
+        of_parameters: list[Tensor] = []
         parts = (tensor.split(_PART) for tensor in (hidden, targets, of_hidden))
         for tokens, wanted, of_tokens in zip(*parts, strict=True):
             with torch.enable_grad():
@@ -35,8 +35,9 @@ class _Sum(torch.autograd.Function):
                 gradient, *others = torch.autograd.grad(value, (leaf, *parameters))
             values.append(value.detach())
             of_tokens.copy_(gradient)
-            for so_far, other in zip(of_parameters, others, strict=True):
+            for so_far, other in zip(of_parameters, others, strict=bool(of_parameters)):
                 so_far.add_(other)
+            of_parameters = of_parameters or others
         ctx.save_for_backward(of_hidden, *of_parameters)
         return torch.stack(values).sum()
 
