@@ -101,20 +101,21 @@ def _memory(model: Path) -> list[str]:
     found = None if manifest.precision == "fp32" else load("auto", None)
     library = found if isinstance(found, Library) else None
     kv = open_decoder(loaded.graph_path, config, library, max_num_seqs=1).kv
+    computed = f"{model.name}: ONNX Runtime computes its attention and recurrences, over rows"
+    if not config.attention_layers:
+        size = f"{kv.state_bytes:,} bytes, whatever its length"
+        return [f"{model.name}: the states of a sequence take {size}", computed]
     words = f"{model.name}: a token of context takes {kv.token_bytes:,} bytes"
-    if kv.state_bytes:
-        layers = f"{len(config.recurrent_layers)} recurrent layers"
-        words += f", and the states of {layers} {kv.state_bytes:,} for each sequence"
     if kv.prompt_token_bytes:
         words += f", and {kv.prompt_token_bytes:,} more while its prompt is computed"
+    if kv.state_bytes:
+        words += f"; the states of recurrent layers take {kv.state_bytes:,} for each sequence"
     if (latents := config.latents) is not None:
         full = config.n_head * (latents.key_dim + (config.rotary_dim or 0) + latents.value_dim)
         words += f" ({full / config.head_dim:.1f} times that without latents)"
     n_tokens = available_memory() // 2 // kv.token_bytes
     notes = [f"{words}; the default of kv_cache_memory holds {n_tokens:,} tokens here"]
-    if kv.state_bytes:
-        notes.append(f"{model.name}: it runs over rows, as recurrent layers do, by stock operators")
-    return notes
+    return [*notes, computed] if kv.state_bytes else notes
 
 
 def _describe(model: Path) -> tuple[list[str], bool]:

@@ -287,7 +287,8 @@ class TransformerConfig:
     latent. attention_scale is then 1 / sqrt(key_dim + rotary_dim), unless given.
     recurrence: of the layers of recurrent_layers, in the place of attention. Such a layer keeps a
     state of fixed size for each row, and no keys and values. attention_gate: what is attended is
-    multiplied by the sigmoid of a linear layer of attention's input (Qwen3-Next, 2025).
+    multiplied by the sigmoid of a linear layer of attention's input (Qwen3-Next, 2025), which has a
+    number for each channel or, with attention_gate_by_head, for each head (LFM3, 2026).
     attention_softcap, logit_softcap: c in c · tanh(x / c), on scores and on logits (Gemma 2, 2024).
     sliding_window: in the layers of `sliding_window_layers` (None: in all) a token sees those that
     are less than so many positions away (Beltagy et al. 2020). attention_sinks: each head has a
@@ -364,6 +365,7 @@ class TransformerConfig:
     recurrence: Recurrence | None = None
     recurrent_layers: tuple[StrictInt, ...] = ()
     attention_gate: StrictBool = False
+    attention_gate_by_head: StrictBool = False
     attention_sinks: StrictBool = False
     attention_scale: Positive | None = None
     attention_softcap: Positive | None = None

@@ -60,6 +60,8 @@ def _heads(config: Any) -> Iterator[Rule]:
     yield "rotary_dim", fits, f"at most head_dim, {config.head_dim}"
     for name in ("qk_norm_across_heads", "qk_norm_after_rotary", "layers_without_qk_norm"):
         yield name, config.qk_norm or not getattr(config, name), "left out without qk_norm"
+    gated = config.attention_gate or not config.attention_gate_by_head
+    yield "attention_gate_by_head", gated, "left out without an attention_gate"
     by_head = config.qk_norm and not config.qk_norm_across_heads
     yield "qk_norm_kind", by_head or config.qk_norm_kind == "rmsnorm", "rmsnorm here"
     if config.latents is not None:
@@ -86,8 +88,6 @@ def _recurrence(config: Any) -> Iterator[Rule]:
     is_recurrent = config.recurrence is not None
     given = bool(config.recurrent_layers) == is_recurrent
     yield "recurrent_layers", given, "given with a recurrence, and only then"
-    some = len({*config.recurrent_layers}) < config.n_layer
-    yield "recurrent_layers", some, "fewer than all layers"
     whole = config.causal and config.encoder is None and config.pooling is None
     allowed = "left out in encoders, with an encoder and with a pooling"
     yield "recurrence", whole or not is_recurrent, allowed

@@ -240,6 +240,8 @@ MAMBA2: dict[str, Any] = {
     "recurrent_layers": (0, 1),
 }
 random_mamba2_model = _shared("int8", **MAMBA2)
+# No layer with keys and values at all.
+random_recurrent_model = _shared("int4", **DELTA_RULE | {"recurrent_layers": (0, 1, 2)})
 random_hybrid_model = _shared("int8", **CONVOLUTIONS)
 random_int4_hybrid_model = _shared("int4", **CONVOLUTIONS, qk_norm=True)
 # Scores with a learned bias by distance, over int8 rows; both sublayers read one input.

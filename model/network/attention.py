@@ -65,7 +65,8 @@ class Attention(nn.Module):
             self.query_norm = HeadNorm(config.n_head, config)
             self.key_norm = HeadNorm(config.n_kv_head, config)
         if config.attention_gate:
-            self.gate = nn.Linear(config.d_model, self.widths[0], bias=config.qkv_bias)
+            n_gates = config.n_head if config.attention_gate_by_head else self.widths[0]
+            self.gate = nn.Linear(config.d_model, n_gates, bias=config.qkv_bias)
         clip = config.qkv_clip
         self.clip = nn.Identity() if clip is None else Clip(clip, sum(self.widths))
         self.output = nn.Linear(self.widths[0], config.d_model, bias=config.output_bias)
@@ -111,7 +112,13 @@ class Attention(nn.Module):
         return self.lower(self._gated(attended, x)), present
 
     def _gated(self, attended: Tensor, x: Tensor) -> Tensor:
-        return attended * self.gate(x).sigmoid() if self.config.attention_gate else attended
+        if not self.config.attention_gate:
+            return attended
+        gates: Tensor = self.gate(x).sigmoid()
+        if not self.config.attention_gate_by_head:
+            return attended * gates
+        heads: Tensor = attended.unflatten(-1, (self.config.n_head, -1)) * gates[..., None]
+        return heads.flatten(-2)
 
     def _own(self, positions: Positions) -> Positions:
         """Return what this layer has to know of positions."""

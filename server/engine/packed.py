@@ -47,7 +47,7 @@ def open_decoder(
     Raises as it does, and ValueError for a layout where stock operators have to do.
     """
     if config.recurrence is not None:
-        logger.info("%s runs over rows, as its recurrent layers do", graph.parent.name)
+        logger.info("attention and recurrences of %s are ONNX Runtime's", graph.parent.name)
     elif library is not None:
         from kvasir.kernels.graph import Mismatch  # noqa: PLC0415  imports onnx
 

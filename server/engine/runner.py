@@ -89,7 +89,10 @@ class OnnxRunner:
         if n_bytes is None:
             n_bytes = available_memory() // (2 * n_models)
         shape = KVShape(*config.cache_shape)
-        itemsize = min(kv.itemsize for kv in kv_inputs(self._session))
+        # In a graph that chooses, running sequences have int8 keys and values.
+        chooses = any(value.name == DECODE_INPUT for value in self._session.get_inputs())
+        dtype = np.int8 if chooses else np.float32
+        itemsize = np.dtype(dtype).itemsize
         per_token, per_prompt_token = shape.token_bytes(itemsize), shape.token_bytes()
         of_states = shape.state_bytes * n_rows(max_num_seqs)
         least = 2 * (per_token + per_prompt_token) + of_states
@@ -99,7 +102,7 @@ class OnnxRunner:
             )
             raise ValueError(
                 f"kv_cache_memory of {n_bytes} bytes holds no prompt: two tokens take "
-                f"{least - of_states}{beside}"
+                f"{least - of_states}{beside}; raise it, or lower max_num_seqs"
             )
         n_bytes -= of_states
         most = self.max_model_len * (max_num_seqs * per_token + per_prompt_token)  # of full rows
@@ -109,7 +112,7 @@ class OnnxRunner:
             max_num_seqs=max_num_seqs,
             max_model_len=self.max_model_len,
             budget_tokens=min(n_bytes, most) // per_token,
-            dtype=np.int8 if itemsize == 1 else np.float32,
+            dtype=dtype,
             cache=PrefixCache.within(cache_bytes, BLOCK_SIZE * per_prompt_token, shape.state_bytes),
         )
         n_logits = most_logits(max_num_seqs, self.vocab_size)  # untouched memory is free

@@ -175,7 +175,8 @@ class Scheduler:
     def _cut(self, sequence: Sequence, limit: int) -> Chunk:
         """Return a chunk of at most `limit` tokens, or of as few as may run at once."""
         limit = min(limit, self.scoring_chunk_size) if sequence.is_scored else limit
-        start, end = self.kv.cut(sequence.n_computed, limit, len(sequence.prompt_ids))
+        n_done, n_prompt = sequence.n_computed, len(sequence.prompt_ids)
+        start, end = self.kv.cut(sequence.rows[0], n_done, limit, n_prompt)
         n_logits = int(end == sequence.n_given and sequence.params.max_tokens > 0)
         count = end - start
         return Chunk(sequence, start, count, count if sequence.is_scored else n_logits)

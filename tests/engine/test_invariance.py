@@ -73,6 +73,7 @@ MODELS = [
     *("random_int4_mixture_model", "random_latent_model"),
     *("random_hybrid_model", "random_int4_hybrid_model", "random_delta_model"),
     "random_mamba2_model",
+    "random_recurrent_model",
 ]
 
 

@@ -185,7 +185,7 @@ def test_any_work_keeps_to_the_budget(int8: bool) -> None:
     def write(row: int) -> None:
         rows.running.array[:, row, :, : lengths[row]] = 1
         if row in rows._prompts:
-            prompt_row, n_prompt = rows._prompts[row]
+            prompt_row, n_prompt, _ = rows._prompts[row]
             rows.prompts.array[:, prompt_row, :, :n_prompt] = 1.0
 
     for _ in range(150):

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from hypothesis import given
@@ -37,9 +38,10 @@ def test_no_token_of_a_prompt_runs_twice_or_alone(
 ) -> None:
     """Any limits. Where states are kept, the last whole block of a prompt ends a chunk."""
     rows, ends = make_rows(8 if caches else 0), [0]
+    assert rows.admit(n_prompt, 1, []) == (0, 0)
     while ends[-1] < n_prompt:
         limit = limits[len(ends) % len(limits)]
-        start, end = rows.cut(ends[-1], limit, n_prompt)
+        start, end = rows.cut(0, ends[-1], limit, n_prompt)
         assert start == ends[-1]
         assert min(2, n_prompt) <= end - start <= max(limit, 2) + 1
         ends.append(end)
@@ -74,7 +76,7 @@ def test_a_prompt_goes_on_from_the_state_of_its_own_beginning(capacity: int, n_s
         row, end = admitted
         n_found += end > 0
         while end < len(prompt):
-            start, end = rows.cut(end, chance.randint(2, 20), len(prompt))
+            start, end = rows.cut(row, end, chance.randint(2, 20), len(prompt))
             model.run(row, start, end)
             rows.record_prefill(row, start, end, names)
         assert all((state[row] == len(prompt)).all() for state in rows.running.states)
@@ -82,6 +84,21 @@ def test_a_prompt_goes_on_from_the_state_of_its_own_beginning(capacity: int, n_s
         assert rows.cache.states.keys() <= rows.cache.blocks.keys()
         assert len(rows.cache.states) <= n_states
     assert n_found > 10
+
+
+def test_a_common_beginning_is_found_from_its_second_repetition_on() -> None:
+    """The first prompt keeps no state where others will differ; the second one's run ends there."""
+    rows, begins = make_rows(40, 10), [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    for i, n_expected in enumerate((0, 0, 2 * BLOCK, 2 * BLOCK)):
+        prompt = begins + [20 + i] * 20
+        names = rows.cache.names(prompt)
+        admitted = rows.admit(len(prompt), 1, names[: (len(prompt) - 2) // BLOCK])
+        assert admitted == (i, n_expected)
+        end = n_expected
+        while end < len(prompt):
+            start, end = rows.cut(i, end, 100, len(prompt))
+            Lengths(rows).run(i, start, end)
+            rows.record_prefill(i, start, end, names)
 
 
 def test_a_move_takes_the_state_along() -> None:
@@ -98,6 +115,7 @@ def test_a_move_takes_the_state_along() -> None:
 
 
 MODELS = ["random_hybrid_model", "random_int4_hybrid_model", "random_delta_model"]
+MODELS += ["random_recurrent_model"]
 
 
 @pytest.fixture(params=MODELS)
@@ -162,6 +180,21 @@ def test_the_state_of_a_served_row_is_that_of_the_network(random_delta_model: Ra
     expected = np.concatenate([part.numpy().ravel() for part in first])
     error = np.linalg.norm(found[: expected.size] - expected) / np.linalg.norm(expected)
     assert error < 0.05
+
+
+def readers(graph: onnx.GraphProto, name: str) -> int:
+    """The most nodes that read a value in a run, of which a branch is a part."""
+    inside = [a.g for node in graph.node for a in node.attribute if a.type == a.GRAPH]
+    own = sum(name in node.input for node in graph.node)
+    return own + max((readers(branch, name) for branch in inside), default=0)
+
+
+def test_a_state_has_one_reader(model: RandomModel) -> None:
+    """Another one might run when the new state has taken its place."""
+    graph = onnx.load(model.graph, load_external_data=False).graph
+    names = [value.name for value in graph.input if value.name.startswith("past_states.")]
+    assert len(names) == len(model.config.states) * len(model.config.recurrent_layers)
+    assert [readers(graph, name) for name in names] == [1] * len(names)
 
 
 def test_too_little_memory_for_states_is_refused(random_delta_model: RandomModel) -> None:

@@ -117,13 +117,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"embedding_multiplier": 3.0, "attention_multiplier": 0.3}
         | {"residual_multiplier": 0.7, "logits_scaling": 4.0, "attention_bias": True},
     ),
-    "granite4": (
-        "granitemoehybrid",
-        _GROUPED
-        | {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "logits_scaling": 4.0}
-        | {"residual_multiplier": 0.7, "num_local_experts": 0, "shared_intermediate_size": 96}
-        | {"layer_types": ["full_attention"] * 2, "position_embedding_type": "rope"},
-    ),
     "olmo2": ("olmo2", _GROUPED),
     "olmo3": (
         "olmo3",
@@ -395,16 +388,35 @@ _FURTHER |= {
         "text_config": _GROUPED | _DELTA | _QWEN_EXPERTS,
         "vision_config": {"depth": 1},
     },
+    "lfm3": {
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],
+        "sliding_window": WINDOW,
+        "head_dim": 16,
+        "attention_bias": True,
+    }
+    | _rope_by_layer_type(
+        full_attention={"rope_type": "proportional", "rope_theta": 900.0}
+        | {"partial_rotary_factor": 0.5},
+        sliding_attention={"rope_type": "default", "rope_theta": 100.0},
+    ),
+    "afmoe": _SPARSE
+    | WINDOWED
+    | {"num_experts": 6, "num_shared_experts": 2, "route_scale": 1.7, "mup_enabled": True}
+    | {"head_dim": 32, "attention_bias": True},
     "bamba": _MAMBA2 | {"attn_layer_indices": [1], "mamba_n_groups": 2, "mlp_bias": True},
-    "granitemoehybrid with mamba": _MAMBA2
-    | _MULTIPLIERS
-    | {"layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0}
-    | {"shared_intermediate_size": 96, "mamba_conv_bias": False},
-    "granitemoehybrid with mamba and experts": _MAMBA2
+    "granitemoehybrid": _MAMBA2
     | _MULTIPLIERS
     | _EXPERTS
     | {"layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 5}
     | {"shared_intermediate_size": 96, "mamba_proj_bias": True, "intermediate_size": 32},
+    "granitemoehybrid without experts": _MAMBA2
+    | _MULTIPLIERS
+    | {"layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0}
+    | {"shared_intermediate_size": 96, "mamba_conv_bias": False},
+    "granitemoehybrid without mamba": _MULTIPLIERS
+    | {"layer_types": ["full_attention"] * 2, "position_embedding_type": "rope"}
+    | {"shared_intermediate_size": 96, "num_local_experts": 0},
     "llama4": {"text_config": _GROUPED | _LLAMA4, "vision_config": {"num_hidden_layers": 1}},
 }
 _EVERY_HEAD_ITS_OWN = {"biogpt", "codegen", "gpt_bigcode", "gpt_neo", "mpt", "openai-gpt"}

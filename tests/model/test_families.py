@@ -278,7 +278,7 @@ def test_the_documents_list_every_decoder() -> None:
 
 
 # Of these the defaults make no model, or one with experts.
-NO_MODELS = {"bamba", "granitemoehybrid", "dots1", "glm4_moe", "deepseek_v2"}
+NO_MODELS = {"dots1", "glm4_moe", "deepseek_v2"}
 
 
 @pytest.mark.parametrize("name", sorted(ALL.keys() - NO_MODELS))

@@ -146,6 +146,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "n_layer": 4,
         "recurrence": ShortConvolution(kernel=3, bias=True),
         "recurrent_layers": (0, 2),
+        "attention_gate": True,
+        "attention_gate_by_head": True,
         "qk_norm": True,
     },
     "qwen3.5": {
@@ -161,6 +163,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "recurrence": Mamba2(kernel=3, n_head=4, head_dim=12, d_state=16, n_group=2, bias=True),
         "recurrent_layers": (0, 2),
         "rotary_dim": 8,
+    },
+    "without attention": {
+        "position": "none",
+        "recurrence": DeltaRule(kernel=2, n_head=2, n_key_head=2, key_dim=16, value_dim=8),
+        "recurrent_layers": (0, 1),
     },
     "hunyuan mixture": {
         "d_model": 64,

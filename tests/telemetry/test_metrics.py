@@ -20,7 +20,8 @@ from tests.kit.serving import sample as value
 
 NAMES = {
     "gauge": """num_requests_running num_requests_waiting kv_cache_usage_ratio build_info model_info
-        model_failed key_file_failed shared_state_up memory_limit_bytes memory_available_bytes""",
+        state_bytes_per_sequence model_failed key_file_failed shared_state_up memory_limit_bytes
+        memory_available_bytes""",
     "counter": """prompt_tokens generation_tokens request_success requests_rejected requests_good
         tokens_wasted prefix_cache_queries prefix_cache_hits spec_decode_draft_tokens
         spec_decode_accepted_tokens key_requests key_tokens ignored_fields""",

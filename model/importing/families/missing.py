@@ -12,7 +12,7 @@ MISSING: dict[str, str] = {  # a model_type: words for "config.json describes â€
             "olmo_hybrid",
         "has recurrent layers (linear attention)":
             "bailing_hybrid kimi_linear minimax recurrent_gemma rwkv xlstm",
-        "has layers of short convolutions": "inkling2_text inkling_text lfm3 zaya",
+        "has layers of short convolutions": "inkling2_text inkling_text zaya",
         "has two attentions in a layer, and experts that change nothing": "longcat_flash",
         "attends to tokens that an indexer chooses":
             "axk2 deepseek_v32 dots3_note dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text",
@@ -20,7 +20,8 @@ MISSING: dict[str, str] = {  # a model_type: words for "config.json describes â€
         "has several residual streams": "qwen4_exp qwen4_exp_text",
         "has layers that share keys, and heads of two sizes":
             "gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text",
-        "has a gate on the output of attention": "afmoe beam laguna",
+        "scales residuals by depth": "beam",
+        "has more heads in some layers than in others": "laguna",
         "has values of another size than keys": "mimo_v2_flash",
         "has experts of attention heads": "jetmoe",
         "has ternary weights, and norms within layers": "bitnet",

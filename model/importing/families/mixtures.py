@@ -5,6 +5,7 @@ As in `llamas.py`, a row of MIXTURES says how a family differs from Llama.
 
 from __future__ import annotations
 
+import math
 from operator import itemgetter
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvasir.model.importing.tensors import (
     all_ones,
     halves_transposed,
     in_halves,
+    or_zeros,
     stacked,
     transposed_experts,
     without_first_axis,
@@ -175,6 +177,21 @@ MIXTURES: dict[str, Family] = {
         layers={"router": "block_sparse_moe.router",
                 "expert_up": in_halves("block_sparse_moe.experts.gate_up_proj"),
                 "expert_down": "block_sparse_moe.experts.down_proj"}),
+    "afmoe": t.llama(
+        "Afmoe", (200192, 2048, 6144, 32, 16, None, 16384), (None, None), t.ATTENTION_BIAS,
+        t.HEAD_NORMS, t.NORMS_BEFORE_AND_AFTER, t.ROTARY_IN_WINDOWS, _BIASED, FIRST_DENSE,
+        t.windows(1024, t.all_but_every(4, "global_attn_every_n_layers"),
+                  global_attn_every_n_layers=4),
+        t.experts(64, 6, 1408, router="mlp.router.gate", normalize_expert_shares=True),
+        t.shared_expert("mlp.shared_experts", "moe_intermediate_size", "num_shared_experts"),
+        keys={"head_dim": 128, "rms_norm_eps": 1e-5, "num_shared_experts": 2,
+              "first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "mup_enabled": False},
+        names={"routed_scaling_factor": "route_scale", "first_k_dense_replace": "num_dense_layers"},
+        fields={"attention_gate": True, "embedding_scale": lambda o: (
+                    math.sqrt(o.whole("hidden_size")) if o["mup_enabled"] else 1.0)},
+        layers={"attention_output_norm": t.MIDDLE, "feed_forward_norm": "pre_mlp_layernorm",
+                "feed_forward_output_norm": "post_mlp_layernorm",
+                "gate": or_zeros("self_attn.gate_proj"), "choice_bias": "mlp.expert_bias"}),
     "qwen2_moe": t.llama(
         "Qwen2Moe", (151936, 2048, 5632, 24, 16, 16, 32768), (None, None), _SHARES, STEPS,
         _EITHER_COUNT, t.experts(60, 4, 1408), t.QKV_BIAS,

@@ -18,6 +18,7 @@ _ROPE_KEYS = {
     "finetuned",  # a note on how a yarn model was made; nothing computes with it
 }
 _MOST_ALPHA = 1e9
+_STILL = 1e30  # divides the angles of pairs that do not turn
 _NEUTRAL_ROPE_KEYS = ("attn_factor", "extrapolation_factor")  # where their value is 1
 # fmt: on
 
@@ -54,15 +55,19 @@ def rotary_fields(options: Options, scalings: tuple[str, ...]) -> dict[str, Any]
         raise refuse("partial_rotary_factor", fraction, "this family only with 1.0")
     if fraction > 1:
         raise refuse("partial_rotary_factor", fraction, "at most 1.0")
-    turned = int(width * fraction)
+    kind = rope.get("rope_type") or rope.get("type")
+    of_pairs = kind == "proportional"  # which has factors of those that do not turn, too
+    turned = width if of_pairs else int(width * fraction)
     fields = {
         "rope_theta": rope.number("rope_theta") * _ntk_factor(rope, turned),
         "rope_scaling": _rope_scaling(options, rope, scalings),
         "rotary_dim": None if turned == width else turned,
     }
     if by_layer_type:
-        types = options.layer_kinds("layer_types", LAYER_TYPES) or ()
-        unturned = tuple(i for i, kind in enumerate(types) if of_kinds.get(kind, 0) is None)
+        types = options["layer_types"]  # which others check
+        still = [kind for kind in LAYER_TYPES if of_kinds.get(kind, 0) is None]
+        every = enumerate(types if isinstance(types, list) else ())
+        unturned = tuple(layer for layer, own in every if own in still)
         fields |= {"layers_without_rotary": unturned} if unturned else {}
         if (kind := in_windows.get("rope_type") or "default") != "default":
             raise refuse(f"{key} of sliding_attention", kind, "only 'default'")
@@ -94,6 +99,14 @@ def _rope_scaling(
         return None  # dynamic ones (NTK) stretch beyond max_position_embeddings alone
     if kind not in scalings:
         raise refuse("rope_scaling", kind, f"only {', '.join(('default', *scalings))}")
+    if kind == "proportional":
+        n_pairs = head_dim(options) // 2
+        n_turned = int(rope.number("partial_rotary_factor", 1.0) * n_pairs)
+        factors = (rope.number("factor", 1.0),) * n_turned + (_STILL,) * (n_pairs - n_turned)
+        both = dict.fromkeys(("short_factors", "long_factors"), factors)
+        length = options.whole("max_position_embeddings")
+        scaling = {"kind": "longrope", "factor": 1.0, "original_max_model_len": length, **both}
+        return scaling | {"attention_factor": 1.0}
     if kind == "linear":
         return {"kind": kind, "factor": rope.number("factor")}
     key = "original_max_position_embeddings"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from kvasir.model.importing.families import traits as t
 from kvasir.model.importing.families.family import Family
 from kvasir.model.importing.families.mixtures import GRANITE_EXPERTS, GRANITE_SHARED, STEPS
 from kvasir.model.importing.families.options import Options, refuse
-from kvasir.model.importing.tensors import Source, plus_one, repeated_for_heads, stacked
+from kvasir.model.importing.tensors import Source, or_zeros, plus_one, repeated_for_heads, stacked
 from kvasir.model.tensor_files import Shape
 
 _MOST_STEPS = 4096  # of a convolution, and of a width
@@ -39,7 +40,7 @@ def _lfm2_layers(options: Options) -> tuple[int, ...]:
 
 
 def _short_convolution(options: Options) -> dict[str, Any] | None:
-    if not _lfm2_layers(options):
+    if "conv" not in (options["layer_types"] or ()):  # which recurrent_layers has filled
         return None
     kernel = options.whole("conv_L_cache", least=2, most=_MOST_STEPS)
     return {"kind": "short_convolution", "kernel": kernel, "bias": options["conv_bias"]}
@@ -208,6 +209,21 @@ def _mamba2(layers: Callable[[Options], tuple[int, ...]]) -> t.Trait:
     }
 
 
+def _lfm3_layers(kind: str) -> Callable[[Options], tuple[int, ...]]:
+    """Return the function that returns the layers of a kind."""
+    kinds = ("conv", "sliding_attention", "full_attention")
+
+    def layers(options: Options) -> tuple[int, ...]:
+        if options["layer_types"] is None:
+            order = ("sliding_attention", "conv", "full_attention", "conv")
+            options["layer_types"] = [order[i % 4] if i else "conv" for i in t.every_layer(options)]
+        every = enumerate(options.layer_kinds("layer_types", kinds) or ())
+        return tuple(layer for layer, own in every if own == kind)
+
+    return layers
+
+
+_lfm3_windows = _lfm3_layers("sliding_attention")
 # fmt: off
 _LFM2: t.Trait = {
     "keys": {"rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "tie_word_embeddings": True,
@@ -265,6 +281,25 @@ RECURRENT: dict[str, Family] = {
         fields={"router": "sigmoid", "choice_bias": _lfm2_choice,
                 "dense_layers": lambda o: tuple(range(o.whole("num_dense_layers", least=0)))},
         layers={"choice_bias": "feed_forward.expert_bias"}),
+    "lfm3": t.llama(
+        "Lfm3", (128000, 2048, 7680, 24, 16, 4, 128000), (124894, 124900), _LFM2, t.ATTENTION_BIAS,
+        keys={"conv_L_cache": 7, "head_dim": 128, "sliding_window": 256, "use_sandwich_norm": True,
+              "use_attention_gate": True, "rope_local_base_freq": 10000.0,
+              "partial_rotary_factor": 1.0, "rope_parameters": {
+                  "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                  "full_attention": {"rope_type": "proportional", "rope_theta": 1000000.0,
+                                     "partial_rotary_factor": 0.5}}},
+        scalings=("proportional",),
+        fields={"recurrent_layers": _lfm3_layers("conv"), "sliding_window_layers": _lfm3_windows,
+                "attention_gate": itemgetter("use_attention_gate"),
+                "attention_gate_by_head": itemgetter("use_attention_gate"),
+                "norm_placement": lambda o: "both" if o["use_sandwich_norm"] else "pre"},
+        layers={"query_norm": repeated_for_heads("self_attn.q_norm"),
+                "key_norm": repeated_for_heads("self_attn.k_norm"),
+                "gate": or_zeros("self_attn.gate_proj|self_attn.g_proj"),
+                "output": "self_attn.o_proj",
+                "attention_output_norm": "post_operator_norm",
+                "feed_forward_output_norm": "post_ffn_norm"}),
     "qwen3_5_text": t.llama(
         "Qwen3_5", (248320, 4096, 12288, 32, 16, 4, 32768), (None, None), _DELTA, _QWEN,
         body="Qwen3_5Text"),

@@ -25,7 +25,8 @@ class Mixer(nn.Module, ABC):
     """A recurrent sublayer, of the configuration's recurrence.
 
     A matrix that reads the sublayer's input has a name that begins with `input`, and the one that
-    makes its output is `output`: rounding goes by these names.
+    makes its output is `output`: rounding goes by these names. In a graph a part of a state has one
+    reader, on which the new one depends: both are the same memory.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -94,9 +95,10 @@ class CausalConvolution(nn.Module):
         present = known.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
         if torch.onnx.is_in_onnx_export():
             activation = "silu" if self.activates else "none"
+            before = known[:, : past.shape[1]]  # a copy: see Mixer
             sums, _ = torch.onnx.ops.symbolic_multi_out(
                 "com.microsoft::CausalConvWithState",
-                inputs=[x, self.weight, self.bias, past],
+                inputs=[x, self.weight, self.bias, before],
                 attrs={"channels_last": 1, "activation": activation},
                 dtypes=(x.dtype, x.dtype),
                 shapes=(list(x.shape), list(past.shape)),

@@ -35,8 +35,11 @@ class KVShape(NamedTuple):
         return 1 if self.shared else 2
 
     def token_bytes(self, itemsize: int = 4) -> int:
-        """Return the size of one token's keys and values in all layers."""
-        return self.n_parts * self.n_layer * self.n_kv_head * self.head_dim * itemsize
+        """Return the size of one token's keys and values in all layers.
+
+        It is at least 1, for a model without any to have a budget of tokens, too.
+        """
+        return max(1, self.n_parts * self.n_layer * self.n_kv_head * self.head_dim * itemsize)
 
     @property
     def state_bytes(self) -> int:
@@ -73,8 +76,11 @@ class RowMemory:
         self.row_shape = (shape.n_kv_head, self.n_positions, shape.head_dim)
         self.n_parts = shape.n_parts
         n_blocks = self.n_parts * shape.n_layer
-        self._memory = map_memory(n_blocks * n_rows * per_position * self.n_positions)
-        self.array: NDArray[Any] = np.frombuffer(self._memory, dtype=self.dtype)
+        self._row_bytes = per_position * self.n_positions
+        size = n_blocks * n_rows * self._row_bytes
+        self._memory = map_memory(max(size, mmap.PAGESIZE))  # of nothing there is no mapping
+        count = size // self.dtype.itemsize
+        self.array: NDArray[Any] = np.frombuffer(self._memory, dtype=self.dtype, count=count)
         self.array = self.array.reshape(n_blocks, n_rows, *self.row_shape)
         self.states: list[NDArray[np.float32]] = [
             np.zeros((n_rows, *of_row), dtype=np.float32) for of_row in shape.states
@@ -126,7 +132,7 @@ class RowMemory:
         if sys.platform != "linux":
             return
         n_parts = self.row_shape[0] if n_kept else 1  # each head has kept tokens of its own
-        row_bytes = self.array[0, 0].nbytes
+        row_bytes = self._row_bytes
         size = row_bytes // n_parts
         for block in range(len(self.array)):
             for part in range(n_parts):

@@ -76,9 +76,13 @@ class PrefixCache(BlockCache[Floats]):
         n_states = n_bytes // (_BLOCKS_PER_STATE * block_bytes + state_bytes)
         return cls(_BLOCKS_PER_STATE * n_states, n_states=n_states)
 
+    def count_kept(self, names: list[bytes]) -> int:
+        """Count the blocks of a chain that are cached, with a state at the last or without."""
+        return super().count(names)
+
     def count(self, names: list[bytes]) -> int:
         """Count the blocks of a chain from its first on, up to one that prompts can go on from."""
-        n_cached = super().count(names)
+        n_cached = self.count_kept(names)
         if self.n_states is None:
             return n_cached
         return next((n for n in range(n_cached, 0, -1) if names[n - 1] in self.states), 0)
@@ -96,7 +100,7 @@ class PrefixCache(BlockCache[Floats]):
 
         state: at the end of the chain.
         """
-        n_cached = super().count(names)
+        n_cached = self.count_kept(names)
         self._touch(names[:n_cached])  # or the chain's own beginning could be dropped to make room
         for n, name in enumerate(names[n_cached:], n_cached):
             source = self._slice(row, n)

@@ -135,7 +135,8 @@ class KVRows(RowStore):
             cache=cache or PrefixCache(),
         )
         self._free_prompts = set(range(n_prompt_rows))
-        self._prompts: dict[int, tuple[int, int]] = {}  # by row: its row of floats, prompt tokens
+        # By row: its row of floats, prompt tokens, and those that an earlier prompt begins with.
+        self._prompts: dict[int, tuple[int, int, int]] = {}
 
     def reservation(self, n_prompt: int, max_tokens: int) -> int:
         """See KVStore: a prompt's floats count while it is computed."""
@@ -148,7 +149,8 @@ class KVRows(RowStore):
             return None
         row, prompt_row = self._take_row(), min(self._free_prompts)
         self._free_prompts.remove(prompt_row)
-        self._prompts[row] = prompt_row, n_prompt
+        n_common = self.cache.count_kept(names) * self.cache.block_size
+        self._prompts[row] = prompt_row, n_prompt, n_common
         self.running.reserve(row, n_prompt + max_tokens)
         self.prompts.reserve(prompt_row, n_prompt)
         self._keep_to_budget()
@@ -161,18 +163,20 @@ class KVRows(RowStore):
             self.prompts.write_states(prompt_row, self.cache.states.get(last))
         return row, n_cached
 
-    def cut(self, n_computed: int, limit: int, n_prompt: int) -> tuple[int, int]:
+    def cut(self, row: int, n_computed: int, limit: int, n_prompt: int) -> tuple[int, int]:
         """See KVStore. A state moves once: with states no token runs twice.
 
         So a chunk may have a token more, for no rest to be short. It ends with a block if it can,
-        for the prefix cache to keep the state there; the last one thus begins where the next turn
-        of a chat can go on.
+        for the prefix cache to keep the state there: where an earlier prompt begins to differ, and
+        after the last whole block, where the next turn of a chat can go on.
         """
         if not self.prompts.states:
-            return super().cut(n_computed, limit, n_prompt)
+            return super().cut(row, n_computed, limit, n_prompt)
         fewest, size = self.min_chunk, self.cache.block_size
         end = min(n_computed + max(limit, fewest), n_prompt)
-        border = end // size * size
+        border, n_common = end // size * size, self._prompts[row][2]
+        if n_computed + fewest <= n_common < border:
+            border = n_common
         if self.cache.capacity and border - n_computed >= fewest and n_prompt - border != 1:
             return n_computed, border
         if n_prompt - end == 1:
@@ -217,7 +221,7 @@ class KVRows(RowStore):
         After the last the row of floats is free, and its state is the running row's. names: of all
         blocks of the prompt.
         """
-        prompt_row, n_prompt = self._prompts[row]
+        prompt_row, n_prompt, _ = self._prompts[row]
         chain, size = names[: end // self.cache.block_size], self.cache.block_size
         ends_chain = self.prompts.states and len(chain) * size == end
         state = self.prompts.read_states(prompt_row) if ends_chain else None
@@ -255,7 +259,7 @@ class KVRows(RowStore):
                 np.copyto(rounded, whole, casting="unsafe")
 
     def _free_prompt(self, row: int) -> None:
-        prompt_row, _ = self._prompts.pop(row)
+        prompt_row, *_ = self._prompts.pop(row)
         self._free_prompts.add(prompt_row)
         self.prompts.reserve(prompt_row, 0)
         self.prompts.trim(prompt_row, _RETAINED_PROMPT)

@@ -35,10 +35,17 @@ class KVStore(ABC):
     def reserved_tokens(self) -> int:
         """Tokens of the budget that sequences hold."""
 
-    def cut(self, n_computed: int, limit: int, n_prompt: int) -> tuple[int, int]:
+    def cut(
+        self,
+        row: int,  # noqa: ARG002
+        n_computed: int,
+        limit: int,
+        n_prompt: int,
+    ) -> tuple[int, int]:
         """Return the start and the end of a prompt's next chunk, of at most `limit` tokens.
 
-        It has at least `min_chunk`, so a short rest starts earlier and writes the same bits again.
+        row: of its sequence. A chunk has at least `min_chunk`, so a short rest starts earlier and
+        writes the same bits again.
         """
         end = min(n_computed + max(limit, self.min_chunk), n_prompt)
         return max(0, min(n_computed, end - self.min_chunk)), end

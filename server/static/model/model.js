@@ -56,9 +56,9 @@ function memoryFacts({ config, kv_cache: cache, max_source_len: source, max_mode
     ? `${layers} layers × (${latents.rank} of the latent + ${channels - latents.rank} turned)`
     : `2 × ${layers} layers × ${heads} ${heads === 1 ? "head" : "heads"} × ${channels} channels`;
   return {
-    token:
-      `${formatBytes(bytes)} = ${parts} × ` +
-      `${formatCount(each)} ${each === 1 ? "byte" : "bytes"}`,
+    token: layers
+      ? `${formatBytes(bytes)} = ${parts} × ${formatCount(each)} ${each === 1 ? "byte" : "bytes"}`
+      : "nothing: no layer has keys and values",
     prompt: more
       ? `${formatBytes(more)} more, as 32-bit floats, until the prompt is complete`
       : "same as other tokens",

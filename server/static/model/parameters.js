@@ -58,7 +58,8 @@ function attention({ d_model: width, n_head: heads, n_kv_head: shared, ...config
   const biases = (config.qkv_bias ? projected : 0) + (config.output_bias ? width : 0);
   const sinks = config.attention_sinks ? heads : 0;
   const limits = config.qkv_clip === null ? 0 : projected;
-  const gate = config.attention_gate ? heads * config.head_dim * (width + (config.qkv_bias ? 1 : 0)) : 0;
+  const gates = heads * (config.attention_gate_by_head ? 1 : config.head_dim);
+  const gate = config.attention_gate ? gates * (width + (config.qkv_bias ? 1 : 0)) : 0;
   return width * projected + heads * config.head_dim * width + biases + sinks + limits + gate;
 }
 
