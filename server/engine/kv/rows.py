@@ -168,16 +168,16 @@ class KVRows(RowStore):
 
         So a chunk may have a token more, for no rest to be short. It ends with a block if it can,
         for the prefix cache to keep the state there: where an earlier prompt begins to differ, and
-        after the last whole block, where the next turn of a chat can go on.
+        after the last block that the same prompt, or the next turn of a chat, can go on from.
         """
         if not self.prompts.states:
             return super().cut(row, n_computed, limit, n_prompt)
         fewest, size = self.min_chunk, self.cache.block_size
         end = min(n_computed + max(limit, fewest), n_prompt)
-        border, n_common = end // size * size, self._prompts[row][2]
+        border, n_common = min(end, n_prompt - fewest) // size * size, self._prompts[row][2]
         if n_computed + fewest <= n_common < border:
             border = n_common
-        if self.cache.capacity and border - n_computed >= fewest and n_prompt - border != 1:
+        if self.cache.capacity and border - n_computed >= fewest:
             return n_computed, border
         if n_prompt - end == 1:
             end += 1 if end - n_computed == fewest else -1
