@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.nn import functional
 
 from kvasir.model.network import sums
@@ -93,7 +94,10 @@ COMPILED = replace(SETTINGS, steps=4, checkpoint_every=2, evaluate_every=2, comp
 
 
 def compiled(trainer: Trainer) -> Trainer:
+    torch._dynamo.reset()  # as in a new process
+    counters.clear()
     assert trainer.compile() == ""
+    assert counters["stats"]["unique_graphs"] > 0
     return trainer
 
 
@@ -111,7 +115,6 @@ def test_compiled_runs_are_plain_ones_but_for_rounding_and_resume_to_their_bits(
     torch.testing.assert_close(whole.losses, plain.losses, rtol=1e-5, atol=0)
     first.at = {2: press_ctrl_c}
     compiled(make_trainer(data, settings, dropout=0.2)).train(folders[2], first)
-    torch._dynamo.reset()  # as a new process would
     compiled(resume(folders[2], data)).train(folders[2], rest)
     assert first.losses + rest.losses == whole.losses
 
