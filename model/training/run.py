@@ -65,8 +65,9 @@ def train_run(folder: Path, trainer: Trainer, lines: Console, progress: StepProg
         print_held_out(lines, 0, trainer.evaluate(), not is_ranking)
     tell = partial(lines.print, soft_wrap=True)
 
-    compiles = trainer.settings.compile and trainer.step < steps and not trainer.shard
-    if compiles and trainer.processes.device.type == "cpu":
+    processes = trainer.processes
+    alone = processes.control is None and processes.device.type == "cpu"
+    if trainer.settings.compile and trainer.step < steps and alone:
         tell("compiling the network, which takes up to a minute; --no-compile leaves it out")
         if problem := trainer.compile():
             tell(f"it is not compiled: {problem}")
