@@ -84,6 +84,12 @@ ROUTERS = (
     *(explain.router, health.router, playground.router, router),
 )
 ROUTES = [route for each in ROUTERS for route in each.routes if isinstance(route, APIRoute)]
+# Those that lines of batches may ask.
+ENDPOINTS = [
+    route.path
+    for route in ROUTES
+    if isinstance(route, BodyRoute) and re.fullmatch("/v1/[a-z/]+", route.path)
+]
 for route in ROUTES:
     route.summary = route.description.partition("\n")[0]  # the docstring's first line
 
@@ -97,8 +103,7 @@ def add_routes(app: FastAPI) -> None:
     for each in ROUTERS:
         if not any(each is unserved for unserved in absent):
             app.router.routes += each.routes
-    bodies = [route.path for route in ROUTES if isinstance(route, BodyRoute)]
-    app.state.endpoints = [path for path in bodies if re.fullmatch("/v1/[a-z/]+", path)]
+    app.state.endpoints = ENDPOINTS
     app.mount("/static", playground.StaticPlayground(directory=playground.STATIC))
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_wrong_parameter)

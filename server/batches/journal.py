@@ -6,7 +6,9 @@ import io
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ from pydantic_core import from_json
 from kvasir.server.batches.objects import BatchUsage, Counts, StoredBatch, StoredFile
 from kvasir.server.batches.store import BatchStore
 
+_BEGIN = '{"id":"batch_req_'  # of each line
 _SYNC_SECONDS = 1.0  # whose answers are computed again after a power failure
 # They end a line for Python's splitlines, and stand in strings only, where they can be escaped.
 _LINE_ENDS = {
@@ -33,39 +36,61 @@ class Reply(NamedTuple):
 
 
 class Journal:
-    """The answers to a batch's requests so far: each is appended once. `read` it first.
+    """The answers to `n_requests` so far: each is appended once. `read` it first.
 
     What follows the last whole line is removed, in case a crash or a full disk cut a line off. One
-    thread at a time may use it. answered: hashes of custom ids. Raises OSError.
+    thread at a time may use it. paths: the file of answers, and at True that of failures. take:
+    counts bytes that are about to be written, or that are there no more, as `BatchStore.take` does.
+    answered: hashes of custom ids. Raises OSError.
     """
 
-    def __init__(self, store: BatchStore, batch: StoredBatch) -> None:
-        self._store, self._batch = store, batch
+    def __init__(
+        self,
+        paths: Mapping[bool, Path],
+        n_requests: int,
+        take: Callable[[int], object] = lambda _: None,
+    ) -> None:
+        self._paths, self._take = paths, take
         self.answered: set[int] = set()
         self.usage = BatchUsage()
-        self.counts = Counts(total=batch.request_counts.total)
-        self._ids = {False: batch.answers, True: batch.failures}
+        self.counts = Counts(total=n_requests)
         self._files: dict[bool, io.FileIO] = {}
         self._synced_at = monotonic()
 
-    def read(self) -> Iterator[None]:
-        """Open the files, and read their answers, one in each step."""
-        for is_failure, file_id in self._ids.items():
-            path, end = self._store.path(file_id), 0
+    @classmethod
+    def of(cls, store: BatchStore, batch: StoredBatch) -> Journal:
+        """Return that of a batch in a store."""
+        paths = {False: store.path(batch.answers), True: store.path(batch.failures)}
+        take = partial(store.take, owner=batch.owner)
+        return cls(paths, batch.request_counts.total, take)
+
+    def read(self, asked: Container[int] | None = None) -> Iterator[None]:
+        """Open the files, and read their answers, one in each step.
+
+        asked: hashes of custom ids. Raises ValueError for a file that has anything but answers to
+        them, and leaves it as it is; None is a file of the store's own.
+        """
+        for is_failure, path in self._paths.items():
+            end = 0
             file = self._files[is_failure] = io.FileIO(path, "ab")
             with path.open("rb") as lines:
-                for line in lines:
+                for number, line in enumerate(lines, 1):
                     try:
                         answer = from_json(line) if line.endswith(b"\n") else {}
                         response = answer["response"] or {"status_code": 0, "body": None}
                         self._count(answer["custom_id"], response["status_code"], response["body"])
+                        is_asked = asked is None or hash(answer["custom_id"]) in asked
                     except (ValueError, LookupError, TypeError):
-                        break
+                        if asked is None or _is_cut_off(line):
+                            break
+                        is_asked = False
+                    if not is_asked:
+                        raise ValueError(f"line {number} of {path} answers none of the requests")
                     end += len(line)
                     yield
             n_more = path.stat().st_size - end
             file.truncate(end)
-            self._store.take(-n_more, self._batch.owner)
+            self._take(-n_more)
 
     def _count(self, custom_id: str, status_code: int, content: Any) -> None:
         self.answered.add(hash(custom_id))
@@ -92,9 +117,9 @@ class Journal:
         self._count(custom_id, 0, None)
 
     def _append(self, custom_id: str, response: bytes, error: bytes, status_code: int) -> None:
-        head = f'{{"id":"batch_req_{secrets.token_hex(12)}","custom_id":{json.dumps(custom_id)}'
+        head = f'{_BEGIN}{secrets.token_hex(12)}","custom_id":{json.dumps(custom_id)}'
         line = rest = b'%b,"response":%b,"error":%b}\n' % (head.encode(), response, error)
-        self._store.take(len(line), self._batch.owner)
+        self._take(len(line))
         file = self._files[_is_failure(status_code)]
         end = os.fstat(file.fileno()).st_size
         try:
@@ -102,7 +127,7 @@ class Journal:
                 rest = rest[file.write(rest) :]
         except OSError:
             file.truncate(end)
-            self._store.take(-len(line), self._batch.owner)
+            self._take(-len(line))
             raise
 
     @property
@@ -116,18 +141,16 @@ class Journal:
         for file in self._files.values():
             os.fsync(file.fileno())
 
-    def publish(self, now: float) -> None:
+    def publish(self, store: BatchStore, batch: StoredBatch, now: float) -> None:
         """Make files of what was written, and name them in the batch."""
         self.sync()
-        batch = self._batch
-        for is_failure, name in (False, "output"), (True, "error"):
-            file_id = self._ids[is_failure]
-            size = self._store.path(file_id).stat().st_size
+        for file_id, name in (batch.answers, "output"), (batch.failures, "error"):
+            size = store.path(file_id).stat().st_size
             if not size:
-                self._store.discard(file_id, batch.owner)
+                store.discard(file_id, batch.owner)
                 continue
             setattr(batch, f"{name}_file_id", file_id)
-            self._store.describe(
+            store.describe(
                 StoredFile(
                     id=file_id,
                     bytes=size,
@@ -143,6 +166,12 @@ class Journal:
         """Close the files."""
         for file in self._files.values():
             file.close()
+
+
+def _is_cut_off(line: bytes) -> bool:
+    """Return whether a line is the beginning of an answer."""
+    begin = _BEGIN.encode()
+    return not line.endswith(b"\n") and line[: len(begin)] == begin[: len(line)]
 
 
 def _is_failure(status_code: int) -> bool:

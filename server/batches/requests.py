@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,21 @@ class RequestFile:
     """The lines of a batch's file, which are read anew by each of its iterators.
 
     Iterators yield None where they have nothing to report, so their reader can pause or stop after
-    each line. parse: reads the JSON of a line of at most `max_line` bytes. A custom id is known by
-    its hash, because 50,000 of them would take 100 MB. Raises OSError.
+    each line. endpoints: what a request's url may be. parse: reads the JSON of a line of at most
+    `max_line` bytes. A custom id is known by its hash, because 50,000 of them would take 100 MB.
+    Raises OSError.
     """
 
-    def __init__(self, path: Path, endpoint: str, parse: Parse, max_line: int) -> None:
-        self._path, self._endpoint = path, endpoint
-        self._parse, self._max_line = parse, max_line
+    def __init__(
+        self,
+        path: Path,
+        endpoints: Collection[str],
+        parse: Parse,
+        max_line: int,
+        max_requests: float = MAX_REQUESTS,
+    ) -> None:
+        self._path, self._endpoints = path, endpoints
+        self._parse, self._max_line, self._max_requests = parse, max_line, max_requests
 
     def faults(self, seen: set[int]) -> Iterator[Fault | None]:
         """Yield what is wrong with the file, and add the custom ids of its requests to `seen`."""
@@ -39,8 +47,8 @@ class RequestFile:
             is_blank = raw.isspace() and len(raw) <= self._max_line
             n_blank += is_blank * len(raw)
             fault = None if is_blank else self._fault(raw, seen)
-            if is_over := len(seen) > MAX_REQUESTS:
-                message = f"A batch may have at most {MAX_REQUESTS} requests."
+            if is_over := len(seen) > self._max_requests:
+                message = f"A batch may have at most {self._max_requests} requests."
                 fault = Fault(code="too_many_requests", message=message)
             elif is_over := n_blank > MOST_BLANK:
                 message = f"The file has more than {MOST_BLANK} bytes of blank lines."
@@ -52,14 +60,14 @@ class RequestFile:
         if not seen and not n_faults:
             yield Fault(code="empty_file", message="The file has no requests.")
 
-    def unanswered(self, answered: set[int]) -> Iterator[tuple[str, bytes] | None]:
-        """Yield the custom id and the body of each request that is not among the answered ones."""
+    def unanswered(self, answered: set[int]) -> Iterator[tuple[str, str, bytes] | None]:
+        """Yield the custom id, the url and the body of each request that is not answered."""
         for _, raw in self._lines():
             line = None if raw.isspace() else self._parse(raw)
             if line is None or hash(line["custom_id"]) in answered:
                 yield None
             else:
-                yield line["custom_id"], json.dumps(line["body"]).encode()
+                yield line["custom_id"], line["url"], json.dumps(line["body"]).encode()
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         """Yield all lines with their numbers; of one that is too long, the beginning."""
@@ -99,8 +107,8 @@ class RequestFile:
             wrong = "duplicate_custom_id", message, "custom_id"
         elif line["method"] != "POST":
             wrong = "invalid_method", "The method must be POST.", "method"
-        elif line["url"] != self._endpoint:
-            message = f"The url must be the batch's endpoint, {self._endpoint}."
+        elif line["url"] not in self._endpoints:
+            message = f"The url must be {' or '.join(self._endpoints)}."
             wrong = "mismatched_endpoint", message, "url"
         elif not isinstance(body, dict):
             wrong = "invalid_body", "The body must be a JSON object.", "body"

@@ -188,7 +188,7 @@ class BatchWorker:
         if batch.status in ENDED:
             return
         batch.errors = None
-        journal = Journal(self.store, batch)
+        journal = Journal.of(self.store, batch)
         try:
             ending: Status = "cancelled" if batch.cancelling_at else "expired"
             if batch.in_progress_at is not None:
@@ -199,7 +199,7 @@ class BatchWorker:
                     batch.enter("finalizing", self.clock())
                 else:
                     await self._next(self._leave_out(batch, journal, ending))
-                await in_thread(self._threads, journal.publish, self.clock())
+                await in_thread(self._threads, journal.publish, self.store, batch, self.clock())
             await in_thread(self._threads, self._end, batch, ending)
         finally:
             journal.close()
@@ -221,7 +221,7 @@ class BatchWorker:
 
     def _requests(self, batch: StoredBatch) -> RequestFile:
         path = self.store.path(batch.input_file_id)
-        return RequestFile(path, batch.endpoint, self._parse, self._max_line)
+        return RequestFile(path, [batch.endpoint], self._parse, self._max_line)
 
     async def _answer_all(self, batch: StoredBatch, journal: Journal) -> Status:
         """Answer what is not answered, until the batch expires or is cancelled; return its end."""
@@ -236,13 +236,13 @@ class BatchWorker:
         return "expired" if limit.expired() else "completed"
 
     async def _answer_line(
-        self, batch: StoredBatch, custom_id: str, body: bytes, journal: Journal
+        self, batch: StoredBatch, custom_id: str, url: str, body: bytes, journal: Journal
     ) -> None:
         """Answer a line, as often as it takes. Raises OSError and RequestTooLargeError."""
-        reply = await self._answer(batch.endpoint, body, batch.owner)
+        reply = await self._answer(url, body, batch.owner)
         while not isinstance(reply, Reply):
             await asyncio.sleep(reply)
-            reply = await self._answer(batch.endpoint, body, batch.owner)
+            reply = await self._answer(url, body, batch.owner)
         try:
             journal.append(custom_id, reply)
         except (OSError, RequestTooLargeError):

@@ -280,7 +280,7 @@ def test_faults_are_few_and_short_whatever_a_file_holds(
 ) -> None:
     path = tmp_path / "input"
     path.write_bytes(content)
-    steps = [*RequestFile(path, ENDPOINT, from_json, 1000).faults(set())]
+    steps = [*RequestFile(path, [ENDPOINT], from_json, 1000).faults(set())]
     faults = [one for one in steps if one is not None]
     assert faults[0].code == code
     assert len(steps) <= MOST_BLANK + 1
