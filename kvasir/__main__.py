@@ -11,6 +11,7 @@ from kvasir.model.platform.progress import handling
 with handling(signal.SIG_DFL, signal.SIGINT):
     import typer
 
+    from kvasir.commands.batch import batch
     from kvasir.commands.bench import (
         bench_engine,
         bench_model,
@@ -41,6 +42,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
     ("Use it", chat, "kvasir chat artifacts/mine"),
     ("Use it", generate, 'kvasir generate artifacts/mine "Once upon a time"'),
     ("Use it", embed, 'kvasir embed artifacts/minilm "A cat sat." "A kitten lay."'),
+    ("Use it", batch, "kvasir batch requests.jsonl answers.jsonl artifacts/mine"),
     ("Use it", explain, 'kvasir explain artifacts/mine "Once upon a time" --out map.png'),
     ("Keep it", list_models, "kvasir list"),
     ("Keep it", remove_models, "kvasir rm mine-54bd20c651ab"),

@@ -92,7 +92,7 @@ def create_app(
             make = build_engine if served.task == "generate" else build_encoder_engine
             return engine or make(served.settings, served.model_dir, clock)
 
-        loading = asyncio.create_task(models.start(build, clock))
+        app.state.loading = loading = asyncio.create_task(models.start(build, clock))
         if engine is not None:
             await loading
         async with _answering(app.state.batches):

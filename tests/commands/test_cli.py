@@ -28,7 +28,8 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples/stdlib")
 COMMANDS = (
     *("train", "pull", "export", "merge", "eval"),
-    *("serve", "chat", "generate", "embed", "explain", "list", "rm", "doctor", "bench serve"),
+    *("serve", "chat", "generate", "embed", "batch", "explain"),
+    *("list", "rm", "doctor", "bench serve"),
 )
 BENCHES = ("bench model", "bench engine", "bench serve")
 PLAIN = {"COLUMNS": "80", "_TYPER_FORCE_DISABLE_TERMINAL": "1"}
