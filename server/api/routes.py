@@ -84,12 +84,8 @@ ROUTERS = (
     *(explain.router, health.router, playground.router, router),
 )
 ROUTES = [route for each in ROUTERS for route in each.routes if isinstance(route, APIRoute)]
-# Those that lines of batches may ask.
-ENDPOINTS = [
-    route.path
-    for route in ROUTES
-    if isinstance(route, BodyRoute) and re.fullmatch("/v1/[a-z/]+", route.path)
-]
+_WITH_BODIES = [route.path for route in ROUTES if isinstance(route, BodyRoute)]
+ENDPOINTS = [path for path in _WITH_BODIES if re.fullmatch("/v1/[a-z/]+", path)]  # of batches
 for route in ROUTES:
     route.summary = route.description.partition("\n")[0]  # the docstring's first line
 

@@ -6,7 +6,7 @@ import io
 import json
 import os
 import secrets
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -17,7 +17,7 @@ from pydantic_core import from_json
 from kvasir.server.batches.objects import BatchUsage, Counts, StoredBatch, StoredFile
 from kvasir.server.batches.store import BatchStore
 
-_BEGIN = '{"id":"batch_req_'  # of each line
+_BEGIN = b'{"id":"batch_req_'  # of each line
 _SYNC_SECONDS = 1.0  # whose answers are computed again after a power failure
 # They end a line for Python's splitlines, and stand in strings only, where they can be escaped.
 _LINE_ENDS = {
@@ -39,30 +39,26 @@ class Journal:
     """The answers to `n_requests` so far: each is appended once. `read` it first.
 
     What follows the last whole line is removed, in case a crash or a full disk cut a line off. One
-    thread at a time may use it. paths: the file of answers, and at True that of failures. take:
-    counts bytes that are about to be written, or that are there no more, as `BatchStore.take` does.
-    answered: hashes of custom ids. Raises OSError.
+    thread at a time may use it. paths: the files of answers and of failures. count: told of bytes
+    that are about to be written or, if less than 0, that are there no more. answered: hashes of
+    custom ids. Raises OSError.
     """
 
     def __init__(
-        self,
-        paths: Mapping[bool, Path],
-        n_requests: int,
-        take: Callable[[int], object] = lambda _: None,
+        self, paths: Sequence[Path], n_requests: int, count: Callable[[int], None] | None = None
     ) -> None:
-        self._paths, self._take = paths, take
+        self._paths, self._take = paths, count or (lambda _: None)
         self.answered: set[int] = set()
         self.usage = BatchUsage()
         self.counts = Counts(total=n_requests)
-        self._files: dict[bool, io.FileIO] = {}
+        self._files: list[io.FileIO] = []
         self._synced_at = monotonic()
 
     @classmethod
     def of(cls, store: BatchStore, batch: StoredBatch) -> Journal:
         """Return that of a batch in a store."""
-        paths = {False: store.path(batch.answers), True: store.path(batch.failures)}
-        take = partial(store.take, owner=batch.owner)
-        return cls(paths, batch.request_counts.total, take)
+        paths = store.path(batch.answers), store.path(batch.failures)
+        return cls(paths, batch.request_counts.total, partial(store.take, owner=batch.owner))
 
     def read(self, asked: Container[int] | None = None) -> Iterator[None]:
         """Open the files, and read their answers, one in each step.
@@ -70,9 +66,9 @@ class Journal:
         asked: hashes of custom ids. Raises ValueError for a file that has anything but answers to
         them, and leaves it as it is; None is a file of the store's own.
         """
-        for is_failure, path in self._paths.items():
-            end = 0
-            file = self._files[is_failure] = io.FileIO(path, "ab")
+        for path in self._paths:
+            end, file = 0, io.FileIO(path, "ab")
+            self._files.append(file)
             with path.open("rb") as lines:
                 for number, line in enumerate(lines, 1):
                     try:
@@ -81,7 +77,8 @@ class Journal:
                         self._count(answer["custom_id"], response["status_code"], response["body"])
                         is_asked = asked is None or hash(answer["custom_id"]) in asked
                     except (ValueError, LookupError, TypeError):
-                        if asked is None or _is_cut_off(line):
+                        is_begun = _BEGIN.startswith(line[: len(_BEGIN)])
+                        if asked is None or (is_begun and not line.endswith(b"\n")):
                             break
                         is_asked = False
                     if not is_asked:
@@ -117,8 +114,8 @@ class Journal:
         self._count(custom_id, 0, None)
 
     def _append(self, custom_id: str, response: bytes, error: bytes, status_code: int) -> None:
-        head = f'{_BEGIN}{secrets.token_hex(12)}","custom_id":{json.dumps(custom_id)}'
-        line = rest = b'%b,"response":%b,"error":%b}\n' % (head.encode(), response, error)
+        head = f'{secrets.token_hex(12)}","custom_id":{json.dumps(custom_id)}'.encode()
+        line = rest = b'%b%b,"response":%b,"error":%b}\n' % (_BEGIN, head, response, error)
         self._take(len(line))
         file = self._files[_is_failure(status_code)]
         end = os.fstat(file.fileno()).st_size
@@ -138,7 +135,7 @@ class Journal:
     def sync(self) -> None:
         """Write the answers through to the disk."""
         self._synced_at = monotonic()
-        for file in self._files.values():
+        for file in self._files:
             os.fsync(file.fileno())
 
     def publish(self, store: BatchStore, batch: StoredBatch, now: float) -> None:
@@ -164,14 +161,8 @@ class Journal:
 
     def close(self) -> None:
         """Close the files."""
-        for file in self._files.values():
+        for file in self._files:
             file.close()
-
-
-def _is_cut_off(line: bytes) -> bool:
-    """Return whether a line is the beginning of an answer."""
-    begin = _BEGIN.encode()
-    return not line.endswith(b"\n") and line[: len(begin)] == begin[: len(line)]
 
 
 def _is_failure(status_code: int) -> bool:

@@ -29,16 +29,11 @@ class RequestFile:
     Raises OSError.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        endpoints: Collection[str],
-        parse: Parse,
-        max_line: int,
-        max_requests: float = MAX_REQUESTS,
-    ) -> None:
+    max_requests: float = MAX_REQUESTS
+
+    def __init__(self, path: Path, endpoints: Collection[str], parse: Parse, max_line: int) -> None:
         self._path, self._endpoints = path, endpoints
-        self._parse, self._max_line, self._max_requests = parse, max_line, max_requests
+        self._parse, self._max_line = parse, max_line
 
     def faults(self, seen: set[int]) -> Iterator[Fault | None]:
         """Yield what is wrong with the file, and add the custom ids of its requests to `seen`."""
@@ -47,8 +42,8 @@ class RequestFile:
             is_blank = raw.isspace() and len(raw) <= self._max_line
             n_blank += is_blank * len(raw)
             fault = None if is_blank else self._fault(raw, seen)
-            if is_over := len(seen) > self._max_requests:
-                message = f"A batch may have at most {self._max_requests} requests."
+            if is_over := len(seen) > self.max_requests:
+                message = f"A batch may have at most {self.max_requests} requests."
                 fault = Fault(code="too_many_requests", message=message)
             elif is_over := n_blank > MOST_BLANK:
                 message = f"The file has more than {MOST_BLANK} bytes of blank lines."

@@ -326,7 +326,7 @@ async def test_work_in_a_thread_ends_before_its_files_are_closed(
     def sync(journal: Journal) -> None:
         loop.call_soon_threadsafe(begins.set)
         assert goes_on.wait(TIMEOUT)
-        closed.extend(file.closed for file in journal._files.values())
+        closed.extend(file.closed for file in journal._files)
 
     monkeypatch.setattr(Journal, "sync", sync)
     monkeypatch.setattr("kvasir.server.batches.journal._SYNC_SECONDS", 0)
