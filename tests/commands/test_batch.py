@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import re
 import signal
@@ -158,6 +159,14 @@ def test_a_file_of_anything_else_stays_as_it_is(content: bytes, tmp_path: Path) 
     out.write_bytes(content)
     assert "line 1 of" in kvasir("batch", asked, out, STDLIB, fails=True)
     assert out.read_bytes() == content
+
+
+def test_a_file_that_another_process_writes_is_refused(tmp_path: Path) -> None:
+    asked, out = tmp_path / "asked.jsonl", tmp_path / "out.jsonl"
+    asked.write_bytes(b"".join(LINES))
+    with out.open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "another process" in kvasir("batch", asked, out, STDLIB, fails=True)
 
 
 def test_an_engine_that_ends_is_an_error_and_its_answers_stay(
