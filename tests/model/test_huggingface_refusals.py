@@ -126,7 +126,7 @@ REFUSALS: dict[str, tuple[Break, str]] = {
     ),
     "a new model": (
         set_values("config.json", model_type="llama9", architectures=["Llama9"]),
-        r"'llama9'; the nearest that is computed is 'llama'; supported are apertus, .*xglm",
+        r"'llama9'; the nearest that is computed is 'llama'; supported are afmoe, .*xglm",
     ),
     "no model type": (
         set_values("config.json", model_type=None, architectures=None),
