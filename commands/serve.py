@@ -21,13 +21,13 @@ _METAVARS = {int: "<int>", float: "<float>", ByteSize: "<size>"}
 _MOST_SHOWN = 4  # choices in place of a type; more stand in the help
 # The panels of the help, in their order.
 _PANELS = {
-    "Model": "cache_dir precision served_model_name max_model_len adapter adapter_dir "
-    "tool_call_format reasoning_format",
+    "Model": "models_dir keep_alive cache_dir precision served_model_name max_model_len adapter "
+    "adapter_dir tool_call_format reasoning_format",
     "Address and access": "host port root_path api_key api_key_file adapter_admin_key "
-    "allowed_hosts cors_origins",
+    "models_admin_key allowed_hosts cors_origins",
     "Speed and memory": "max_num_seqs threads kernels kv_cache_memory prefix_cache_memory "
-    "prefix_dir prefix_dir_bytes share_prefix_cache adapter_memory chunk_size itl_target_ms "
-    "speculate cuda_graphs",
+    "prefix_dir prefix_dir_bytes share_prefix_cache adapter_memory models_memory chunk_size "
+    "itl_target_ms speculate cuda_graphs",
     "Limits": "max_queue max_body_bytes default_timeout_ms send_timeout drain_timeout "
     "exit_on_failure",
     "Routes": "explain batch_dir batch_dir_bytes stored_responses_memory",
@@ -45,7 +45,8 @@ def serve(**options: list[Path] | list[str] | Path | str | bool | None) -> None:
     Every option is an environment variable, too: --max-num-seqs is KVASIR_MAX_NUM_SEQS.
     """
     options["adapter"] = options["adapter"] or None
-    if not options["model"] and f"{PREFIX}MODEL" not in os.environ:
+    folder = options["models_dir"] or os.environ.get(f"{PREFIX}MODELS_DIR")
+    if not (options["model"] or folder) and f"{PREFIX}MODEL" not in os.environ:
         options["model"] = [_EXAMPLE]
     try:
         settings = load_settings(**options | {"model": options["model"] or None})

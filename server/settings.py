@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from difflib import get_close_matches
@@ -40,6 +41,30 @@ Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s,]+)$")]
 Host = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9_-][A-Za-z0-9._-]*)$")]
 Named = Annotated[str, Field(pattern=r"^[^=\s/]+=.+$")]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_NUMBER = r"[0-9]+(?:\.[0-9]+)?"
+_PARTS = re.compile(f"({_NUMBER})(ms|h|m|s)")  # of a duration
+_DURATION = f"^-?({_NUMBER}|({_NUMBER}(ms|h|m|s))+)$"
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def seconds_of(value: object) -> float:
+    """Return a duration of Ollama's in seconds: a number of them, or text as 1h30m or 500ms.
+
+    Negative ones are for ever. Raises ValueError.
+    """
+    if isinstance(value, float | int) and not isinstance(value, bool):
+        return float(value) if value >= 0 else math.inf
+    text = str(value)
+    if not re.fullmatch(_DURATION, text):
+        raise ValueError("must be a duration in seconds or as 5m, 1h30m; -1 is for ever")
+    if text[0] == "-":
+        return math.inf
+    parts = _PARTS.findall(text) or [(text, "s")]
+    return sum(float(n) * _UNITS[unit] for n, unit in parts)
+
+
+_Text = Annotated[str, Field(pattern=_DURATION)]
+KeepAlive = Annotated[float, BeforeValidator(seconds_of, json_schema_input_type=_Text)]
 
 
 class Settings(BaseSettings):
@@ -53,8 +78,16 @@ class Settings(BaseSettings):
         use_attribute_docstrings=True,
     )
 
-    model: Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_listed)]
+    model: Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_listed)] = ()
     """Model directory, checkpoint, .gguf file or hf://org/name, or several. NAME=DIR names one."""
+    models_dir: Path | None = None
+    """Folder of model directories, each loaded when a request names it, and unloaded again."""
+    models_memory: ByteSize | None = Field(None, gt=0)
+    """Memory for the models of models_dir, caches included. Default: what is free at the start."""
+    keep_alive: KeepAlive = 300.0
+    """Time for which a model of models_dir stays loaded when unused, such as 5m; -1 is for ever."""
+    models_admin_key: SecretStr | None = Field(None, min_length=1)
+    """Key of POST /v1/models/load and unload. Default: neither is served."""
     cache_dir: Path | None = None
     """Folder of pulled models and of exports. Default: ~/.cache/kvasir."""
     precision: Literal["int8", "int4", "fp32"] | None = None
@@ -235,7 +268,13 @@ class Settings(BaseSettings):
         for given in self.model:
             name, directory = split_name(given)
             models[name or self.served_model_name or directory.resolve().name] = directory
-        return models
+        return models | self.folder_models
+
+    @cached_property
+    def folder_models(self) -> dict[str, Path]:
+        """The model directories of `models_dir` by their ids in the API, found once."""
+        found = sorted(self.models_dir.glob("*/manifest.json")) if self.models_dir else []
+        return {file.parent.name: file.parent for file in found}
 
     @property
     def model_name(self) -> str:
@@ -291,8 +330,17 @@ def load_settings(**options: Any) -> Settings:
         raise StartupError(_refusal(error)) from None
     if len(settings.model) > 1 and settings.served_model_name:
         raise StartupError("setting served_model_name is for a lone model; write NAME=DIR instead")
-    if len(settings.models) < len(settings.model):
-        given = ", ".join(map(str, settings.model))
+    if not settings.models:
+        wanted = f"name a model directory: kvasir serve DIR, or {PREFIX}MODEL=DIR"
+        if (folder := settings.models_dir) is not None:
+            wanted = f"setting models_dir: {folder} holds no folder with a manifest.json"
+        raise StartupError(wanted)
+    if settings.prefix_dir is not None and not settings.model:
+        raise StartupError("setting prefix_dir is for models that stay loaded; name one of them")
+    if settings.models_admin_key is not None and settings.models_dir is None:
+        raise StartupError("setting models_admin_key needs models_dir, whose models it loads")
+    if len(settings.models) < len(settings.model) + len(settings.folder_models):
+        given = ", ".join(map(str, [*settings.model, *settings.folder_models.values()]))
         raise StartupError(f"two of the models have the same name: {given}; name one: NAME=DIR")
     names = [*settings.models, *settings.adapters]
     if len(settings.adapters) < len(settings.adapter or ()) or len({*names}) < len(names):
@@ -305,10 +353,8 @@ def load_settings(**options: Any) -> Settings:
 
 def _refusal(error: ValidationError) -> str:
     first = error.errors()[0]
-    if first["type"] == "missing":
-        return f"name a model directory: kvasir serve DIR, or {PREFIX}MODEL=DIR"
     name = str(first["loc"][0])
-    secrets = ("api_key", "adapter_admin_key", "salt", "state_url")
+    secrets = ("api_key", "adapter_admin_key", "models_admin_key", "salt", "state_url")
     given = "" if name in secrets else f" = {first['input']!r}"
     fault = describe_fault(error)
     if first["type"] == "string_pattern_mismatch":

@@ -42,7 +42,8 @@ OF_REQUESTS = (
     "max_model_len", "max_num_seqs", "max_queue", "max_body_bytes", "default_timeout_ms",
     "send_timeout", "tool_call_format", "reasoning_format", "api_key", "api_key_file",
     "share_prefix_cache", "cors_origins", "allowed_hosts", "root_path", "explain", "adapter",
-    "adapter_dir", "adapter_memory", "adapter_admin_key", "batch_dir", "batch_dir_bytes",
+    "adapter_dir", "adapter_memory", "adapter_admin_key", "models_dir", "models_memory",
+    "keep_alive", "models_admin_key", "batch_dir", "batch_dir_bytes",
     "stored_responses_memory", "salt", "salt_file", "state_url", "state_url_file",
 )  # fmt: skip
 

@@ -12,9 +12,12 @@ import platform
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 import psutil
+
+from kvasir.model.platform.limited_process import peak_kib
 
 _NICENESS = 5  # of an encoder beside streams: Linux gives it a third of a stream's time
 _C = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -98,6 +101,22 @@ def yield_to_streams() -> None:
     """Let this thread and those that it will start run less often than threads of streams."""
     if sys.platform == "linux":  # elsewhere the whole process would yield
         os.nice(_NICENESS)
+
+
+def resident_memory() -> int:
+    """Return the memory in bytes that this process has now."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def restart_peak() -> None:
+    """Let `peak_memory` begin with now; only Linux can."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def peak_memory() -> int:
+    """Return the most memory in bytes since `restart_peak`; elsewhere than on Linux that of now."""
+    return peak_kib() * 1024 if sys.platform == "linux" else resident_memory()
 
 
 def return_freed_memory() -> None:

@@ -5,18 +5,17 @@ They are served where `adapter_admin_key` is set, which they alone take.
 
 from __future__ import annotations
 
-import secrets
 from typing import Annotated
 
 from fastapi import APIRouter, Request
 from pydantic import Field
-from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 
 from kvasir.server.api.http.body import TextRoute
+from kvasir.server.api.http.keys import require_key
 from kvasir.server.api.http.responses import errors, models_of
 from kvasir.server.api.schemas import RequestBody
-from kvasir.server.errors import AuthenticationError, InvalidRequestError, ModelNotFoundError
+from kvasir.server.errors import InvalidRequestError, ModelNotFoundError
 from kvasir.server.requests.adapters.bank import AdapterBank
 
 router = APIRouter(route_class=TextRoute)
@@ -68,11 +67,6 @@ async def unload_adapter(request: Request, body: UnloadAdapterBody) -> PlainText
 def _bank(request: Request) -> AdapterBank:
     """Return the server's adapters. Raises AuthenticationError without the key."""
     models = models_of(request.scope)
-    key, headers = models.settings.adapter_admin_key, Headers(scope=request.scope)
-    given = headers.get("authorization", "").removeprefix("Bearer ").strip()
-    expected = "" if key is None else key.get_secret_value()
-    if not expected or not secrets.compare_digest(given.encode(), expected.encode()):
-        message = "no valid key; send adapter_admin_key's as: Authorization: Bearer KEY"
-        raise AuthenticationError(message)
+    require_key(request.scope, models.settings.adapter_admin_key, "adapter_admin_key")
     assert models.bank is not None, "the key needs adapter_dir"
     return models.bank

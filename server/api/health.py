@@ -117,11 +117,12 @@ _PROBE = OPEN | {"response_model": Health, "responses": OPEN["responses"] | _UNA
 async def ready(request: Request) -> Response:
     """Return 200 if requests are accepted, even with a full queue, which answers with 429.
 
-    Of several models none may be loading, and one must accept requests.
+    Of several models none may be loading but those of `models_dir`, and one must accept requests.
     """
-    states = models_of(request.scope).states
-    phases = set(states.values())
-    return _health(states, is_good="ready" in phases and "loading" not in phases)
+    models = models_of(request.scope)
+    states, staying = models.states, models.staying_states.values()
+    accepts = not {"ready", "unloaded"}.isdisjoint(states.values())
+    return _health(states, is_good=accepts and "loading" not in staying)
 
 
 @router.head("/health/live", **_PROBE)
@@ -136,9 +137,9 @@ async def live(request: Request) -> Response:
 @router.get("/health/startup", **_PROBE)
 async def startup(request: Request) -> Response:
     """Return 200 once the models have been loaded and warmed up, or some of them have failed."""
-    states = models_of(request.scope).states
-    phases = set(states.values())
-    return _health(states, is_good="loading" not in phases and phases != {"failed"})
+    models = models_of(request.scope)
+    states, staying = models.states, models.staying_states.values()
+    return _health(states, is_good="loading" not in staying and {*states.values()} != {"failed"})
 
 
 def _health(states: dict[str, ModelState], *, is_good: bool) -> Response:

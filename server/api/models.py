@@ -18,6 +18,7 @@ from kvasir.server.engine.engine import Engine
 from kvasir.server.errors import InvalidRequestError
 from kvasir.server.explain.explanation import most_tokens
 from kvasir.server.requests.adapters.served import AdaptedModel
+from kvasir.server.requests.registry import ModelRegistry, ModelState
 from kvasir.server.requests.served_model import Kind, ServedModel
 from kvasir.server.requests.target import languages
 
@@ -37,6 +38,8 @@ class Model(ResponseBody, json_schema_serialization_defaults_required=True):
     max_source_len: Size | None = None
     root: str = Field(description="An adapter's model; of a model its own name.")
     parent: str | None = Field(description="The model that an adapter is of; null for models.")
+    state: ModelState = Field(description="A request loads one that is unloaded.")
+    size: Size = Field(description="Bytes of its files.")
     kind: Kind = Field(
         description="The model's use: complete is a decoder without a chat template, translate an "
         "encoder-decoder, rank an encoder with one label, classify one with several."
@@ -130,7 +133,7 @@ class ModelCard(ResponseBody):
 
 
 @router.get("/v1/models", responses=errors(400, 401, 403, 429))
-async def models(
+def models(  # no coroutine: it asks the file system
     request: Request,
     limit: Annotated[int, Query(ge=1, le=1000, description="Of a page, in Anthropic's form.")] = 20,
     after_id: Annotated[str | None, Query(description="The last model before the page.")] = None,
@@ -141,7 +144,7 @@ async def models(
     found = models_of(request.scope)
     models = [*found.usable, *found.adapters]
     if anthropic_version is None:
-        return Models(data=list(map(_listed, models)))
+        return Models(data=[listed(served, found) for served in models])
     names = [served.name for served in models]
     start = 0 if after_id is None else _place(names, after_id, "after_id") + 1
     end = len(names) if before_id is None else _place(names, before_id, "before_id")
@@ -156,14 +159,15 @@ async def models(
 
 
 @router.get("/v1/models/{model_id:path}", responses=errors(401, 403, 404))
-async def model(
+def model(  # as above
     request: Request,
     model_id: Annotated[str, Path(json_schema_extra={"minLength": 1})],
     anthropic_version: AnthropicVersion = None,
 ) -> Model | AnthropicModel:
     """Return the model by its name."""
-    served = models_of(request.scope).named(model_id)
-    return _listed(served) if anthropic_version is None else _listed_by_anthropic(served)
+    found = models_of(request.scope)
+    served = found.named(model_id)
+    return listed(served, found) if anthropic_version is None else _listed_by_anthropic(served)
 
 
 def _place(names: list[str], name: str, param: str) -> int:
@@ -182,7 +186,8 @@ def _listed_by_anthropic(served: ServedModel) -> AnthropicModel:
     )
 
 
-def _listed(served: ServedModel) -> Model:
+def listed(served: ServedModel, models: ModelRegistry) -> Model:
+    """Return a model as OpenAI lists it."""
     parent = served.parent.name if isinstance(served, AdaptedModel) else None
     return Model(
         id=served.name,
@@ -191,12 +196,14 @@ def _listed(served: ServedModel) -> Model:
         max_source_len=served.builder.limits.max_source_len,
         root=served.name if parent is None else parent,
         parent=parent,
+        state=models.states[parent or served.name],
+        size=size_of(served),
         kind=served.kind,
     )
 
 
 @router.get("/model", responses=MODEL_ERRORS)
-def model_card(served: NamedModel) -> ModelCard:  # no coroutine: it asks the file system
+def model_card(request: Request, served: NamedModel) -> ModelCard:  # as above
     """Return the model's shape, precision, verification and files."""
     model_dir = served.model_dir
     manifest, limits = model_dir.manifest, served.builder.limits
@@ -210,7 +217,7 @@ def model_card(served: NamedModel) -> ModelCard:  # no coroutine: it asks the fi
             state_bytes_per_sequence=rows.state_bytes,
         )
     explain_limits = None
-    if served.settings.explain:
+    if served.settings.explain and served.name not in models_of(request.scope).loader.names:
         most = most_tokens(model_dir.config)
         explain_limits = ExplainLimits(max_tokens=most, max_weights=MAX_WEIGHTS)
     files = [
@@ -237,6 +244,12 @@ def model_card(served: NamedModel) -> ModelCard:  # no coroutine: it asks the fi
         source=manifest.source,
         files=files,
     )
+
+
+def size_of(served: ServedModel) -> int:
+    """Return the bytes of a model's files."""
+    path, files = served.model_dir.path, served.model_dir.manifest.files
+    return sum(file_size(path / name) or 0 for name in files)
 
 
 def file_size(path: FilePath) -> int | None:

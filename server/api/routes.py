@@ -17,14 +17,14 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from kvasir.server.api import adapters, health, models, playground, tokenize
+from kvasir.server.api import adapters, health, loading, models, playground, tokenize
 from kvasir.server.api.anthropic import messages
 from kvasir.server.api.anthropic.schemas import AnthropicError
 from kvasir.server.api.embeddings import cohere, tei, vllm
 from kvasir.server.api.embeddings import openai as embeddings
 from kvasir.server.api.explain import routes as explain
 from kvasir.server.api.http.body import BodyRoute
-from kvasir.server.api.http.middleware import ADMIN_PATHS
+from kvasir.server.api.http.middleware import ADMIN_PATHS, LOADING_PATHS
 from kvasir.server.api.http.responses import (
     READ_ERRORS,
     TGI_PATHS,
@@ -80,7 +80,7 @@ ROUTERS = (
     *(cohere.router, tei.router, tei.pair_router, tei.label_router, cohere.pair_router),
     *(vllm.pair_router, vllm.router, vllm.label_router),
     *(ollama.router, ollama.vector_router, ollama_models.router),
-    *(files.router, batches.router, adapters.router),
+    *(files.router, batches.router, adapters.router, loading.router),
     *(explain.router, health.router, playground.router, router),
 )
 ROUTES = [route for each in ROUTERS for route in each.routes if isinstance(route, APIRoute)]
@@ -96,6 +96,7 @@ def add_routes(app: FastAPI) -> None:
     absent = [] if settings.explain else [explain.router]
     absent += [files.router, batches.router] if settings.batch_dir is None else []
     absent += [adapters.router] if settings.adapter_admin_key is None else []
+    absent += [loading.router] if settings.models_admin_key is None else []
     for each in ROUTERS:
         if not any(each is unserved for unserved in absent):
             app.router.routes += each.routes
@@ -131,6 +132,10 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         named = [route for route in ROUTES if route.path_regex.match(path)]
         methods = sorted({method for route in named for method in route.methods or ()})
         refusal.headers |= {"allow": ", ".join(methods)} if methods else dict(error.headers or {})
+    is_served = request.app.state.models.settings.models_admin_key is not None
+    if path_of(request.scope) in LOADING_PATHS and not is_served:  # else GET's 405
+        message = "models are not loaded by name on this server (setting models_admin_key)"
+        refusal = NotFoundError(message)
     return error_response(request.scope, refusal)
 
 

@@ -84,9 +84,10 @@ def create_app(
         await state.start()
         of_text = [served for served in models.served.values() if served.task == "generate"]
         for served in of_text if engine is None else ():
-            served.grammars.warm_up()
+            if served.name not in models.loader.names:
+                served.grammars.warm_up()
 
-        def build(served: ServedModel) -> AnyEngine:
+        def build(served: ServedModel, clock: StartClock) -> AnyEngine:
             if served.task != "generate" and of_text:
                 yield_to_streams()
             make = build_engine if served.task == "generate" else build_encoder_engine

@@ -148,12 +148,18 @@ class AsyncEngine:
         self.engine = await asyncio.wrap_future(built)
 
     async def stop(self) -> None:
-        """End every sequence and the thread, unless it hangs in a step."""
+        """End every sequence and the thread, and let the engine go, unless it hangs in a step.
+
+        It may be started again.
+        """
         if self.engine is None or self._thread is None:
             return
         self.abort_all()
         self._inbox.put(self._stop)
         await asyncio.to_thread(self._thread.join, _JOIN_SECONDS)
+        if not (self.failed or self.is_running):
+            self.engine = self._thread = self._busy_since = None
+            self._inbox, self._stopping = SimpleQueue(), False
 
     def submit(self, sequences: list[Sequence]) -> OutputStream:
         """Queue the admitted sequences of a request. Raises EngineError if the engine failed."""

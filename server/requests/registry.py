@@ -12,6 +12,7 @@ from typing import Literal
 
 from kvasir.model.adapters.config import AdapterError
 from kvasir.model.directory import ModelDirectory
+from kvasir.model.platform.machine import available_memory
 from kvasir.model.platform.suggestions import did_you_mean
 from kvasir.server.engine.adapters.loaded import GraphAdapters
 from kvasir.server.engine.engine import Engine
@@ -25,7 +26,8 @@ from kvasir.server.requests.adapters.bank import AdapterBank
 from kvasir.server.requests.adapters.served import AdaptedModel
 from kvasir.server.requests.admission.answers import AnswerMemory
 from kvasir.server.requests.admission.queue import Phase
-from kvasir.server.requests.async_engine import AnyEngine
+from kvasir.server.requests.loading.folder_model import Build, FolderModel
+from kvasir.server.requests.loading.loader import ModelLoader
 from kvasir.server.requests.served_model import ServedModel, Task
 from kvasir.server.requests.text_worker import TextWorker
 from kvasir.server.settings import Settings
@@ -34,8 +36,8 @@ from kvasir.server.telemetry.start_clock import StartClock
 
 logger = logging.getLogger("kvasir")
 
-# failed: not loaded. unhealthy: its engine has failed or hangs.
-ModelState = Literal["loading", "ready", "draining", "unhealthy", "failed"]
+# unloaded: the next request loads it. failed: not loaded. unhealthy: its engine failed or hangs.
+ModelState = Literal["unloaded", "loading", "ready", "draining", "unhealthy", "failed"]
 _PHASES: dict[Phase, ModelState] = {
     Phase.LOADING: "loading",
     Phase.READY: "ready",
@@ -69,20 +71,40 @@ class ModelRegistry:
         self.served: dict[str, ServedModel] = {}
         self.failures: dict[str, StartupError] = {}  # of models that could not be loaded
         self.on_load_failure: Callable[[StartupError], None] = logger.error
-        adapted = next((name for name, found in model_dirs.items() if _may_write(found)), None)
+        staying = [name for name in model_dirs if name not in settings.folder_models]
+        adapted = next((name for name in staying if _may_write(model_dirs[name])), None)
         plain = settings.model_copy(update={"adapter": None, "adapter_dir": None})
+        budget = settings.models_memory or available_memory()
+        kv_bytes = settings.kv_cache_memory or budget // (2 * len(model_dirs))
+        in_folder = {"kv_cache_memory": kv_bytes, "prefix_dir": None}
+        self._in_folder: dict[str, FolderModel] = {}
         for name, model_dir in model_dirs.items():
             try:
                 if isinstance(model_dir, StartupError):
                     raise model_dir
                 own = settings if name == adapted else plain
-                self.served[name] = ServedModel(
+                own = own if name in staying else plain.model_copy(update=in_folder)
+                served = ServedModel(
                     own, model_dir, name, self.metrics, self.text_worker, self.answers
                 )
+                if name not in staying:
+                    cache = settings.prefix_cache_memory
+                    n = kv_bytes + (kv_bytes // 10 if cache is None else cache)
+                    self._in_folder[name] = FolderModel(served, n)
+                self.served[name] = served
             except StartupError as error:
                 self._fail(name, error)
         if not self.served:
             raise next(iter(self.failures.values()))
+        self.loader = ModelLoader(
+            self._in_folder.values(),
+            budget=budget,
+            free=available_memory,
+            keep_alive=settings.keep_alive,
+            max_waiting=settings.queue_limit,
+        )
+        if self._in_folder:
+            self.metrics.show_models(self.loader.figures, self.loader.names)
         self.bank: AdapterBank | None = None
         # By name: the folder and the number of loads by request at which it was read.
         self._views: dict[str, tuple[tuple[Path, int], AdaptedModel | None]] = {}
@@ -195,8 +217,16 @@ class ModelRegistry:
         for name, served in self.served.items():
             if name not in self.failures:
                 phase = _PHASES[served.admission.phase]
+                if phase == "loading" and name in self.loader.names:
+                    phase = self.loader.state(name)
                 states[name] = phase if served.engine.is_healthy else "unhealthy"
         return states
+
+    @property
+    def staying_states(self) -> dict[str, ModelState]:
+        """The states of the models that are loaded from the start."""
+        names = self.loader.names
+        return {name: state for name, state in self.states.items() if name not in names}
 
     def retry_after(self) -> int:
         """Estimate the seconds until a sequence ends, of the slowest model."""
@@ -205,11 +235,17 @@ class ModelRegistry:
             for served in self.served.values()
         )
 
-    async def start(self, build: Callable[[ServedModel], AnyEngine], clock: StartClock) -> None:
-        """Load the models in turn. If none can be, an error goes to `on_load_failure`."""
-        for name, served in self.served.items():
+    async def start(self, build: Build, clock: StartClock) -> None:
+        """Load the models in turn, and let those of the folder be loaded.
+
+        If none can be, an error goes to `on_load_failure`.
+        """
+        for model in self._in_folder.values():
+            model.build = build
+        staying = {n: one for n, one in self.served.items() if n not in self._in_folder}
+        for name, served in staying.items():
             try:
-                await served.start(partial(build, served), clock)
+                await served.start(partial(build, served, clock), clock)
                 if self.bank is not None and served is self._adapted:
                     await self._load_adapters(self.bank)
             except Exception as error:
@@ -228,10 +264,12 @@ class ModelRegistry:
 
     async def drain(self) -> None:
         """Drain all models at once; see ServedModel."""
+        self.loader.close()
         await asyncio.gather(*(served.drain() for served in self.served.values()))
 
     async def close(self) -> None:
         """End all sequences, threads and processes, unless an engine hangs."""
+        self.loader.close()
         models = self.served.values()
         await asyncio.gather(*(served.engine.stop() for served in models))
         for served in models:

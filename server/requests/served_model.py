@@ -58,9 +58,20 @@ class ServedModel:
         text_worker: TextWorker | None = None,
         answers: dict[bool, AnswerMemory] | None = None,
     ) -> None:
+        self._given = settings
+        self.name = name or settings.model_name
+        self.engine = AsyncEngine(partial(Metrics, server=metrics, model=self.name))
+        self.metrics = self.engine.metrics
+        self.text_worker = text_worker or TextWorker()
+        self.answers = answers or AnswerMemory.pots(self.text_worker)
+        self.use(model_dir)
+
+    def use(self, model_dir: ModelDirectory) -> None:
+        """Take a model directory, while no engine is loaded. Raises StartupError."""
+        settings = self._given
+        chat = chat_format(settings, model_dir)
         self.settings = settings.of_model(has_encoder=model_dir.config.encoder is not None)
         self.model_dir = model_dir
-        self.name = name or settings.model_name
         self.created = int(time())
         installed, verified = onnxruntime_version(), model_dir.manifest.versions.get("onnxruntime")
         if verified not in (None, installed):
@@ -72,22 +83,19 @@ class ServedModel:
         self.added_ids = {token.content: i for i, token in added.items()}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.grammars = Grammars(model_dir)
-        self.chat = chat_format(settings, model_dir)
-        self.engine = AsyncEngine(partial(Metrics, server=metrics, model=self.name))
-        self.metrics = self.engine.metrics
+        self.chat = chat
         makes_text = self.task == "generate"
         self.admission = Admission(
             max_num_seqs=self.settings.max_num_seqs,
             max_queue=self.settings.queue_limit if makes_text else settings.text_queue_limit,
             max_queue_tokens=self.settings.queue_tokens_limit,
         )
-        self.text_worker = text_worker or TextWorker()
-        self.answers = answers or AnswerMemory.pots(self.text_worker)
         self.builder = RequestBuilder(
             self.settings, model_dir, self.text_worker, self.engine, self.admission, self.answers
         )
         manifest = model_dir.manifest
         self.metrics.describe(precision=manifest.precision, device=manifest.device)
+        vars(self).pop("fingerprint", None)
 
     @property
     def task(self) -> Task:
@@ -161,6 +169,18 @@ class ServedModel:
                     "state_bytes_per_sequence": engine.kv.state_bytes,
                 }
             logger.info("ready", extra={"fields": self.describe_model() | fields})
+
+    async def stop(self) -> None:
+        """Free the memory of the engine and of grammars; it may be started again.
+
+        No request may run. An engine that hangs stays.
+        """
+        if self.admission.phase is Phase.READY:
+            self.admission.phase = Phase.LOADING
+        await self.engine.stop()
+        await asyncio.to_thread(self.grammars.close)
+        self.grammars = Grammars(self.model_dir)
+        return_freed_memory()
 
     async def drain(self) -> None:
         """Refuse new requests, end queued ones, and end running ones after `drain_timeout`."""

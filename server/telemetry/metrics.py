@@ -70,6 +70,12 @@ _ADAPTERS = {
     "adapter_memory_bytes": "Memory of adapters, with those that are unloaded and still used.",
     "adapter_memory_limit_bytes": "The setting adapter_memory.",
 }
+# Gauges of models that come and go, in the order in which `show_models` reads them.
+_MODELS = {
+    "models_memory_bytes": "Memory that is kept for loaded models of models_dir.",
+    "models_memory_limit_bytes": "The setting models_memory, or what was free at the start.",
+    "model_requests_waiting": "Requests that wait until their model is loaded.",
+}
 Load = Callable[[], tuple[float, float, float]]  # at any moment, on any thread
 
 
@@ -143,6 +149,19 @@ class ServerMetrics:
         text = "HTTP requests that were begun, by adapter."
         self._adapter_requests = self._counter("adapter_requests", text, ["adapter"])
 
+    def show_models(self, read: Callable[[], tuple[float, ...]], names: Iterable[str]) -> None:
+        """Show models that come and go. `read` gives the gauges of `_MODELS`."""
+        for index, (name, text) in enumerate(_MODELS.items()):
+            self._gauge(name, text).set_function(partial(_read_item, read, index))
+        text = "Times that a model of models_dir was loaded."
+        self._model_loads = self._counter("model_loads", text, ["model"])
+        for name in names:
+            self._model_loads.labels(name)
+
+    def loaded(self, model: str) -> None:
+        """Record that a model of the folder was loaded."""
+        self._model_loads.labels(model).inc()
+
     def batch_request(self, outcome: str) -> None:
         """Record that a request of a batch was answered: completed or failed."""
         self._batch_requests.labels(outcome).inc()
@@ -209,9 +228,9 @@ class Metrics:
         metric = self._metric
         for index, (name, (text, _)) in enumerate(_LOAD.items()):
             metric(Gauge, name, text).set_function(partial(_read_item, load, index))
-        self._info = partial(metric, Gauge, "model_info", "The model.")
         text = "Memory of the states of recurrent layers, of one sequence."
         self.state_bytes = metric(Gauge, "state_bytes_per_sequence", text)
+        self._facts: tuple[str, ...] = ()  # of `describe`
         counter = partial(metric, Counter)
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens processed.")
         self._generation_tokens = counter("generation_tokens", "Tokens generated.")
@@ -267,8 +286,12 @@ class Metrics:
         return partial(family.labels, self.model) if labels else family.labels(self.model)
 
     def describe(self, **facts: str) -> None:
-        """Show facts of the model in labels of a gauge that is always 1."""
-        self._info(list(facts))(*facts.values()).set(1)
+        """Show facts of the model, in place of former ones, as labels of a gauge that is 1."""
+        family = self.server.family(Gauge, "model_info", "The model.", list(facts))
+        if self._facts:
+            family.remove(self.model, *self._facts)
+        self._facts = tuple(facts.values())
+        family.labels(self.model, *self._facts).set(1)
 
     def step(self, stats: StepStats) -> None:
         """Record a step of the engine."""

@@ -9,11 +9,14 @@ import psutil
 
 
 class StartClock:
-    """A clock of laps. The first lap begins with the process, each other where the last ended."""
+    """A clock of laps, each of which begins where the last ended.
 
-    def __init__(self) -> None:
+    of_process: the first begins with the process, not now.
+    """
+
+    def __init__(self, *, of_process: bool = True) -> None:
         self.seconds: dict[str, float] = {}
-        self._began = _process_began()
+        self._began = _process_began() if of_process else _now()
 
     def lap(self, step: str) -> None:
         """End a lap, whose time is added to that of this step."""

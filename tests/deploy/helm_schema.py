@@ -25,7 +25,7 @@ CHART = Path(__file__).resolve().parents[2] / "helm"
 SCHEMA = CHART / "values.schema.json"
 OF_THE_CHART = {
     "host", "port", "model", "served_model_name", "api_key", "api_key_file", "drain_timeout",
-    "adapter_admin_key", "salt", "salt_file", "state_url", "state_url_file",
+    "adapter_admin_key", "models_admin_key", "salt", "salt_file", "state_url", "state_url_file",
 }  # fmt: skip
 SIZE = r"^[0-9]*\.?[0-9]+ ?([kKmMgGtTpP]([iI]?[bB])?|[bB])?$"
 BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum"}

@@ -18,7 +18,7 @@ from kvasir.server.api import schemas
 from kvasir.server.api.explain.answers import Explanation, shown
 from kvasir.server.api.http.body import BodyRoute
 from kvasir.server.api.http.pieces import held_response, unless_disconnected
-from kvasir.server.api.http.responses import BODY_ERRORS, served_model, state_of
+from kvasir.server.api.http.responses import BODY_ERRORS, models_of, served_model, state_of
 from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.errors import InvalidRequestError, OverloadedError
 from kvasir.server.explain.explainer import Explainer
@@ -198,6 +198,9 @@ async def explain(request: Request, body: ExplainBody) -> Response:
             "layers, or send a shorter text",
             param="heads",
         )
+    if served.name in models_of(request.scope).loader.names:
+        message = "explanations are of models that stay loaded: serve it without models_dir"
+        raise InvalidRequestError(message, param="model")
     if isinstance(served, AdaptedModel):
         message = f"explanations are of the model alone; name {served.parent.name!r}"
         raise InvalidRequestError(message, param="model")

@@ -12,6 +12,7 @@ from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, from_json
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from kvasir.model.platform.suggestions import did_you_mean, nearest
 from kvasir.server.api.http.pieces import compact, unless_disconnected
@@ -50,7 +51,12 @@ class BodyRoute(APIRoute):
     default is the first for the route's first task that a model is for.
     """
 
-    tasks: tuple[Task, ...] = ()  # none: a route of every model
+    tasks: tuple[Task, ...] = ()  # none: a route of every model, loaded or not
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Keep the request's model loaded until its response is sent."""
+        async with state_of(scope).held:
+            await super().handle(scope, receive, send)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the handler. An endpoint with a body takes the request and the body."""
@@ -71,6 +77,11 @@ class BodyRoute(APIRoute):
             note_model(request.scope, served)
             state.ignored = tuple(sorted(ignored))
             models.metrics.ignored(state.ignored)
+            is_wanted = self.tasks and getattr(body, "wants_model", True)
+            if is_wanted and state.model in models.loader.names:
+                holding = models.loader.hold(state.model, getattr(body, "keep_alive", None))
+                entering = state.held.enter_async_context(holding)
+                await unless_disconnected(request.receive, entering)
             response: Response = await self.endpoint(request, body)
             return response
 

@@ -13,7 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kvasir.server.errors import StartupError
+from pydantic import SecretStr
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from kvasir.server.errors import AuthenticationError, StartupError
 from kvasir.server.requests.admission.callers import Caller
 from kvasir.server.state.memory import MemoryState
 from kvasir.server.state.state import State
@@ -43,6 +47,15 @@ class _Entry(NamedTuple):
     id: bytes
     name: str
     limits: Limits
+
+
+def require_key(scope: Scope, key: SecretStr | None, name: str) -> None:
+    """Raise AuthenticationError unless a request has the key of a setting, and there is one."""
+    given = Headers(scope=scope).get("authorization", "").removeprefix("Bearer ").strip()
+    expected = "" if key is None else key.get_secret_value()
+    if not expected or not secrets.compare_digest(given.encode(), expected.encode()):
+        message = f"no valid key; send {name}'s as: Authorization: Bearer KEY"
+        raise AuthenticationError(message)
 
 
 class ApiKeys:

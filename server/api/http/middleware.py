@@ -42,7 +42,9 @@ logger = logging.getLogger("kvasir")
 
 HEALTH_PATHS = ("/health", "/health/live", "/health/ready", "/health/startup")
 UPLOAD_PATH = "/v1/files"  # whose bodies go to disk as they arrive
-ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  # with a key alone
+# With a key of their own alone.
+LOADING_PATHS = frozenset({"/v1/models/load", "/v1/models/unload"})
+ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}) | LOADING_PATHS
 PROBED_PATHS = frozenset((*HEALTH_PATHS, "/metrics", "/metrics/router"))
 _LENGTH_DIGITS = 20  # of 2**64, beyond which HTTP's parser refuses
 _CLIENT_DISCONNECTED = 499  # nginx's status for the log: no response was sent

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from kvasir.server.api.http.body import BodyRoute
 from kvasir.server.api.http.pieces import held_response
 from kvasir.server.api.http.responses import BODY_ERRORS, READ_ERRORS, models_of, served_model
-from kvasir.server.api.models import file_size
+from kvasir.server.api.models import size_of
 from kvasir.server.api.ollama.formatting import utc
 from kvasir.server.api.ollama.schemas import ShowBody
 from kvasir.server.api.schemas import ResponseBody, Size
@@ -23,7 +23,7 @@ from kvasir.server.text.fill_in_middle import form_of
 router = APIRouter(route_class=BodyRoute)
 
 Capability = Literal["completion", "embedding", "tools", "thinking", "insert"]
-# Models stay loaded: clients that show the time until one is unloaded get one that is far away.
+# Of models that stay loaded, or are used now.
 _NEVER = utc(253_370_764_800)  # in the year 9999
 _AS_OLLAMA = "0.12.6"  # whose routes these are; some clients refuse versions below 0.6.4
 _UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "K"))
@@ -46,10 +46,12 @@ class OllamaModel(ResponseBody):
     name: str
     model: str
     modified_at: str = Field(description="When the server started, in RFC 3339.")
-    size: Size = Field(description="Bytes of its files.")
+    size: Size = Field(
+        description="Bytes of its files; in /api/ps of the memory of a model of `models_dir`."
+    )
     digest: str = Field(description="SHA-256 of its manifest.")
     details: ModelDetails
-    expires_at: str = Field(description="Far away: models stay loaded.")
+    expires_at: str = Field(description="When it is unloaded; far away if it stays or is used.")
     size_vram: Size = Field(description="Bytes on a GPU.")
     context_length: Size
 
@@ -90,8 +92,14 @@ def tags(request: Request) -> OllamaModels:  # no coroutine: it asks the file sy
 @router.get("/api/ps", responses=READ_ERRORS)
 def loaded(request: Request) -> OllamaModels:  # as above
     """List the models that are loaded, as Ollama does."""
-    models = [one for one in models_of(request.scope).served.values() if one.engine.engine]
-    return OllamaModels(models=list(map(_listed, models)))
+    found = models_of(request.scope)
+    models = [_listed(one) for one in found.served.values() if one.engine.engine]
+    for one in models:
+        if (name := one.name.removesuffix(":latest")) in found.loader.names:
+            one.size = found.loader.need(name).kept
+            if (expires_at := found.loader.expires_at(name)) is not None:
+                one.expires_at = utc(expires_at)
+    return OllamaModels(models=models)
 
 
 @router.post("/api/show", response_model=ShownModel, responses=BODY_ERRORS)
@@ -139,8 +147,7 @@ def _details(served: ServedModel) -> ModelDetails:
 
 
 def _listed(served: ServedModel) -> OllamaModel:
-    path, manifest = served.model_dir.path, served.model_dir.manifest
-    size = sum(file_size(path / name) or 0 for name in manifest.files)
+    manifest, size = served.model_dir.manifest, size_of(served)
     name = served.name if ":" in served.name else f"{served.name}:latest"
     return OllamaModel(
         name=name,

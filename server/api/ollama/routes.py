@@ -15,6 +15,7 @@ from kvasir.server.api.http.pieces import LazyList
 from kvasir.server.api.http.responses import (
     GENERATE_ERRORS,
     STREAMED_LINES,
+    models_of,
     served_model,
     state_of,
 )
@@ -51,7 +52,7 @@ vector_router = APIRouter(route_class=VectorRoute)
 async def chat(request: Request, body: OllamaChatBody) -> Response:
     """Answer in a conversation, as Ollama does: as a stream, unless `stream` is false."""
     if not body.messages:
-        return _loaded(request, body, "message")
+        return await _loaded(request, body, "message")
     return await _chat(request, body, body.messages, "message")
 
 
@@ -59,7 +60,7 @@ async def chat(request: Request, body: OllamaChatBody) -> Response:
 async def generate(request: Request, body: OllamaGenerateBody) -> Response:
     """Continue a text, as Ollama does: as a stream, unless `stream` is false."""
     if not body.prompt:
-        return _loaded(request, body, "response")
+        return await _loaded(request, body, "response")
     served = served_model(request)
     if served.chat is not None and not (body.raw or body.suffix):
         told = [("system", body.system), ("user", body.prompt)]
@@ -140,12 +141,15 @@ def _respond(
     return respond(request, naming(wanted, "format"), formatter, stream=body.stream)
 
 
-def _loaded(request: Request, body: OllamaBody, shown: Shown) -> Response:
-    """Return the answer to a request without a text, by which clients load a model."""
-    served = served_model(request)
-    served.admission.check_open()
+async def _loaded(request: Request, body: OllamaBody, shown: Shown) -> Response:
+    """Return the answer to a request without a text, by which clients load or unload a model."""
+    served, loader = served_model(request), models_of(request.scope).loader
+    if is_unloaded := not body.wants_model and served.name in loader.names:
+        await loader.unload(served.name)
+    else:
+        served.admission.check_open()
     text = {"role": "assistant", "content": ""} if shown == "message" else ""
-    end = {"done": True, "done_reason": "load"}
+    end = {"done": True, "done_reason": "unload" if is_unloaded else "load"}
     return JSONResponse(head(served, body.model) | {shown: text} | end)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from kvasir.server.api import schemas
 from kvasir.server.api.openai.answers import ChatTokenLogprob
 from kvasir.server.api.openai.chat_schemas import Message, Tool
 from kvasir.server.api.schemas import Items, RequestBody, ResponseBody, Size
 from kvasir.server.engine.sampling.params import MAX_LOGPROBS
+from kvasir.server.settings import seconds_of
 
 Think = bool | Literal["low", "medium", "high"]
 
@@ -23,10 +24,25 @@ class OllamaOptions(schemas.SamplingFields):
     )
 
 
+_KeepAlive = Annotated[
+    Annotated[
+        float,
+        Field(allow_inf_nan=True),  # for ever
+        BeforeValidator(seconds_of, json_schema_input_type=float | str),
+    ]
+    | None,
+    Field(
+        description="Time for which a model of the setting `models_dir` stays loaded afterwards: "
+        "seconds, or as `5m`; 0 unloads it, -1 keeps it. Others always stay. Default: the setting."
+    ),
+]
+
+
 class OllamaBody(RequestBody):
     """The fields of POST /api/chat and /api/generate."""
 
     model: schemas.ModelName = None
+    keep_alive: _KeepAlive = None
     stream: bool = Field(True, description="Answer with a line of JSON for each part.")
     format: Literal["", "json"] | dict[str, Any] = Field(
         "", description="`json`, or a JSON schema that the text follows."
@@ -45,6 +61,12 @@ class OllamaBody(RequestBody):
     top_logprobs: int = Field(
         0, ge=0, le=MAX_LOGPROBS, description="Number of alternatives to return for each token."
     )
+
+    @property
+    def wants_model(self) -> bool:
+        """False for a request that only unloads its model: without a text, and `keep_alive` 0."""
+        text = getattr(self, "messages", None) or getattr(self, "prompt", None)
+        return self.keep_alive != 0 or bool(text)
 
     def openai_fields(self) -> dict[str, Any]:
         """Return the fields of OpenAI's bodies that ask for the same."""
@@ -101,6 +123,7 @@ class OllamaEncoderBody(RequestBody):
     """The fields of POST /api/embed and /api/embeddings."""
 
     model: schemas.ModelName = None
+    keep_alive: _KeepAlive = None
     options: dict[str, Any] | None = Field(None, description="No effect: none changes a vector.")
 
 

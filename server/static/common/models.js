@@ -4,7 +4,7 @@
 import { getJson } from "./api.js";
 import { byId, clone } from "./dom.js";
 
-let all = []; // { id, kind } of each that could be loaded
+let all = []; // { id, kind, state } of each that could be loaded
 let chosen = "";
 
 /** Load the list of models, offer them if there are several, and return the page's model card. */
@@ -41,8 +41,12 @@ function offer() {
   const [button, list] = [byId("chooser"), byId("models")];
   button.textContent = chosen;
   button.ariaLabel = `Model: ${chosen}`;
-  const items = all.map(({ id, kind }) =>
-    clone("model-link", { link: [{ "aria-current": id === chosen && "true" }], name: id, kind }),
+  const items = all.map(({ id, kind, state }) =>
+    clone("model-link", {
+      link: [{ "aria-current": id === chosen && "true" }],
+      name: id,
+      kind: state === "ready" ? kind : `${kind}, ${state}`,
+    }),
   );
   list.replaceChildren(...items);
   list.onbeforetoggle = () => {

@@ -1,0 +1,90 @@
+"""A model of a folder, whose files may change while it is not loaded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+from kvasir.model.directory import MANIFEST_FILE, ModelDirectory, load_model_dir
+from kvasir.model.platform.machine import peak_memory, resident_memory, restart_peak
+from kvasir.server.errors import StartupError
+from kvasir.server.requests.async_engine import AnyEngine
+from kvasir.server.requests.loading.loader import Need
+from kvasir.server.requests.served_model import ServedModel
+from kvasir.server.telemetry.start_clock import StartClock
+
+Build = Callable[[ServedModel, StartClock], AnyEngine]
+_PEAK = 2  # times its files, of a model that was never loaded: weights as read and as computed with
+
+
+class FolderModel:
+    """A served model that is loaded and unloaded. Raises StartupError for one on a GPU.
+
+    kv_bytes: the memory that its KV cache and prefix cache may take, once they are full.
+    """
+
+    def __init__(self, served: ServedModel, kv_bytes: int) -> None:
+        self.served, self.name = served, served.name
+        self.build: Build | None = None  # until the server has started
+        self._kv_bytes = 0 if served.task != "generate" else kv_bytes
+        self._files = _stamps(served.model_dir)
+        self._measured: Need | None = None
+        _check_device(served.model_dir)
+
+    @property
+    def n_file_bytes(self) -> int:
+        """The size of its files."""
+        return sum(size for size, _ in self._files.values())
+
+    def need(self) -> Need:
+        """Return the memory that it takes, measured when it was loaded before."""
+        n = self.n_file_bytes
+        peak, kept = self._measured or Need(_PEAK * n, _PEAK * n)
+        return Need(peak + self._kv_bytes, kept + self._kv_bytes)
+
+    async def load(self) -> None:
+        """Load the model; read its directory again if files have changed.
+
+        Raises StartupError, ModelDirectoryError, and what building the engine raises.
+        """
+        try:
+            await self._load()
+        except Exception:
+            self.served.metrics.server.failed(self.name, is_failed=True)
+            raise
+        self.served.metrics.server.failed(self.name, is_failed=False)
+        self.served.metrics.server.loaded(self.name)
+
+    async def unload(self) -> None:
+        """Free the model's memory."""
+        await self.served.stop()
+
+    async def _load(self) -> None:
+        if self.build is None:
+            raise StartupError("the server has not started")
+        served = self.served
+        if await asyncio.to_thread(_stamps, served.model_dir) != self._files:
+            model_dir = await asyncio.to_thread(load_model_dir, served.model_dir.path)
+            _check_device(model_dir)
+            self._files, self._measured = await asyncio.to_thread(_stamps, model_dir), None
+            served.use(model_dir)
+        before = resident_memory()
+        restart_peak()
+        clock = StartClock(of_process=False)
+        await served.start(partial(self.build, served, clock), clock)
+        kept = max(resident_memory() - before, self.n_file_bytes)
+        self._measured = Need(max(peak_memory() - before, kept), kept)
+
+
+def _stamps(model_dir: ModelDirectory) -> dict[str, tuple[int, int]]:
+    """Return the size of each file that is there, and the nanosecond of its last change."""
+    files = (model_dir.path / name for name in (MANIFEST_FILE, *model_dir.manifest.files))
+    facts = {file.name: file.stat() for file in files if file.is_file()}
+    return {name: (fact.st_size, fact.st_mtime_ns) for name, fact in facts.items()}
+
+
+def _check_device(model_dir: ModelDirectory) -> None:
+    if model_dir.manifest.device != "cpu":
+        device = model_dir.manifest.device
+        raise StartupError(f"{model_dir.path} is for {device}, and stays loaded: name it itself")

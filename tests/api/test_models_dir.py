@@ -1,0 +1,282 @@
+"""Models of a folder by every API: loaded by the requests that name them, and unloaded again."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import random
+import shutil
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from kvasir.model.directory import ModelDirectory, load_model_dir
+from kvasir.server.engine.engine import Engine
+from kvasir.server.errors import StartupError
+from kvasir.server.process.app import create_app
+from kvasir.server.requests.registry import ModelRegistry
+from kvasir.server.settings import Settings, load_settings
+from tests.kit.fake_runner import TIMEOUT, FakeRunner
+from tests.kit.serving import VOCAB_SIZE, fake_model_dir, running, sample, small_tokenizer
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TEXTS = {"first": "a", "second": "d", "third": "p"}  # each model repeats its own
+CACHE = 2**40  # bytes of a fake model's KV cache, beside which the process's own memory is nothing
+TWO = int(2.5 * CACHE)  # room for two models with their prefix caches
+ADMIN = {"authorization": "Bearer admin"}
+LOAD, UNLOAD = "/v1/models/load", "/v1/models/unload"
+
+
+class Built:
+    """The engines of fake models, each of which may fail to be built."""
+
+    def __init__(self) -> None:
+        self.broken = set[str]()
+        self.engines: list[weakref.ref[Engine]] = []
+        self.runners = dict[str, FakeRunner]()
+
+    def __call__(self, _: Settings, model_dir: ModelDirectory, *_clock: object) -> Engine:
+        name = model_dir.path.name
+        if name in self.broken:
+            raise RuntimeError("the graph\nis damaged")
+        [said] = small_tokenizer().encode(TEXTS[name]).ids
+        self.runners[name] = FakeRunner(VOCAB_SIZE, next_token=lambda _: said)
+        engine = Engine(self.runners[name], chunk_size=8)
+        self.engines.append(weakref.ref(engine))
+        return engine
+
+
+@asynccontextmanager
+async def serving(
+    folder: Path, *staying: str, **settings: Any
+) -> AsyncIterator[tuple[FastAPI, httpx.AsyncClient, Built]]:
+    """Serve three fake models of a folder, of which two fit, and others that stay."""
+    for name in TEXTS.keys() - {*staying}:
+        (folder / name).mkdir()
+        (folder / name / "manifest.json").write_text("{}")
+    options = {"models_memory": TWO, "kv_cache_memory": CACHE, "models_admin_key": "admin"}
+    known = load_settings(model=[*staying] or None, models_dir=folder, **options | settings)
+    model_dirs = {name: fake_model_dir(path) for name, path in known.models.items()}
+    built = Built()
+    with (
+        patch("kvasir.server.process.app.build_engine", built),
+        patch("kvasir.server.requests.registry.available_memory", lambda: 2**50),
+    ):
+        app = create_app(known, model_dirs)
+        async with running(app) as client:
+            yield app, client, built
+
+
+async def complete(client: httpx.AsyncClient, name: str, **fields: Any) -> httpx.Response:
+    body = {"model": name, "prompt": "a", "max_tokens": 2} | fields
+    return await client.post("/v1/completions", json=body)
+
+
+async def until(happened: Callable[[], object]) -> None:
+    """Let others go on until something has happened."""
+    async with asyncio.timeout(TIMEOUT):
+        while not happened():  # noqa: ASYNC110  nothing tells
+            await asyncio.sleep(0)
+
+
+async def states(client: httpx.AsyncClient) -> dict[str, str]:
+    listed = (await client.get("/v1/models")).json()["data"]
+    return {one["id"]: one["state"] for one in listed}
+
+
+async def test_requests_load_models_and_the_least_used_makes_room(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (app, client, _):
+        models: ModelRegistry = app.state.models
+        assert await states(client) == dict.fromkeys(TEXTS, "unloaded")
+        for path in ("/health/ready", "/health/startup", "/health/live", "/model", "/api/tags"):
+            assert (await client.get(path)).status_code == 200, path
+        for path in ("/tokenize", "/api/show"):
+            asked = {"model": "first"} | ({"prompt": "a"} if path == "/tokenize" else {})
+            assert (await client.post(path, json=asked)).status_code == 200
+        assert await states(client) == dict.fromkeys(TEXTS, "unloaded"), "these need no engine"
+        for name in ("first", "second"):
+            assert (await complete(client, name)).json()["choices"][0]["text"] == TEXTS[name] * 2
+        chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+        body: dict[str, Any]
+        for path, body in (
+            ("/v1/chat/completions", chat),
+            ("/v1/messages", chat),
+            ("/v1/responses", {"input": "a", "max_output_tokens": 2}),
+            ("/generate", {"inputs": "a", "parameters": {"max_new_tokens": 2}}),
+            ("/api/chat", {"messages": chat["messages"], "options": {"num_predict": 2}}),
+        ):
+            answer = await client.post(path, json={"model": "first", "stream": False} | body)
+            assert (answer.status_code, "aa" in answer.text) == (200, True), answer.text
+        assert (await complete(client, "third", stream=True)).text.count('"p"') == 2
+        assert await states(client) == {"first": "ready", "second": "unloaded", "third": "ready"}
+        shown = {one["name"]: one for one in (await client.get("/api/ps")).json()["models"]}
+        assert shown.keys() == {"first:latest", "third:latest"}
+        assert all(
+            one["size"] > CACHE and "9999" not in one["expires_at"] for one in shown.values()
+        )
+        refused = await client.post("/explain", json={"model": "first", "text": "a"})
+        assert (refused.status_code, "models_dir" in refused.text) == (400, True)
+        metrics = models.served["first"].metrics
+        loads = [sample(metrics, "model_loads_total", model=name) for name in TEXTS]
+        assert loads == [1, 1, 1]
+        assert sample(metrics, "models_memory_limit_bytes") == TWO
+        assert TWO >= (sample(metrics, "models_memory_bytes") or 0) > 2 * CACHE
+
+
+async def test_random_streams_over_three_models_lose_nothing(tmp_path: Path) -> None:
+    draw = random.Random(1)
+    async with serving(tmp_path) as (app, client, built):
+        models: ModelRegistry = app.state.models
+
+        async def ask() -> None:
+            name = draw.choice([*TEXTS])
+            answer = await complete(client, name, stream=draw.random() < 0.5, max_tokens=9)
+            assert answer.status_code == 200, answer.text
+            lines = [line.removeprefix("data: ") for line in answer.text.splitlines()]
+            events = [json.loads(line) for line in lines if line.startswith("{")]
+            texts = (one["choices"][0]["text"] for one in events if one["choices"])
+            assert "".join(texts) == TEXTS[name] * 9
+            assert sum(one.engine.engine is not None for one in models.served.values()) <= 2
+
+        await asyncio.gather(*(ask() for _ in range(40)))
+        assert len(built.engines) >= 3
+        assert models.loader.n_waiting == 0
+
+
+async def test_an_unloaded_engine_is_gone(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (app, client, built):
+        await complete(client, "first")
+        served = app.state.models.served["first"]
+        thread, [engine] = served.engine._thread, built.engines
+        assert thread.is_alive()
+        before = threading.active_count()
+        built.runners.clear()
+        assert (
+            await client.post(UNLOAD, json={"model": "first"}, headers=ADMIN)
+        ).status_code == 200
+        assert (thread.is_alive(), threading.active_count()) == (False, before - 1)
+        gc.collect()
+        assert engine() is None
+        assert (await complete(client, "first")).json()["choices"][0]["text"] == "aa"
+
+
+async def test_keep_alive_is_ollamas(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (app, client, _):
+        loader = app.state.models.loader
+        for path, field in (("/api/generate", "prompt"), ("/api/chat", "messages")):
+            empty: dict[str, Any] = {"model": "first:latest", "stream": False}
+            empty[field] = [] if field == "messages" else ""
+            loaded = (await client.post(path, json=empty | {"keep_alive": -1})).json()
+            assert (loaded["done_reason"], loader.state("first")) == ("load", "ready")
+            [shown] = (await client.get("/api/ps")).json()["models"]
+            assert "9999" in shown["expires_at"]
+            unloaded = (await client.post(path, json=empty | {"keep_alive": 0})).json()
+            assert (unloaded["done_reason"], loader.state("first")) == ("unload", "unloaded")
+        body = {"model": "first", "prompt": "a", "options": {"num_predict": 1}}
+        wrong = await client.post("/api/generate", json=body | {"keep_alive": "soon"})
+        assert (wrong.status_code, "keep_alive" in wrong.text) == (400, True)
+        answer = await client.post("/api/generate", json=body | {"keep_alive": 0})
+        assert answer.status_code == 200
+        await until(lambda: loader.state("first") == "unloaded")
+
+
+async def test_models_are_loaded_by_name_with_the_key_alone(tmp_path: Path) -> None:
+    async with serving(tmp_path, "first") as (_, client, built):
+        for path in (LOAD, UNLOAD):
+            assert (await client.post(path, json={"model": "second"})).status_code == 401
+            stays = await client.post(path, json={"model": "first"}, headers=ADMIN)
+            assert (stays.status_code, "stays loaded" in stays.text) == (400, True)
+            unknown = await client.post(path, json={"model": "other"}, headers=ADMIN)
+            assert unknown.status_code == 404
+        built.broken.add("second")
+        for _ in range(2):
+            refused = await complete(client, "second")
+            assert (refused.status_code, "the graph is damaged" in refused.text) == (503, True)
+            assert int(refused.headers["retry-after"]) > 0
+        assert (await states(client))["second"] == "failed"
+        assert (await client.get("/health/ready")).status_code == 200
+        built.broken.clear()
+        loaded = await client.post(LOAD, json={"model": "second"}, headers=ADMIN)
+        assert (loaded.status_code, loaded.json()["state"]) == (200, "ready")
+        assert (await complete(client, "second")).status_code == 200
+        unloaded = await client.post(UNLOAD, json={"model": "second"}, headers=ADMIN)
+        assert unloaded.json()["state"] == "unloaded"
+    (tmp_path / "others").mkdir()
+    async with serving(tmp_path / "others", models_admin_key=None) as (_, client, _):
+        assert "models_admin_key" in (await client.post(LOAD, json={"model": "first"})).text
+
+
+async def test_a_drain_refuses_those_who_wait(tmp_path: Path) -> None:
+    async with serving(tmp_path, models_memory=int(1.5 * CACHE)) as (app, client, built):
+        await complete(client, "first")
+        built.runners["first"].hold()
+        running = asyncio.create_task(complete(client, "first"))
+        waiting = asyncio.create_task(complete(client, "second"))
+        await until(lambda: app.state.models.loader.n_waiting)
+        draining = asyncio.create_task(app.state.models.drain())
+        await asyncio.sleep(0)
+        built.runners["first"].release()
+        await draining
+        assert (await waiting).status_code == 503
+        assert (await running).status_code in (200, 503)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({}, "no folder with a manifest.json"),
+        ({"models_admin_key": "key", "models_dir": None, "model": "m"}, "needs models_dir"),
+        ({"keep_alive": "soon"}, "duration"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(
+    tmp_path: Path, settings: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(StartupError, match=named):
+        load_settings(**{"models_dir": tmp_path} | settings)
+
+
+async def test_real_models_come_go_and_change(tmp_path: Path) -> None:
+    """Two examples of which one fits; then a new version takes the place of the first."""
+    for name in ("numbers", "stdlib"):
+        shutil.copytree(EXAMPLES / name, tmp_path / name)
+    memory = {"kv_cache_memory": CACHE, "prefix_cache_memory": 0, "models_memory": 3 * CACHE // 2}
+    known = load_settings(models_dir=tmp_path, threads=1, **memory)
+    model_dirs = {name: load_model_dir(path) for name, path in known.models.items()}
+    with patch("kvasir.server.requests.registry.available_memory", lambda: 2**50):
+        app = create_app(known, model_dirs)
+
+    async def write(client: httpx.AsyncClient, name: str) -> tuple[str, str]:
+        answer = await complete(client, name, prompt="one ", max_tokens=12, temperature=0.0)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"], answer.json()["system_fingerprint"]
+
+    async with running(app) as client:
+        texts = {name: await write(client, name) for name in known.models}
+        assert texts["numbers"] != texts["stdlib"]
+        loader = app.state.models.loader
+        for name in ("stdlib", "numbers", "stdlib"):
+            assert await write(client, name) == texts[name]
+            assert [other for other in texts if loader.state(other) == "ready"] == [name]
+        engine = weakref.ref(app.state.models.served["stdlib"].engine.engine)
+        shutil.rmtree(tmp_path / "stdlib")
+        shutil.copytree(EXAMPLES / "numbers", tmp_path / "stdlib")
+        assert await write(client, "stdlib") == texts["stdlib"], "until it is loaded again"
+        await loader.unload("stdlib")
+        gc.collect()
+        assert engine() is None
+        assert (await write(client, "stdlib"))[0] == texts["numbers"][0]
+        await loader.unload("stdlib")
+        with (tmp_path / "stdlib/model.onnx").open("ab") as file:
+            file.write(b"damage")
+        refused = await complete(client, "stdlib")
+        assert (refused.status_code, "model.onnx" in refused.text) == (503, True)
