@@ -123,7 +123,7 @@ async def test_requests_load_models_and_the_least_used_makes_room(tmp_path: Path
         assert all(
             one["size"] > CACHE and "9999" not in one["expires_at"] for one in shown.values()
         )
-        refused = await client.post("/explain", json={"model": "first", "text": "a"})
+        refused = await client.post("/explain", json={"model": "second", "text": "a"})
         assert (refused.status_code, "models_dir" in refused.text) == (400, True)
         metrics = models.served["first"].metrics
         loads = [sample(metrics, "model_loads_total", model=name) for name in TEXTS]
@@ -211,8 +211,10 @@ async def test_models_are_loaded_by_name_with_the_key_alone(tmp_path: Path) -> N
         unloaded = await client.post(UNLOAD, json={"model": "second"}, headers=ADMIN)
         assert unloaded.json()["state"] == "unloaded"
     (tmp_path / "others").mkdir()
-    async with serving(tmp_path / "others", models_admin_key=None) as (_, client, _):
+    options = {"models_admin_key": None, "api_key": "client"}
+    async with serving(tmp_path / "others", **options) as (_, client, _):
         assert "models_admin_key" in (await client.post(LOAD, json={"model": "first"})).text
+        assert (await client.get(LOAD)).status_code == 401, "this asks for a model of that name"
 
 
 async def test_a_drain_refuses_those_who_wait(tmp_path: Path) -> None:
@@ -275,6 +277,12 @@ async def test_real_models_come_go_and_change(tmp_path: Path) -> None:
         gc.collect()
         assert engine() is None
         assert (await write(client, "stdlib"))[0] == texts["numbers"][0]
+        served = app.state.models.served["numbers"]
+        await complete(client, "numbers")
+        served.engine.give_up()  # as an engine that has failed
+        assert (await complete(client, "numbers")).status_code == 500
+        await loader.unload("numbers")
+        assert "must be restarted" in (await complete(client, "numbers")).text
         await loader.unload("stdlib")
         with (tmp_path / "stdlib/model.onnx").open("ab") as file:
             file.write(b"damage")

@@ -158,6 +158,10 @@ async def test_the_least_recently_used_goes_first() -> None:
     for name in "abacb":
         await use(loader, name)
     assert machine.events == ["load a", "load b", "unload b", "load c", "unload a", "load b"]
+    async with loader.hold("c"):
+        await use(loader, "b")
+    await use(loader, "a")
+    assert machine.events[6:] == ["unload b", "load a"], "a use lasts until its end"
 
 
 async def test_the_peak_of_a_load_counts() -> None:
@@ -284,6 +288,13 @@ async def test_keep_alive_is_the_last_requests_own(monkeypatch: pytest.MonkeyPat
     expire(place)
     await settle()
     assert (loader.state("a"), machine.events) == ("unloaded", ["load a", "unload a"])
+    async with loader.hold("a", 7.0):
+        pass
+    expire(place)
+    async with loader.hold("a", math.inf):  # before what has expired has its turn
+        pass
+    await settle()
+    assert loader.state("a") == "ready"
 
 
 async def test_unload_by_name_waits_for_what_runs() -> None:

@@ -156,6 +156,9 @@ class Explanations:
 async def explain(request: Request, body: ExplainBody) -> Response:
     """Return the attention in a text, and the likeliest next tokens."""
     served = served_model(request)
+    if served.name in models_of(request.scope).loader.names:
+        message = "explanations are of models that stay loaded: serve it without models_dir"
+        raise InvalidRequestError(message, param="model")
     served.admission.check_open()
     config = served.model_dir.config
     layers = sorted(set(body.layers))
@@ -198,9 +201,6 @@ async def explain(request: Request, body: ExplainBody) -> Response:
             "layers, or send a shorter text",
             param="heads",
         )
-    if served.name in models_of(request.scope).loader.names:
-        message = "explanations are of models that stay loaded: serve it without models_dir"
-        raise InvalidRequestError(message, param="model")
     if isinstance(served, AdaptedModel):
         message = f"explanations are of the model alone; name {served.parent.name!r}"
         raise InvalidRequestError(message, param="model")

@@ -120,7 +120,7 @@ def key_check(app: ASGIApp, keys: ApiKeys) -> ASGIApp:
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
         is_open = scope["type"] != "http" or _reads_probe(scope) or _reads_page(scope)
-        if is_open or path_of(scope) in ADMIN_PATHS:
+        if is_open or (scope["method"] == "POST" and path_of(scope) in ADMIN_PATHS):
             await app(scope, receive, send)
             return
         headers = Headers(scope=scope)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
-from kvasir.model.directory import MANIFEST_FILE, ModelDirectory, load_model_dir
+from kvasir.model.directory import ModelDirectory, load_model_dir
 from kvasir.model.platform.machine import peak_memory, resident_memory, restart_peak
 from kvasir.server.errors import StartupError
 from kvasir.server.requests.async_engine import AnyEngine
@@ -28,7 +29,7 @@ class FolderModel:
         self.served, self.name = served, served.name
         self.build: Build | None = None  # until the server has started
         self._kv_bytes = 0 if served.task != "generate" else kv_bytes
-        self._files = _stamps(served.model_dir)
+        self._files = _stamps(served.model_dir.path)
         self._measured: Need | None = None
         _check_device(served.model_dir)
 
@@ -63,12 +64,15 @@ class FolderModel:
     async def _load(self) -> None:
         if self.build is None:
             raise StartupError("the server has not started")
-        served = self.served
-        if await asyncio.to_thread(_stamps, served.model_dir) != self._files:
-            model_dir = await asyncio.to_thread(load_model_dir, served.model_dir.path)
+        served, path = self.served, self.served.model_dir.path
+        if served.engine.failed or served.engine.is_running:
+            raise StartupError("its engine has failed or hangs; the server must be restarted")
+        files = await asyncio.to_thread(_stamps, path)
+        if files != self._files:
+            model_dir = await asyncio.to_thread(load_model_dir, path)
             _check_device(model_dir)
-            self._files, self._measured = await asyncio.to_thread(_stamps, model_dir), None
             served.use(model_dir)
+            self._files, self._measured = files, None
         before = resident_memory()
         restart_peak()
         clock = StartClock(of_process=False)
@@ -77,10 +81,9 @@ class FolderModel:
         self._measured = Need(max(peak_memory() - before, kept), kept)
 
 
-def _stamps(model_dir: ModelDirectory) -> dict[str, tuple[int, int]]:
-    """Return the size of each file that is there, and the nanosecond of its last change."""
-    files = (model_dir.path / name for name in (MANIFEST_FILE, *model_dir.manifest.files))
-    facts = {file.name: file.stat() for file in files if file.is_file()}
+def _stamps(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return the size of each file, and the nanosecond of its last change."""
+    facts = {file.name: file.stat() for file in folder.glob("*") if file.is_file()}
     return {name: (fact.st_size, fact.st_mtime_ns) for name, fact in facts.items()}
 
 
