@@ -50,7 +50,7 @@ async def serving(
     app = create_app(settings, dict.fromkeys(names, model_dir))
     models: ModelRegistry = app.state.models
 
-    def build(served: ServedModel) -> Engine:
+    def build(served: ServedModel, _: StartClock) -> Engine:
         return build_engine(served.settings, served.model_dir)
 
     await models.start(build, StartClock())

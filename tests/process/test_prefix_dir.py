@@ -34,12 +34,12 @@ async def serving(**options: Any) -> AsyncIterator[httpx.AsyncClient]:
     app = create_app(settings, load_model_dir(EXAMPLE))
     models: ModelRegistry = app.state.models
     engine_builder._find_library.cache_clear()
-    await models.start(lambda one: build_engine(one.settings, one.model_dir), StartClock())
+    await models.start(lambda one, _: build_engine(one.settings, one.model_dir), StartClock())
+    engine = models.find().engine.engine
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client
     await models.close()
-    engine = models.find().engine.engine
     assert isinstance(engine, Engine)
     if settings.prefix_dir is not None:
         engine.kv.files.wait()  # type: ignore[attr-defined]
