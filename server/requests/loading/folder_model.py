@@ -28,7 +28,7 @@ class FolderModel:
     def __init__(self, served: ServedModel, kv_bytes: int) -> None:
         self.served, self.name = served, served.name
         self.build: Build | None = None  # until the server has started
-        self._kv_bytes = 0 if served.task != "generate" else kv_bytes
+        self._kv_bytes = kv_bytes
         self._files = _stamps(served.model_dir.path)
         self._measured: Need | None = None
         _check_device(served.model_dir)
@@ -42,7 +42,8 @@ class FolderModel:
         """Return the memory that it takes, measured when it was loaded before."""
         n = self.n_file_bytes
         peak, kept = self._measured or Need(_PEAK * n, _PEAK * n)
-        return Need(peak + self._kv_bytes, kept + self._kv_bytes)
+        cache = self._kv_bytes if self.served.task == "generate" else 0
+        return Need(peak + cache, kept + cache)
 
     async def load(self) -> None:
         """Load the model; read its directory again if files have changed.
