@@ -126,6 +126,8 @@ async def test_spans_and_log_have_the_tokens_of_an_encoders_request(
 
 # These run no model.
 UNTRACED = {"/tokenize", "/detokenize", "/explain", "/v1/messages/count_tokens", "/api/show"}
+UNTRACED |= {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+UNTRACED |= {"/v1/models/load", "/v1/models/unload"}
 
 
 async def test_every_route_with_a_body_that_runs_a_model_has_a_span(
