@@ -56,10 +56,10 @@ _FORGET = """
 local function forget(owner, id)
   local field = owner .. ' ' .. id
   local bytes = redis.call('HGET', KEYS[1] .. ':sizes', field)
+  redis.call('ZREM', KEYS[1] .. ':of:' .. owner, id)
   if not bytes then return 0 end
   redis.call('HDEL', KEYS[1], field)
   redis.call('HDEL', KEYS[1] .. ':sizes', field)
-  redis.call('ZREM', KEYS[1] .. ':of:' .. owner, id)
   for what, n in pairs({bytes = -bytes, count = -1}) do
     redis.call('HINCRBY', KEYS[1] .. ':all', what, n)
     if tonumber(redis.call('ZINCRBY', KEYS[1] .. ':' .. what, n, owner)) <= 0 then
@@ -73,12 +73,25 @@ end
 # The hash of responses; owner, id. Returns 1 if there was one.
 POP = _FORGET + "return forget(ARGV[1], ARGV[2])"
 
-# The hash; owner, id, most bytes, most responses, bytes, value.
+# The hash; owner, id, most bytes, most responses, bytes, value. Where Redis' policy has dropped one
+# of the keys, the others go too: the oldest response would be looked for without end.
 PUT = (
     _FORGET
     + """
+local function clear(owner)
+  for _, other in ipairs(redis.call('ZRANGE', KEYS[1] .. ':count', 0, -1)) do
+    redis.call('DEL', KEYS[1] .. ':of:' .. other)
+  end
+  redis.call('DEL', KEYS[1] .. ':of:' .. owner)
+  for _, part in ipairs({'', ':sizes', ':all', ':bytes', ':count'}) do
+    redis.call('DEL', KEYS[1] .. part)
+  end
+end
 local owner, id, most = ARGV[1], ARGV[2], {bytes = tonumber(ARGV[3]), count = tonumber(ARGV[4])}
-local field = owner .. ' ' .. id
+local field, n = owner .. ' ' .. id, tonumber(redis.call('HGET', KEYS[1] .. ':all', 'count') or 0)
+local n_own = tonumber(redis.call('ZSCORE', KEYS[1] .. ':count', owner) or 0)
+if n ~= redis.call('HLEN', KEYS[1]) or n ~= redis.call('HLEN', KEYS[1] .. ':sizes')
+  or n_own ~= redis.call('ZCARD', KEYS[1] .. ':of:' .. owner) then clear(owner) end
 if redis.call('HSETNX', KEYS[1] .. ':sizes', field, ARGV[5]) == 0 then return end
 redis.call('HSET', KEYS[1], field, ARGV[6])
 local age = redis.call('HINCRBY', KEYS[1] .. ':all', 'age', 1)
@@ -90,7 +103,9 @@ end
 for _, what in ipairs({'count', 'bytes'}) do
   while tonumber(redis.call('HGET', KEYS[1] .. ':all', what)) > most[what] do
     local first = redis.call('ZREVRANGE', KEYS[1] .. ':' .. what, 0, 0)[1]
-    forget(first, redis.call('ZRANGE', KEYS[1] .. ':of:' .. first, 0, 0)[1])
+    local oldest = first and redis.call('ZRANGE', KEYS[1] .. ':of:' .. first, 0, 0)[1]
+    if not oldest then return clear(owner) end
+    forget(first, oldest)
   end
 end
 """

@@ -128,6 +128,26 @@ async def test_a_restart_without_data_knows_the_scripts_again(
     assert first.is_up
 
 
+@pytest.mark.parametrize("part", ["", ":sizes", ":all", ":bytes", ":count", ":of"])
+async def test_responses_are_stored_after_redis_has_dropped_a_part_of_them(
+    server: RedisServer, replicas: RedisFleet, part: str
+) -> None:
+    """As other policies than noeviction do: no script may run forever, or fail forever."""
+    first, second = replicas.replicas
+    first.max_responses = 3
+    with redis.Redis.from_url(server.url) as client:
+        for i in range(3):
+            await first.put((ACCOUNT, f"resp_{i}"), STORED)
+        name = f"kvasir:responses{part}"
+        client.delete(f"{name}:{ACCOUNT.hex()}" if part == ":of" else name)
+        for i in range(3, 10):
+            key = ACCOUNT, f"resp_{i}"
+            await first.put(key, STORED)
+            assert first.is_up
+            assert await second.get(key) == STORED
+        assert client.hlen("kvasir:responses") == 3
+
+
 async def test_who_leaves_while_tokens_are_taken_gives_them_back(replicas: RedisFleet) -> None:
     first, second = replicas.replicas
     caller = Caller("a", concurrency=1, tokens_per_minute=1000, state=first, account=ACCOUNT)
