@@ -13,7 +13,9 @@ from openai.types.responses.response_item import ResponseItem
 from pydantic import TypeAdapter
 
 from kvasir.server.api.openai.responses.schemas import LOGPROBS
+from kvasir.server.api.openai.responses.store import ResponseStore
 from kvasir.server.state.memory import MemoryState
+from kvasir.server.state.state import Key, Stored
 from tests.kit.chats import (
     BOTH,
     HERMES_TEXT,
@@ -34,6 +36,23 @@ FUNCTIONS = TOOLS_OF[RESPONSES]
 REASONING_SHOWN = THINKING.replace(
     "{{ message.content or", "{{ message.reasoning_content }}{{ message.content or"
 )
+
+
+async def test_a_response_is_read_once_for_all_references_to_its_items() -> None:
+    """Of another replica's each reading is a copy of all of it."""
+    n_read = 0
+
+    class Counted(MemoryState):
+        async def get(self, key: Key) -> Stored | None:
+            nonlocal n_read
+            n_read += 1
+            return await super().get(key)
+
+    state, key = Counted(1000), (b"", "resp_1")
+    await state.put(key, kept := Stored(b"{}", b"[]", b"[]"))
+    store = ResponseStore(state)
+    assert await store.of_items(b"", ["msg_1_0", "fc_1_1", "msg_1_0"]) == {key: kept}
+    assert n_read == 1
 
 
 async def test_a_response_over_http_is_a_chats_answer() -> None:

@@ -64,7 +64,7 @@ async def _chat(request: Request, body: ResponsesBody) -> tuple[ChatBody, bytes]
     earlier = body.previous_response_id
     previous = await store.get((owner, earlier), "previous_response_id") if earlier else None
     references = [item["id"] for item in given if item["type"] == "item_reference"]
-    stored = dict([await store.of_item(owner, item_id) for item_id in references])
+    stored = await store.of_items(owner, references)
     state.body_size += previous.n_read if previous else 0
     state.body_size += sum(len(response.output) for response in stored.values())
     if state.body_size > (most := served_model(request).settings.max_body_bytes):

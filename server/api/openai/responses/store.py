@@ -80,16 +80,20 @@ class ResponseStore:
         if not await self.state.pop(key):
             raise self.missing(key[1])
 
-    async def of_item(self, owner: bytes, item_id: str) -> tuple[Key, Stored]:
-        """Return the response whose output has an item; its id is a part of the item's.
+    async def of_items(self, owner: bytes, item_ids: list[str]) -> dict[Key, Stored]:
+        """Return the responses whose outputs have items; their ids are parts of the items'.
 
-        Raises as `get` does.
+        Each is read once, however many of its items there are. Raises as `get` does.
         """
-        _, _, rest = item_id.partition("_")
-        key = owner, f"resp_{rest.partition('_')[0]}"
-        if (stored := await self.state.get(key)) is None:
-            raise self.missing(item_id, "input")
-        return key, stored
+        found = dict[Key, Stored]()
+        for item_id in item_ids:
+            _, _, rest = item_id.partition("_")
+            if (key := (owner, f"resp_{rest.partition('_')[0]}")) in found:
+                continue
+            if (stored := await self.state.get(key)) is None:
+                raise self.missing(item_id, "input")
+            found[key] = stored
+        return found
 
     def missing(self, name: str, param: str | None = None) -> NotFoundError:
         """Return the error for the id of a response, or of an item, that is not here."""
