@@ -157,7 +157,9 @@ class ModelRegistry:
                 retry_after=_FAILED_RETRY,
             )
         if name not in self.served:
-            known = [*self.served, *(self.bank.names() if self.bank else ())]
+            known = [*self.served]
+            if self.bank is not None:  # to list its folder takes long
+                known = list(dict.fromkeys([*known, *self.bank.folders, *self.bank.loaded]))
             names = " and ".join(map(repr, known))
             listed = f"{names} {'is' if len(known) == 1 else 'are'}"
             raise ModelNotFoundError(

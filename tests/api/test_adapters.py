@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread, current_thread, main_thread
 from typing import Any
 
 import httpx
@@ -152,6 +153,26 @@ async def test_a_name_that_is_no_adapter_here_is_refused(
         assert param in response.text
         listed = (await client.get("/v1/models")).json()["data"]
         assert {each["id"] for each in listed} == {"base", "poet", "clerk"}
+
+
+async def test_a_large_folder_of_adapters_is_never_listed_on_the_event_loop(
+    exported: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes a quarter of a second for a thousand adapters, in which no stream would go on."""
+    threads, names = list[Thread](), AdapterBank.names
+
+    def listed(bank: AdapterBank) -> list[str]:
+        threads.append(current_thread())
+        return names(bank)
+
+    monkeypatch.setattr(AdapterBank, "names", listed)
+    async with serving(exported, adapter_dir=root) as (_, client):
+        for path in ("/v1/models", "/api/tags"):
+            assert "poet" in (await client.get(path)).text
+        response = await client.post("/v1/completions", json={"model": "nobody", "prompt": "a"})
+        assert response.status_code == 404
+    assert threads
+    assert main_thread() not in threads
 
 
 async def test_adapters_come_and_go_while_streams_run(exported: Path, root: Path) -> None:

@@ -1,6 +1,7 @@
 """The adapters of a model: their folders by name, and those in memory, within a budget.
 
-All methods are for the event loop's thread. Files are read in another, one adapter at a time.
+What only reads (`names`, `find`, `inside`) is for any thread, the rest for the event loop's. Files
+are read in another, one adapter at a time.
 """
 
 from __future__ import annotations
