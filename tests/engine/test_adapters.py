@@ -12,14 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from kvasir.export.directory import export_checkpoint
+from kvasir.kernels.adapter_table import HADAMARD
 from kvasir.kernels.library import FILE, Library
 from kvasir.model.adapters.config import AdapterError
 from kvasir.model.adapters.layout import Layout
+from kvasir.model.adapters.peft import Factors
 from kvasir.model.directory import ADAPTERS_FILE, load_model_dir
-from kvasir.server.engine.adapters.loaded import Adapter
+from kvasir.server.engine.adapters.loaded import Adapter, _columns
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.gpu.runner import PagedRunner
 from kvasir.server.engine.model_runner import warm_up
@@ -106,6 +109,25 @@ def make_request(i: int, adapters: list[Adapter]) -> Sequence:
     )
     adapter = None if i % 4 == 3 else adapters[i % 4]
     return Sequence(i, prompt_ids, params, frozenset(), 0.0, adapter=adapter)
+
+
+def test_mixed_columns_are_the_same_bits_on_every_cpu() -> None:
+    """Sums of halves, of halves of these, and so on: libraries add in an order of the CPU's."""
+    rng, ones = np.random.default_rng(0), np.ones(64, dtype=np.float32)
+    a = rng.standard_normal((3, 64)).astype(np.float32)
+    columns = _columns(Factors(a, a, 1.0), ones, is_mixed=True)
+
+    def mixed(parts: list[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
+        if len(parts) == 1:
+            return parts
+        pairs = list(zip(parts[: len(parts) // 2], parts[len(parts) // 2 :], strict=True))
+        return [*mixed([x + y for x, y in pairs]), *mixed([x - y for x, y in pairs])]
+
+    parts = np.split(a, len(HADAMARD), axis=1)
+    expected = np.concatenate(mixed(parts), axis=1) / np.float32(len(HADAMARD))
+    assert columns[:, :3].T.tobytes() == expected.tobytes()
+    close = (HADAMARD @ a.reshape(3, len(HADAMARD), -1)).reshape(a.shape) / len(HADAMARD)
+    np.testing.assert_allclose(expected, close, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("n", range(4))

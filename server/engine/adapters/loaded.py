@@ -109,7 +109,10 @@ def _columns(low: Factors, inputs: NDArray[np.float32], *, is_mixed: bool) -> ND
     rank, n_in = low.a.shape
     a = low.a * inputs
     if is_mixed:  # W x = (W H / 8) (H x)
-        parts = HADAMARD @ a.reshape(rank, len(HADAMARD), -1)
+        parts = a.reshape(rank, 2, 2, 2, -1)
+        for axis in (1, 2, 3):  # a product with HADAMARD would round as this CPU's library does
+            one, other = np.split(parts, 2, axis)
+            parts = np.concatenate((one + other, one - other), axis)
         a = parts.reshape(rank, n_in) / np.float32(len(HADAMARD))
     padded = np.zeros((n_in, -(-rank // LANES) * LANES), dtype=np.float32)
     padded[:, :rank] = a.T
