@@ -9,8 +9,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from kvasir.server.api.http.body import BodyRoute
-from kvasir.server.api.http.keys import require_key
+from kvasir.server.api.http.body import AdminRoute
 from kvasir.server.api.http.pieces import unless_disconnected
 from kvasir.server.api.http.responses import errors, models_of
 from kvasir.server.api.models import Model, listed
@@ -18,7 +17,12 @@ from kvasir.server.api.schemas import RequestBody
 from kvasir.server.errors import InvalidRequestError
 from kvasir.server.requests.loading.loader import ModelLoader
 
-router = APIRouter(route_class=BodyRoute)
+
+class _Route(AdminRoute):
+    key = "models_admin_key"
+
+
+router = APIRouter(route_class=_Route)
 
 _ERRORS = errors(400, 401, 403, 404, 413)
 
@@ -46,9 +50,8 @@ async def unload_model(request: Request, body: LoadModelBody) -> Response:
 
 
 def _loader(request: Request, body: LoadModelBody) -> tuple[ModelLoader, str]:
-    """Return what loads models, and the name of one. Raises AuthenticationError without the key."""
+    """Return what loads models, and the name of one of those."""
     models = models_of(request.scope)
-    require_key(request.scope, models.settings.models_admin_key, "models_admin_key")
     name = models.named(body.model).name
     if name not in models.loader.names:
         message = f"model: {name!r} is not of the folder models_dir, so it stays loaded"

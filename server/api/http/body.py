@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvasir.model.platform.suggestions import did_you_mean, nearest
+from kvasir.server.api.http.keys import require_key
 from kvasir.server.api.http.pieces import compact, unless_disconnected
 from kvasir.server.api.http.responses import models_of, note_model, state_of
 from kvasir.server.api.other_servers import NO_OPS, USED_HERE
@@ -104,6 +105,23 @@ VectorRoute = _route_for("embed")
 LabelRoute = _route_for("classify")
 EncoderRoute = _route_for("embed", "classify")
 PairRoute = _route_for("classify", "embed")
+
+
+class AdminRoute(BodyRoute):
+    """A route that one key alone opens; without it no body is read. key: the setting's name."""
+
+    key: str
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the handler. It raises AuthenticationError without the key."""
+        answer = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            key = getattr(models_of(request.scope).settings, self.key)
+            require_key(request.scope, key, self.key)
+            return await answer(request)
+
+        return handle
 
 
 def check_amount(raw: bytes, max_model_len: int = 0) -> None:
