@@ -25,6 +25,7 @@ _STREAM_SECONDS = 60  # after which its streams are forgotten
 _RENEW_SECONDS = 5.0
 _START_SECONDS = _CLOSE_SECONDS = 1.0
 _ANSWER_SECONDS = 2.0  # of another replica, which may be busy
+_LONGEST_ID = 100  # characters; ours have fewer, and clients may send megabytes
 _SIZES = struct.Struct("<QQ")  # of a response, and of the items before it
 
 
@@ -251,5 +252,5 @@ class RedisState(State):
 
 
 def _names(key: Key) -> tuple[str, str]:
-    """Return a response's owner and id as Redis' names have them."""
-    return key[0].hex(), key[1]
+    """Return a response's owner and id as Redis' names have them. A cut id is that of none."""
+    return key[0].hex(), key[1][:_LONGEST_ID]

@@ -148,6 +148,18 @@ async def test_responses_are_stored_after_redis_has_dropped_a_part_of_them(
         assert client.hlen("kvasir:responses") == 3
 
 
+async def test_a_long_id_is_not_sent(server: RedisServer, replicas: RedisFleet) -> None:
+    """Clients may make one of megabytes, for which all keys would wait."""
+    key = ACCOUNT, "resp_1" + 10**6 * "0"
+    first, _ = replicas.replicas
+    with redis.Redis.from_url(server.url) as client:
+        before = client.info("stats")["total_net_input_bytes"]
+        assert await first.get(key) is None
+        assert await first.ask("get", key) is None
+        assert not await first.pop(key)
+        assert client.info("stats")["total_net_input_bytes"] - before < 10**5
+
+
 async def test_who_leaves_while_tokens_are_taken_gives_them_back(replicas: RedisFleet) -> None:
     first, second = replicas.replicas
     caller = Caller("a", concurrency=1, tokens_per_minute=1000, state=first, account=ACCOUNT)
