@@ -110,7 +110,7 @@ class Link:
     ) -> None:
         """Wait for Redis, `restore` what it has missed, `renew` every few seconds, and again."""
         while True:
-            try:
+            with suppress(UnavailableError):
                 await self._reply(self._connect)
                 self._lost.clear()
                 self.is_up = True
@@ -123,5 +123,4 @@ class Link:
                     with suppress(TimeoutError):  # `wait_for` could lose a cancellation
                         async with asyncio.timeout(seconds):
                             await self._lost.wait()
-            except UnavailableError:
-                await asyncio.sleep(_RETRY_SECONDS)
+            await asyncio.sleep(_RETRY_SECONDS)

@@ -12,6 +12,7 @@ from kvasir.server.requests.admission.callers import Caller
 from kvasir.server.state import link
 from kvasir.server.state.redis_state import LEASE_SECONDS, RedisState
 from kvasir.server.state.state import Key, Question, Stored
+from tests.kit.fake_runner import TIMEOUT
 from tests.kit.redis_server import RedisServer, needs_redis
 from tests.state.conftest import RedisFleet
 
@@ -146,6 +147,20 @@ async def test_responses_are_stored_after_redis_has_dropped_a_part_of_them(
             assert first.is_up
             assert await second.get(key) == STORED
         assert client.hlen("kvasir:responses") == 3
+
+
+async def test_a_redis_that_refuses_commands_is_not_asked_again_at_once(
+    server: RedisServer, replicas: RedisFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each request would make and log a loss, such as while its memory is full."""
+    monkeypatch.setattr(link, "_RETRY_SECONDS", TIMEOUT)
+    first, second = replicas.replicas
+    with redis.Redis.from_url(server.url) as client:
+        client.set(f"kvasir:tokens:{ACCOUNT.hex()}", "of another application")
+    assert (await first.take(ACCOUNT, 1000, 1)).is_local
+    for _ in range(100):
+        assert not (await second.take(b"other", 1000, 1)).is_local
+    assert not first.is_up
 
 
 async def test_a_long_id_is_not_sent(server: RedisServer, replicas: RedisFleet) -> None:
