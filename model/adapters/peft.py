@@ -64,16 +64,20 @@ def read_adapter(
         expected = f"a folder of peft with {ADAPTER_FILE} and {ADAPTER_WEIGHTS_FILE}"
         raise refuse(name, "folder", in_words(error), expected) from None
     config, sizes = AdapterConfig.read(described, name), layout.sizes
+    digest = blake2b(described, digest_size=16)
+    digest.update(content)
+    tensors = _tensors(name, content)
+    del content  # large, as are tensors: one after the other becomes floats
     found: dict[str, dict[str, NDArray[np.float32]]] = {}
     full_names: dict[str, str] = {}
-    for key, tensor in _tensors(name, content).items():
+    for key in list(tensors):
         match = _TENSOR.fullmatch(key)
         module = "" if match is None else layout.part_name(match[1])
         if match is None or module not in sizes:
             example = next(iter(sizes), "")
             expected = f"lora_A and lora_B of linear layers in blocks, such as {example}"
             raise refuse(name, "tensor", repr(key), expected)
-        found.setdefault(module, {})[match[2]] = _floats(name, key, tensor)
+        found.setdefault(module, {})[match[2]] = _floats(name, key, tensors.pop(key))
         full_names[module] = match[1]
     if not found:
         raise refuse(name, ADAPTER_WEIGHTS_FILE, "empty", "lora_A and lora_B of some linear layer")
@@ -86,8 +90,6 @@ def read_adapter(
             if given != shape:
                 raise refuse(name, f"{module}.lora_{part}", str(given), f"shape {shape}")
         modules[module] = Factors(pair["A"], pair["B"], scaling)
-    digest = blake2b(described, digest_size=16)
-    digest.update(content)
     return PeftAdapter(digest.digest(), config.base_model_name_or_path, modules)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import json
+import tracemalloc
 import weakref
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,16 +15,17 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from safetensors.numpy import save_file
 from torch import nn
 
 from kvasir.export.directory import export_checkpoint
-from kvasir.kernels.adapter_table import HADAMARD
+from kvasir.kernels.adapter_table import HADAMARD, Place
 from kvasir.kernels.library import FILE, Library
-from kvasir.model.adapters.config import AdapterError
-from kvasir.model.adapters.layout import Layout
-from kvasir.model.adapters.peft import Factors
+from kvasir.model.adapters.config import ADAPTER_FILE, ADAPTER_WEIGHTS_FILE, AdapterError
+from kvasir.model.adapters.layout import Layer, Layout, Part
+from kvasir.model.adapters.peft import TENSOR, Factors
 from kvasir.model.directory import ADAPTERS_FILE, load_model_dir
-from kvasir.server.engine.adapters.loaded import Adapter, _columns
+from kvasir.server.engine.adapters.loaded import Adapter, GraphAdapters, _columns
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.gpu.runner import PagedRunner
 from kvasir.server.engine.model_runner import warm_up
@@ -128,6 +131,25 @@ def test_mixed_columns_are_the_same_bits_on_every_cpu() -> None:
     assert columns[:, :3].T.tobytes() == expected.tobytes()
     close = (HADAMARD @ a.reshape(3, len(HADAMARD), -1)).reshape(a.shape) / len(HADAMARD)
     np.testing.assert_allclose(expected, close, rtol=1e-5, atol=1e-6)
+
+
+def test_an_adapter_takes_little_more_memory_while_it_is_read(tmp_path: Path) -> None:
+    n, rank, ones = 512, 64, np.ones(512, dtype=np.float32)
+    names, tensors = [f"layers.{i}.q" for i in range(10)], dict[str, NDArray[np.float16]]()
+    for name in names:
+        tensors[TENSOR.format(name, "A")] = np.ones((rank, n), dtype=np.float16)
+        tensors[TENSOR.format(name, "B")] = np.ones((n, rank), dtype=np.float16)
+    save_file(tensors, tmp_path / ADAPTER_WEIGHTS_FILE)
+    (tmp_path / ADAPTER_FILE).write_text(json.dumps({"r": rank, "lora_alpha": rank}))
+    rows = np.arange(n, dtype=np.int32)
+    layers = {name: Layer((Part(name, n, 0, rows),), ones, ones) for name in names}
+    places = {name: Place(i, is_mixed=False) for i, name in enumerate(names)}
+    graph = GraphAdapters(Layout(("",), layers), places)
+    tracemalloc.start()
+    adapter = graph.load(tmp_path, "a", 2**30)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 3.5 * adapter.n_bytes
 
 
 @pytest.mark.parametrize("n", range(4))

@@ -26,8 +26,8 @@ class AdapterBank:
     """Known adapters. An unused one leaves memory when another needs its room, the oldest first.
 
     folders: by name. root: holds further ones, each in a folder of its name, which are found when
-    they are asked for. most_bytes: of matrices; one that is read may be there beside them. graph:
-    returns how the engine takes adapters, once it is loaded.
+    they are asked for. most_bytes: of matrices; one that is read takes three times its size beside
+    them. graph: returns how the engine takes adapters, once it is loaded.
     """
 
     def __init__(
