@@ -100,6 +100,38 @@ def test_a_common_beginning_is_found_from_its_second_repetition_on() -> None:
             rows.record_prefill(i, start, end, names)
 
 
+def serve(rows: KVRows, prompt: list[int], limit: int) -> int:
+    """Compute a prompt in chunks of `limit` tokens; return its tokens that need not be."""
+    names = rows.cache.names(prompt)
+    admitted = rows.admit(len(prompt), 1, names[: max(0, len(prompt) - 2) // BLOCK])
+    assert admitted is not None
+    row, n_found = admitted
+    end = n_found
+    while end < len(prompt):
+        start, end = rows.cut(row, end, limit, len(prompt))
+        Lengths(rows).run(row, start, end)
+        rows.record_prefill(row, start, end, names)
+    rows.free(row)
+    return n_found
+
+
+@pytest.mark.parametrize("limit", [BLOCK, 100])
+def test_the_next_turn_goes_on_where_the_last_one_ended(limit: int) -> None:
+    """However many turns or chunks a chat has: where few states fit, it needs its newest."""
+    rows, chat = make_rows(40, 3), list(range(50))
+    for turn in range(6):
+        last_end = 0 if turn == 0 else (len(chat) - 10 - 2) // BLOCK * BLOCK
+        assert serve(rows, chat, limit) >= last_end
+        chat += [100 + turn] * 10
+
+
+def test_long_prompts_leave_the_state_of_their_common_beginning() -> None:
+    """Each has more chunks than states fit."""
+    rows, begins = make_rows(80, 3), list(range(8))
+    found = [serve(rows, begins + [20 + i] * 30, BLOCK) for i in range(5)]
+    assert found == [0, 8, 8, 8, 8]
+
+
 def test_a_move_takes_the_state_along() -> None:
     rows = make_rows()
     for row in range(3):

@@ -56,8 +56,8 @@ class PrefixCache(BlockCache[Floats]):
     The least recently used block is dropped first. A chain is always touched as a whole, its first
     block last, so no block outlives its parent: what remains of a chain is its beginning.
 
-    n_states: the most states that are kept, also the least recently used dropped first; None is of
-    a model without states.
+    n_states: the most states that are kept, also the least recently used dropped first, and of a
+    chain that at its end last; None is of a model without states.
     """
 
     def __init__(
@@ -95,10 +95,17 @@ class PrefixCache(BlockCache[Floats]):
         self._touch(cached)
         return len(cached) * self.block_size
 
-    def keep(self, row: Floats, names: list[bytes], state: Floats | None = None) -> None:
+    def keep(
+        self,
+        row: Floats,
+        names: list[bytes],
+        state: Floats | None = None,
+        passed: bytes = b"",
+    ) -> None:
         """Copy the blocks of a chain, which starts the row, unless they are cached already.
 
-        state: at the end of the chain.
+        state: at the end of the chain. passed: the block whose state that one replaces if there is
+        no room for both.
         """
         n_cached = self.count_kept(names)
         self._touch(names[:n_cached])  # or the chain's own beginning could be dropped to make room
@@ -109,8 +116,9 @@ class PrefixCache(BlockCache[Floats]):
         if state is not None and names and self.n_states:
             self.states[names[-1]] = state
         self._touch(names)
-        while len(self.states) > (self.n_states or 0):
-            self.states.popitem(last=False)
+        if len(self.states) > (self.n_states or 0):
+            oldest = next(iter(self.states))
+            del self.states[passed if passed in self.states else oldest]
 
     def _slice(self, row: Floats, n: int) -> Floats:
         return row[:, :, n * self.block_size : (n + 1) * self.block_size]
@@ -132,5 +140,6 @@ class PrefixCache(BlockCache[Floats]):
     def _touch(self, names: list[bytes]) -> None:
         for name in reversed(names):
             self.blocks.move_to_end(name)
+        for name in names:
             if name in self.states:
                 self.states.move_to_end(name)

@@ -221,11 +221,14 @@ class KVRows(RowStore):
         After the last the row of floats is free, and its state is the running row's. names: of all
         blocks of the prompt.
         """
-        prompt_row, n_prompt, _ = self._prompts[row]
+        prompt_row, n_prompt, n_common = self._prompts[row]
         chain, size = names[: end // self.cache.block_size], self.cache.block_size
         ends_chain = self.prompts.states and len(chain) * size == end
         state = self.prompts.read_states(prompt_row) if ends_chain else None
-        self.cache.keep(self.prompts.array[:, prompt_row], chain, state)
+        # For a state in its middle a long prompt must not drop one that others go on from.
+        before = names[: start // size]
+        passed = before[-1] if len(before) * size > n_common else b""
+        self.cache.keep(self.prompts.array[:, prompt_row], chain, state, passed)
         self._fill(row, start, end)
         if end == n_prompt:
             if self.prompts.states:
