@@ -113,6 +113,11 @@ def check_shape(session: onnxruntime.InferenceSession, config: TransformerConfig
             f"the graph has {n_tokens} tokens and {n_layer} layers, and config.json "
             f"{config.vocab_size} and {config.n_layer}; export the model again"
         )
+    states = [f"past_states.{i}.{part}" for i in config.recurrent_layers for part in config.states]
+    if {*(found := state_inputs(session))} != {*states}:
+        raise ValueError(
+            f"the graph has the states {found}, and config.json {states}; export the model again"
+        )
 
 
 def kv_inputs(session: onnxruntime.InferenceSession) -> list[KVInput]:

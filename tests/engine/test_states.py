@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvasir.model.config import ShortConvolution
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.kv.memory import KVShape
 from kvasir.server.engine.kv.prefix_cache import PrefixCache
@@ -226,6 +228,21 @@ def test_a_state_has_one_reader(model: RandomModel) -> None:
     names = [value.name for value in graph.input if value.name.startswith("past_states.")]
     assert len(names) == len(model.config.states) * len(model.config.recurrent_layers)
     assert [readers(graph, name) for name in names] == [1] * len(names)
+
+
+def test_a_graph_of_other_states_than_its_configuration_is_refused(
+    random_delta_model: RandomModel,
+) -> None:
+    """Buffers have the configuration's states."""
+    config = random_delta_model.config
+    others: list[dict[str, Any]] = [
+        {"recurrent_layers": config.attention_layers},
+        {"recurrent_layers": (), "recurrence": None},
+        {"recurrence": ShortConvolution(kernel=4)},
+    ]
+    for other in others:
+        with pytest.raises(ValueError, match=r"the graph has the states \['past_states"):
+            OnnxRunner(random_delta_model.graph, replace(config, **other), max_num_seqs=1)
 
 
 def test_too_little_memory_for_states_is_refused(random_delta_model: RandomModel) -> None:
