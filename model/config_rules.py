@@ -88,6 +88,8 @@ def _recurrence(config: Any) -> Iterator[Rule]:
     is_recurrent = config.recurrence is not None
     given = bool(config.recurrent_layers) == is_recurrent
     yield "recurrent_layers", given, "given with a recurrence, and only then"
+    once = len({*config.recurrent_layers}) == len(config.recurrent_layers)
+    yield "recurrent_layers", once, "layers that are listed once"
     whole = config.causal and config.encoder is None and config.pooling is None
     allowed = "left out in encoders, with an encoder and with a pooling"
     yield "recurrence", whole or not is_recurrent, allowed

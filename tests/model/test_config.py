@@ -86,6 +86,7 @@ LINEAR = {"kind": "linear", "factor": 2.0}
 LLAMA3 = {"kind": "llama3", "factor": 2.0}
 YARN = {"kind": "yarn", "factor": 2.0, "original_max_model_len": 8}
 OWN_THETA = {"sliding_window_rope_theta": 10.0}
+RULE = {"kind": "short_convolution", "kernel": 3}
 CLAMPED = {"feed_forward": "swiglu_clamped"}
 # Changes of VALID, and how the message begins.
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -124,6 +125,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (MIXTURE | {"dense_layers": (2,)}, "dense_layers must be layers from 0 to 1, not (2,)"),
     (MIXTURE | {"feed_forward": "gelu"}, "feed_forward must be swiglu or swiglu_clamped with"),
     (MIXTURE | CLAMPED | {"dense_layers": (0,)}, "feed_forward must be swiglu with these experts"),
+    ({"recurrence": RULE, "recurrent_layers": (0, 0)}, "recurrent_layers must be layers that are"),
 ]
 
 
