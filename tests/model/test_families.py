@@ -465,6 +465,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("youtu", {"qk_rope_head_dim": 9}, "rotary_dim"),
     ("llama4_text", {"moe_layers": [48]}, r"moe_layers is \[48\], .* from 0 to 47"),
     ("bamba", {"time_step_limit": [0.1, 2.0]}, "time_step_limit is .* only None or .0.0, inf."),
+    ("bamba", {"partial_rotary_factor": 1.0}, "partial_rotary_factor is 1.0, .* only 0.5"),
     ("bamba", {"attn_layer_indices": [32]}, "attn_layer_indices is .* layers from 0 to 31"),
     ("bamba", {"mamba_d_head": 63}, "mamba_d_head is 63, .* 128 of them in 8192 channels"),
     ("granitemoehybrid", {"layer_types": ["conv"] * 32}, "layer_types is .* of mamba or linear"),

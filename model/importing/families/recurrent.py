@@ -318,6 +318,7 @@ RECURRENT: dict[str, Family] = {
         "Bamba", (128000, 4096, 14336, 32, 32, 8, 262144), (1, 2), t.BIASES, _mamba2(_bamba_layers),
         norm="final_layernorm",
         keys={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "attn_layer_indices": None},
+        only={"partial_rotary_factor": (0.5,)},  # transformers reads no other
         layers={"feed_forward_norm": "pre_ff_layernorm", "down": "feed_forward.down_proj",
                 "up": stacked("feed_forward.gate_proj", "feed_forward.up_proj")}),
     "granitemoehybrid": t.llama(
