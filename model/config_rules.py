@@ -90,6 +90,9 @@ def _recurrence(config: Any) -> Iterator[Rule]:
     yield "recurrent_layers", given, "given with a recurrence, and only then"
     once = len({*config.recurrent_layers}) == len(config.recurrent_layers)
     yield "recurrent_layers", once, "layers that are listed once"
+    biased = config.position == "alibi" or config.has_relative_bias
+    allowed = "one without biases on scores where all layers are recurrent"
+    yield "position", config.n_attention_layer > 0 or not biased, allowed
     whole = config.causal and config.encoder is None and config.pooling is None
     allowed = "left out in encoders, with an encoder and with a pooling"
     yield "recurrence", whole or not is_recurrent, allowed

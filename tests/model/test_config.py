@@ -87,6 +87,7 @@ LLAMA3 = {"kind": "llama3", "factor": 2.0}
 YARN = {"kind": "yarn", "factor": 2.0, "original_max_model_len": 8}
 OWN_THETA = {"sliding_window_rope_theta": 10.0}
 RULE = {"kind": "short_convolution", "kernel": 3}
+RECURRENT = {"recurrence": RULE, "recurrent_layers": (0, 1)}
 CLAMPED = {"feed_forward": "swiglu_clamped"}
 # Changes of VALID, and how the message begins.
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -126,6 +127,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (MIXTURE | {"feed_forward": "gelu"}, "feed_forward must be swiglu or swiglu_clamped with"),
     (MIXTURE | CLAMPED | {"dense_layers": (0,)}, "feed_forward must be swiglu with these experts"),
     ({"recurrence": RULE, "recurrent_layers": (0, 0)}, "recurrent_layers must be layers that are"),
+    ({**RECURRENT, "position": "alibi"}, "position must be one without biases on scores"),
+    ({**RECURRENT, "position": "relative"}, "position must be one without biases on scores"),
 ]
 
 
