@@ -20,7 +20,7 @@ Position = Literal[
     "rotary", "learned", "sinusoidal", "alibi", "relative", "learned_relative", "none"
 ]
 Norm = Literal["rmsnorm", "layernorm"]
-NormPlacement = Literal["pre", "post", "both", "output"]
+NormPlacement = Literal["pre", "post", "both", "output", "output_of_attention"]
 FeedForward = Literal[
     "swiglu",
     "geglu",
@@ -160,7 +160,8 @@ class DeltaRule:
 
     A convolution over `kernel` tokens makes queries, keys and values, of which n_key_head heads of
     key_dim channels each serve as many of the n_head heads of value_dim channels. doubled_rates:
-    what a token replaces of a key's value is up to twice the difference.
+    what a token replaces of a key's value is up to twice the difference. norm_eps: of its outputs'
+    norm; None is the model's.
     """
 
     kind: Literal["delta_rule"] = "delta_rule"
@@ -170,6 +171,7 @@ class DeltaRule:
     key_dim: Size
     value_dim: Size
     doubled_rates: StrictBool = False
+    norm_eps: Positive | None = None
 
     def __post_init__(self) -> None:
         if self.n_head % self.n_key_head:
@@ -306,7 +308,9 @@ class TransformerConfig:
 
     norm_placement: "pre" normalises each sublayer's input (and the final output); "post" the sum of
     its input and output, as the original did; "both" its input and its output, "output" its output
-    alone (and the final one); layers_without_attention_norm normalise no input of attention.
+    alone (and the final one); "output_of_attention" is that in layers of attention, and "pre" in
+    recurrent ones (OLMo Hybrid, 2026); layers_without_attention_norm normalise no input of
+    attention.
     embedding_norm: the sum of a token's embeddings is normalised too. norm_bias is a LayerNorm's.
     parallel_residual: both sublayers read the block's input (Wang & Komatsuzaki 2021).
     feed_forward: an activation, or a gated one (Shazeer 2020); _tanh is GELU's approximation;
@@ -479,6 +483,12 @@ class TransformerConfig:
     def norms_heads(self, layer: int) -> bool:
         """Tell whether a layer normalises queries and keys."""
         return self.qk_norm and layer not in self.layers_without_qk_norm
+
+    def placement_of(self, layer: int) -> NormPlacement:
+        """Return where a layer's norms are: `norm_placement`, or what it means in the layer."""
+        if self.norm_placement != "output_of_attention":
+            return self.norm_placement
+        return "pre" if layer in self.recurrent_layers else "output"
 
     def window_of(self, layer: int) -> int | None:
         """Return how many positions away the nearest unseen token of a layer is; None is none."""

@@ -88,7 +88,7 @@ def _of_blocks(config: TransformerConfig, shapes: Shapes, prefix: str) -> Iterat
         cross, feed = f"{block}.cross_attention", f"{block}.feed_forward"
         is_mixture = f"{feed}.router.weight" in shapes
         up, down = ("expert_up", "expert_down") if is_mixture else ("up", "down")
-        if config.norm_placement in ("pre", "both"):
+        if config.placement_of(layer) in ("pre", "both"):
             if f"{block}.attention_norm.weight" in shapes:
                 first = _first_products(config, shapes, block, layer)
                 yield _after_norm(config, shapes, f"{block}.attention_norm", *first)

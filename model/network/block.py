@@ -30,7 +30,7 @@ class Block(nn.Module):
 
     def __init__(self, config: TransformerConfig, layer: int) -> None:
         super().__init__()
-        self.placement = config.norm_placement
+        self.placement = config.placement_of(layer)
         self.parallel = config.parallel_residual
         before, after = self.placement != "output", self.placement in ("both", "output")
         normed = before and layer not in config.layers_without_attention_norm

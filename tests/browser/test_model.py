@@ -162,6 +162,7 @@ DRAWINGS: list[tuple[dict[str, Any], int, int]] = [  # changes, sums and norms
     ({"norm_placement": "post"}, 2, 2),
     ({"norm_placement": "both"}, 2, 5),
     ({"norm_placement": "output"}, 2, 3),
+    ({"norm_placement": "output_of_attention"}, 2, 3),
     ({"embedding_norm": True}, 2, 4),
     ({"parallel_residual": True}, 1, 3),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,8 @@ def read_after_a_norm_or_a_product(model: Transformer) -> set[str]:
         if name.startswith("encoder."):
             assert config.encoder is not None
             config = config.encoder
-        is_normed = config.norm_placement in ("pre", "both")
+        block = re.search(r"blocks\.(\d+)", name)
+        is_normed = block and config.placement_of(int(block[1])) in ("pre", "both")
         match name.split("."):
             case [*_, "attention" | "cross_attention", "output", _]:
                 alone.add(name)

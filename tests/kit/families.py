@@ -388,6 +388,12 @@ _FURTHER |= {
         "text_config": _GROUPED | _DELTA | _QWEN_EXPERTS,
         "vision_config": {"depth": 1},
     },
+    # Queries as wide as values: transformers cuts the convolution into three equal parts.
+    "olmo_hybrid": {"attention_bias": True, "linear_value_head_dim": 12},
+    "olmo_hybrid without rotary": {"linear_allow_neg_eigval": False, "linear_num_key_heads": 2}
+    | {"linear_value_head_dim": 12, "num_hidden_layers": 3}
+    | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
     "lfm3": {
         "num_hidden_layers": 4,
         "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],

@@ -164,6 +164,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "recurrent_layers": (0, 2),
         "rotary_dim": 8,
     },
+    "olmo hybrid": {
+        "n_layer": 3,
+        "norm_placement": "output_of_attention",
+        "recurrence": DeltaRule(
+            kernel=3, n_head=2, n_key_head=2, key_dim=8, value_dim=16, norm_eps=1e-4
+        ),
+        "recurrent_layers": (0, 2),
+    },
     "without attention": {
         "position": "none",
         "recurrence": DeltaRule(kernel=2, n_head=2, n_key_head=2, key_dim=16, value_dim=8),

@@ -100,7 +100,7 @@ class Family:
     # By our module: a factor of its weight and bias, which are then float32.
     scales: Mapping[str, Callable[[Options], float]] = field(default_factory=dict)
     prefixes: tuple[str, ...] = ("model.",)  # of tensor names; a file has one or none
-    former_names: Mapping[str, str] = field(default_factory=dict)  # of modules: the present name
+    former_names: Mapping[str, str] = field(default_factory=dict)  # of last parts: the present name
     classifier: tuple[Dense, ...] = (Dense("score", bias=False),)  # of ...ForSequenceClassification
     unused: tuple[str, ...] = ()  # beginnings of names of tensors that are left out
     # Returns modules whose places the options decide.
@@ -164,7 +164,10 @@ class Family:
                 wanted = f"{self.architectures[0]} without it" if key in neutral else only(allowed)
                 raise refuse(key, value, wanted)
         fields = {name: options[key] for name, key in _FIELDS.items() if key in options}
-        if "rope_theta" in options:
+        position = self.fields.get("position")
+        if callable(position):
+            position = position(options)
+        if "rope_theta" in options and position != "none":
             fields |= rotary_fields(options, self.scalings)
         if self.windowed is not None:
             fields |= window_fields(
@@ -196,4 +199,5 @@ class Family:
         tensor = _BESIDE.sub(".", tensor)
         prefix = next((prefix for prefix in self.prefixes if tensor.startswith(prefix)), "")
         module, kind = module_and_kind(tensor.removeprefix(prefix))
-        return f"{self.former_names.get(module, module)}.{kind}"
+        outer, dot, last = module.rpartition(".")
+        return f"{outer}{dot}{self.former_names.get(last, last)}.{kind}"

@@ -61,7 +61,9 @@ def _lfm2_choice(options: Options) -> str | None:
     return "scores" if options["use_expert_bias"] else None
 
 
-def _layers_of(kind: str, *, others: str = "full_attention", key: str) -> Callable[[Options], Any]:
+def _layers_of(
+    kind: str, *, others: str = "full_attention", key: str
+) -> Callable[[Options], tuple[int, ...]]:
     """Return a function that returns the layers of a kind in layer_types, and sets these if absent.
 
     key: of the interval of other layers.
@@ -95,6 +97,31 @@ def _delta_rule(options: Options) -> dict[str, Any] | None:
     }
 
 
+def _olmo_layers(options: Options) -> tuple[int, ...]:
+    """Return the recurrent layers, and set the sizes of the delta rule that are absent."""
+    heads, width = options.whole("num_attention_heads"), options.whole("hidden_size")
+    for key in ("linear_num_key_heads", "linear_num_value_heads"):
+        options[key] = heads if options[key] is None else options[key]
+    if options["linear_key_head_dim"] is None:
+        options["linear_key_head_dim"] = int(0.75 * width / options.whole("linear_num_key_heads"))
+    if options["linear_value_head_dim"] is None:
+        options["linear_value_head_dim"] = 2 * options.whole("linear_key_head_dim")
+    options["full_attention_interval"] = min(4, len(t.every_layer(options)))
+    return _delta_layers(options)
+
+
+def _olmo_rule(options: Options) -> dict[str, Any] | None:
+    rule = _delta_rule(options)
+    doubled = options["linear_allow_neg_eigval"]
+    return rule and {**rule, "doubled_rates": doubled, "norm_eps": 1e-5}
+
+
+def _olmo_position(options: Options) -> str:
+    given = options["rope_parameters"]
+    without = isinstance(given, dict) and given.get("rope_theta", 0) is None
+    return "none" if without else "rotary"
+
+
 def _delta_parts(config: TransformerConfig) -> tuple[DeltaRule, tuple[int, int, int, int]]:
     """Return the rows of queries, keys and values, of gates, of rates, and of decays."""
     rule = config.recurrence
@@ -103,10 +130,15 @@ def _delta_parts(config: TransformerConfig) -> tuple[DeltaRule, tuple[int, int, 
 
 
 def _side_by_side(*modules: str) -> Source:
-    """Return the source of what reads a token: each part of the delta rule has a matrix."""
+    """Return the source of what reads a token: each part of the delta rule has a matrix.
+
+    Queries, keys and values have one together, or three; three modules are those alone.
+    """
 
     def shapes(shape: Shape, config: TransformerConfig) -> list[Shape]:
-        return [(rows, *shape[1:]) for rows in _delta_parts(config)[1]]
+        rule, parts = _delta_parts(config)
+        every = rule.widths, parts, (*rule.widths, *parts[1:])
+        return [(n, *shape[1:]) for rows in every if len(rows) == len(modules) for n in rows]
 
     return Source(modules, shapes, lambda tensors, _: torch.cat(tensors))
 
@@ -314,6 +346,22 @@ RECURRENT: dict[str, Family] = {
         keys={"shared_expert_intermediate_size": 512, "norm_topk_prob": True},
         layers={"recurrence.input": _by_key_head(
             "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")}),
+    "olmo_hybrid": t.llama(
+        "OlmoHybrid", (100352, 3840, 11008, 32, 30, None, 65536), (None, 100257), t.ATTENTION_BIAS,
+        t.NORMS_ACROSS_HEADS, _DELTA,
+        former_names={"attention_layer_norm": t.IN, "feedforward_layer_norm": t.MIDDLE},
+        keys=dict.fromkeys(f"linear_{key}" for key in (
+            "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"))
+        | {"linear_allow_neg_eigval": True},
+        fields={"position": _olmo_position, "recurrent_layers": _olmo_layers,
+                "recurrence": _olmo_rule, "norm_placement": "output_of_attention"},
+        layers={"attention_output_norm": t.MIDDLE, "feed_forward_output_norm": t.LAST,
+                "recurrence.input": _side_by_side(
+                    *(f"linear_attn.{part}_proj" for part in "qkvgba")),
+                "recurrence.convolution": _side_by_side(
+                    *(f"linear_attn.{part}_conv1d" for part in "qkv")),
+                "recurrence.norm": "linear_attn.o_norm",
+                "recurrence.output": "linear_attn.o_proj"}),
     "bamba": t.llama(
         "Bamba", (128000, 4096, 14336, 32, 32, 8, 262144), (1, 2), t.BIASES, _mamba2(_bamba_layers),
         norm="final_layernorm",

@@ -39,7 +39,7 @@ class DeltaRuleMixer(Mixer):
         self.convolution = CausalConvolution(width, kernel, bias=False, activates=True)
         self.log_decay = nn.Parameter(torch.linspace(1.0, 16.0, n_head).log())
         self.decay_bias = nn.Parameter(torch.ones(n_head))
-        self.norm = nn.RMSNorm(recurrence.value_dim, config.norm_eps)
+        self.norm = nn.RMSNorm(recurrence.value_dim, recurrence.norm_eps or config.norm_eps)
         self.output = nn.Linear(n_values, config.d_model, bias=False)
 
     def mix(self, x: Tensor, state: State, n_new: Tensor) -> tuple[Tensor, State]:

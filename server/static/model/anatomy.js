@@ -100,7 +100,7 @@ function blockSteps(config) {
   const ofSource = config.encoder === null ? [] : [step("cross-attention", config)];
   return [attention, ...ofSource, feedForward].flatMap((one) => {
     if (config.norm_placement === "post") return [{ branches: [[one]] }, norm];
-    const before = config.norm_placement === "output" ? [] : [norm];
+    const before = config.norm_placement.startsWith("output") ? [] : [norm];
     const after = config.norm_placement === "pre" ? [] : [norm];
     return [{ branches: [[...before, one, ...after]] }];
   });
