@@ -56,8 +56,8 @@ class PrefixCache(BlockCache[Floats]):
     The least recently used block is dropped first. A chain is always touched as a whole, its first
     block last, so no block outlives its parent: what remains of a chain is its beginning.
 
-    n_states: the most states that are kept, also the least recently used dropped first, and of a
-    chain that at its end last; None is of a model without states.
+    n_states: the most states that are kept; the least recently used is dropped first, and the one
+    at the end of a chain counts as used last. None is of a model without states.
     """
 
     def __init__(
