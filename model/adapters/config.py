@@ -62,7 +62,7 @@ class AdapterConfig(Record):
 
     @classmethod
     def parse(cls, text: str, base: str) -> AdapterConfig:
-        """Read what --lora says of an adapter of `base`, as "r=16,alpha=32,modules=q+v,rslora".
+        """Read what --lora says of an adapter of `base`, as "r=16,alpha=32,modules=q_proj+v_proj".
 
         alpha is 2 r by default. Raises AdapterError.
         """

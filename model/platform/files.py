@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,8 +43,14 @@ def parse_object(content: bytes) -> dict[str, Any]:
 
 
 def read_limited(path: Path, most: int = 2**24) -> bytes:
-    """Return the content of a file that others wrote. Raises OSError for more bytes than `most`."""
-    if path.stat().st_size > most:
+    """Return the content of a file that others wrote.
+
+    Raises OSError for more bytes than `most`, and for a pipe or device, which might never end.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    if status.st_size > most:
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
     return path.read_bytes()
 

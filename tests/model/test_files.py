@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors import SafetensorError
 
-from kvasir.model.platform.files import in_words, new_directory, writing
+from kvasir.model.platform.files import in_words, new_directory, read_limited, writing
 
 FULL = os.strerror(errno.ENOSPC)
 
@@ -102,3 +102,10 @@ def test_what_has_a_path_or_is_no_matter_of_files_stays_as_it_is(tmp_path: Path)
     with pytest.raises(SafetensorError, match="too short"), writing(tmp_path):
         raise SafetensorError("header too short")
     assert in_words(FileExistsError("out is not empty")) == "out is not empty"
+
+
+def test_a_pipe_is_no_file_of_others(tmp_path: Path) -> None:
+    """Reading one, such as among adapters, would never end."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="no regular file"):
+        read_limited(tmp_path / "pipe")
