@@ -133,23 +133,36 @@ def test_mixed_columns_are_the_same_bits_on_every_cpu() -> None:
     np.testing.assert_allclose(expected, close, rtol=1e-5, atol=1e-6)
 
 
-def test_an_adapter_takes_little_more_memory_while_it_is_read(tmp_path: Path) -> None:
-    n, rank, ones = 512, 64, np.ones(512, dtype=np.float32)
-    names, tensors = [f"layers.{i}.q" for i in range(10)], dict[str, NDArray[np.float16]]()
-    for name in names:
-        tensors[TENSOR.format(name, "A")] = np.ones((rank, n), dtype=np.float16)
-        tensors[TENSOR.format(name, "B")] = np.ones((n, rank), dtype=np.float16)
-    save_file(tensors, tmp_path / ADAPTER_WEIGHTS_FILE)
-    (tmp_path / ADAPTER_FILE).write_text(json.dumps({"r": rank, "lora_alpha": rank}))
-    rows = np.arange(n, dtype=np.int32)
+def save_constant(folder: Path, n: int, rank: int, number: np.floating[Any]) -> GraphAdapters:
+    """Save an adapter of ten layers [n, n] with one number; return the graph that takes it."""
+    ones, rows, names = np.ones(n, dtype=np.float32), np.arange(n, dtype=np.int32), "abcdefghij"
+    shapes = {"A": (rank, n), "B": (n, rank)}
+    tensors = {
+        TENSOR.format(name, part): np.full(shape, number)
+        for name in names
+        for part, shape in shapes.items()
+    }
+    save_file(tensors, folder / ADAPTER_WEIGHTS_FILE)
+    (folder / ADAPTER_FILE).write_text(json.dumps({"r": rank, "lora_alpha": rank}))
     layers = {name: Layer((Part(name, n, 0, rows),), ones, ones) for name in names}
     places = {name: Place(i, is_mixed=False) for i, name in enumerate(names)}
-    graph = GraphAdapters(Layout(("",), layers), places)
+    return GraphAdapters(Layout(("",), layers), places)
+
+
+def test_an_adapter_takes_little_more_memory_while_it_is_read(tmp_path: Path) -> None:
+    graph = save_constant(tmp_path, 512, 64, np.float16(1))
     tracemalloc.start()
     adapter = graph.load(tmp_path, "a", 2**30)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 3.5 * adapter.n_bytes
+
+
+def test_numbers_that_16_bits_do_not_hold_are_refused(tmp_path: Path) -> None:
+    save_constant(tmp_path, 16, 4, np.float32(3.38e38)).load(tmp_path, "a", 2**30)
+    graph = save_constant(tmp_path, 16, 4, np.float32(3.4e38))
+    with pytest.raises(AdapterError, match="a is too large"):  # it would round to infinity
+        graph.load(tmp_path, "a", 2**30)
 
 
 @pytest.mark.parametrize("n", range(4))

@@ -25,6 +25,8 @@ from kvasir.model.adapters.config import AdapterError, refuse
 from kvasir.model.adapters.layout import Layout
 from kvasir.model.adapters.peft import Factors, read_adapter
 
+_LARGEST = np.float32((2 - 2**-7) * 2.0**127)  # of 16 bits; larger ones may become infinite
+
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Adapter:
@@ -74,10 +76,10 @@ class GraphAdapters:
                     raise refuse(name, f"r of {part.module}", str(rank), f"at most {most}")
                 a = _columns(low, layer.inputs, is_mixed=place.is_mixed)
                 first, b = _panels(part.first, low.b[part.rows] * outputs[:, None])
-                if not (np.isfinite(a).all() and np.isfinite(b).all()):
+                if not all(np.abs(matrix).max() <= _LARGEST for matrix in (a, b)):
                     raise AdapterError(
                         f"adapter {name!r}: {part.module} is too large once the model's factors "
-                        "are in it; expected numbers that fit float32"
+                        "are in it; expected numbers that fit bfloat16"
                     )
                 pair = _upper(a), _upper(b)
                 matrices += pair
