@@ -285,7 +285,9 @@ async def test_the_least_recently_used_leaves_when_memory_is_short(
         assert bank.n_bytes <= 2 * size
 
 
-async def test_an_adapters_own_template_and_sampling_are_used(exported: Path, root: Path) -> None:
+async def test_an_adapters_own_template_and_sampling_are_used(
+    exported: Path, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (root / "poet/chat_template.jinja").write_text(
         "{% for m in messages %}!{{ m.content }}{% endfor %}"
     )
@@ -302,6 +304,7 @@ async def test_an_adapters_own_template_and_sampling_are_used(exported: Path, ro
         assert (await client.get("/model")).json()["generation"] == {}
         response = await client.post("/v1/completions", json={"model": "clerk", "prompt": "a"})
         assert response.status_code == 503
+        assert str(root / "clerk/chat_template.jinja") in caplog.text
 
 
 @pytest.mark.parametrize(

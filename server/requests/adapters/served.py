@@ -37,7 +37,7 @@ class AdaptedModel(ServedModel):
         self.model_dir = _with_own_files(base.model_dir, name, folder)
         if self.model_dir.chat_template != base.model_dir.chat_template:
             try:
-                self.chat = chat_format(self.settings, self.model_dir)
+                self.chat = chat_format(self.settings, replace(self.model_dir, path=folder))
             except StartupError as error:
                 raise AdapterError(f"adapter {name!r}: {error}") from None
 
