@@ -329,6 +329,7 @@ class TransformerConfig:
     those whose `n_best_of_group` best sum to most. d_shared_expert: the width of one more expert,
     of every token; with `shared_expert_gate` it is multiplied by the sigmoid of a number of the
     token's. mixture_norm: what a mixture makes is normalised.
+    layers_without_feed_forward: attention or a recurrence is all that these layers have.
     head_projection: a layer of d_model numbers between the last norm and the head.
     qkv_bias, output_bias, feed_forward_bias, head_bias: a bias on the linear layers of that name.
     embedding_scale multiplies token embeddings. dropout (of residuals and embeddings) and
@@ -398,6 +399,7 @@ class TransformerConfig:
     shared_expert_gate: StrictBool = False
     mixture_norm: StrictBool = False
     dense_layers: tuple[StrictInt, ...] = ()
+    layers_without_feed_forward: tuple[StrictInt, ...] = ()
     head_projection: Projection | None = None
     qkv_bias: StrictBool = False
     output_bias: StrictBool = False
@@ -497,7 +499,8 @@ class TransformerConfig:
 
     def has_experts(self, layer: int) -> bool:
         """Tell whether a layer's feed-forward is a mixture of experts."""
-        return self.n_experts is not None and layer not in self.dense_layers
+        others = (*self.dense_layers, *self.layers_without_feed_forward)
+        return self.n_experts is not None and layer not in others
 
     @classmethod
     def load(cls, path: Path) -> TransformerConfig:

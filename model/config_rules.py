@@ -9,7 +9,7 @@ _EXPERT_MULTIPLE = 32  # of experts' sizes: ONNX Runtime rounds their weights in
 _LAYERS = (
     *("layers_without_rotary", "sliding_window_layers"),
     *("dense_layers", "layers_without_attention_norm", "layers_without_qk_norm"),
-    "recurrent_layers",
+    *("recurrent_layers", "layers_without_feed_forward"),
 )
 _OF_EXPERTS = (
     *("n_experts_per_token", "d_expert", "normalize_expert_shares", "dense_layers"),
@@ -36,6 +36,9 @@ def rules(config: Any) -> Iterator[Rule]:
     yield "tied_embeddings", headless, "true with a pooling, which leaves no head"
     pre = not config.parallel_residual or config.norm_placement == "pre"
     yield "norm_placement", pre, "pre with parallel_residual"
+    plain = config.norm_placement == "pre" and not config.parallel_residual and not config.encoder
+    allowed = "left out with an encoder, parallel_residual, or norms after sublayers"
+    yield "layers_without_feed_forward", plain or not config.layers_without_feed_forward, allowed
     if (projection := config.head_projection) is not None:
         plain = config.pooling is None and config.encoder is None
         yield "head_projection", plain, "left out with a pooling or an encoder"

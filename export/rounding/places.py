@@ -96,14 +96,15 @@ def _of_blocks(config: TransformerConfig, shapes: Shapes, prefix: str) -> Iterat
                 yield _after_norm(config, shapes, f"{cross}_norm", f"{cross}.query.weight")
             modules = (up, "router", "shared.up", "shared_gate") if is_mixture else (up,)
             readers = [name for module in modules if (name := f"{feed}.{module}.weight") in shapes]
-            yield _after_norm(config, shapes, f"{feed}_norm", *readers)
+            if readers:
+                yield _after_norm(config, shapes, f"{feed}_norm", *readers)
         if layer in config.recurrent_layers:
             yield from _of_recurrence(config, shapes, f"{block}.recurrence")
         else:
             yield from _of_attention(config, shapes, f"{block}.attention", groups)
         if f"{cross}.key_value.weight" in shapes:
             yield _between(shapes, f"{cross}.key_value", f"{cross}.output", n_values, 1, *groups)
-        match config.feed_forward:
+        match config.feed_forward if f"{feed}.{down}.weight" in shapes else None:
             case "swiglu" | "geglu" | "geglu_tanh" if is_mixture:
                 yield _between(shapes, f"{feed}.{up}", f"{feed}.{down}", 1, 2, config.d_expert or 0)
                 if (shared := config.d_shared_expert) is not None:

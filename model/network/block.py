@@ -43,8 +43,12 @@ class Block(nn.Module):
         if config.encoder is not None:
             self.cross_attention_norm = make_norm(config)
             self.cross_attention = CrossAttention(config, config.encoder)
-        self.feed_forward_norm = make_norm(config) if before else nn.Identity()
-        self.feed_forward = Mixture(config) if config.has_experts(layer) else FeedForward(config)
+        self.feed_forward: nn.Module | None = None
+        self.feed_forward_norm: nn.Module = nn.Identity()
+        if layer not in config.layers_without_feed_forward:
+            self.feed_forward_norm = make_norm(config) if before else nn.Identity()
+            mixes = config.has_experts(layer)
+            self.feed_forward = Mixture(config) if mixes else FeedForward(config)
         self.attention_output_norm = make_norm(config) if after else nn.Identity()
         after = after or (config.mixture_norm and config.has_experts(layer))
         self.feed_forward_output_norm = make_norm(config) if after else nn.Identity()
@@ -88,10 +92,11 @@ class Block(nn.Module):
     def _finish(self, x: Tensor, attended: Tensor, source: Source | SourceRows | None) -> Tensor:
         """Add what was attended to x, then what its source holds, and then the feed-forward."""
         if self.placement == "post":
-            between = self.attention_norm(x + self.dropout(attended))
+            between: Tensor = self.attention_norm(x + self.dropout(attended))
             if self.cross_attention is not None:
                 read = self.cross_attention(between, source)
                 between = self.cross_attention_norm(between + self.dropout(read))
+            assert self.feed_forward is not None, "layers without it have norms before sublayers"
             lowered = self.feed_forward(between)
             normed: Tensor = self.feed_forward_norm(between + self.dropout(lowered))
             return normed
@@ -99,6 +104,8 @@ class Block(nn.Module):
         if self.cross_attention is not None:
             read = self.cross_attention(self.cross_attention_norm(between), source)
             between = between + self.dropout(read)
+        if self.feed_forward is None:
+            return between
         lowered = self.feed_forward(self.feed_forward_norm(x if self.parallel else between))
         after: Tensor = between + self.dropout(self.feed_forward_output_norm(lowered))
         return after

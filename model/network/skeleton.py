@@ -65,8 +65,10 @@ def check_size(config: TransformerConfig, n_numbers: int) -> None:
 
 
 def _least_weights(config: TransformerConfig) -> int:
-    n_dense = config.n_layer if config.n_experts is None else len({*config.dense_layers})
-    n_mixtures = config.n_layer - n_dense
+    without = {*config.layers_without_feed_forward}
+    n_fed = config.n_layer - len(without)
+    n_dense = n_fed if config.n_experts is None else len({*config.dense_layers} - without)
+    n_mixtures = n_fed - n_dense
     widths = config.d_ff * n_dense
     widths += (config.n_experts or 0) * (config.d_expert or 0) * n_mixtures
     latents = config.latents

@@ -58,8 +58,10 @@ CONVOLUTIONS: dict[str, Any] = {"n_layer": 4, "recurrent_layers": [0, 2], "qk_no
 CONVOLUTIONS["recurrence"] = {"kind": "short_convolution", "kernel": 3, "bias": True}
 MAMBA2: dict[str, Any] = {"kind": "mamba2", "kernel": 3, "n_head": 4, "head_dim": 12}
 MAMBA2 |= {"d_state": 16, "n_group": 2, "bias": True, "convolution_bias": True}
+UNFED = {"recurrent_layers": [0], "recurrence": MAMBA2, "layers_without_feed_forward": [0]}
 SMALL = [
     ({"recurrent_layers": [0], "recurrence": MAMBA2}, 62_400),
+    (UNFED, 48_528),
     (GROUPED | NORMED, 109_222),
     (DELTA, 71_056),
     (CONVOLUTIONS, 107_952),
@@ -165,6 +167,7 @@ DRAWINGS: list[tuple[dict[str, Any], int, int]] = [  # changes, sums and norms
     ({"norm_placement": "output_of_attention"}, 2, 3),
     ({"embedding_norm": True}, 2, 4),
     ({"parallel_residual": True}, 1, 3),
+    ({"layers_without_feed_forward": [*range(99)]}, 1, 2),
 ]
 
 

@@ -411,6 +411,7 @@ _FURTHER |= {
     | {"num_experts": 6, "num_shared_experts": 2, "route_scale": 1.7, "mup_enabled": True}
     | {"head_dim": 32, "attention_bias": True},
     "bamba": _MAMBA2 | {"attn_layer_indices": [1], "mamba_n_groups": 2, "mlp_bias": True},
+    "mamba2": {"num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 2, "use_bias": True},
     "granitemoehybrid": _MAMBA2
     | _MULTIPLIERS
     | _EXPERTS

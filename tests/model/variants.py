@@ -172,6 +172,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         ),
         "recurrent_layers": (0, 2),
     },
+    "mamba2": {
+        "position": "none",
+        "recurrence": Mamba2(kernel=3, n_head=4, head_dim=12, d_state=16),
+        "recurrent_layers": (0, 1),
+        "layers_without_feed_forward": (0, 1),
+    },
     "without attention": {
         "position": "none",
         "recurrence": DeltaRule(kernel=2, n_head=2, n_key_head=2, key_dim=16, value_dim=8),

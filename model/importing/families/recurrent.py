@@ -26,6 +26,15 @@ _MOST_STEPS = 4096  # of a convolution, and of a width
 # Of the steps of Mamba-2: transformers limits them in prompts, and not in tokens after these.
 _UNLIMITED = [None, *([0.0, infinity] for infinity in (math.inf, {"__float__": "Infinity"}))]
 
+_MAMBA2 = {"input": "in_proj", "convolution": "conv1d", "norm": "norm", "output": "out_proj"}
+_MAMBA2 |= {"log_decay": "A_log", "step_bias": "dt_bias", "skip": "D"}
+_MAMBA2_NAMES = {
+    "mamba_n_heads": "num_heads", "mamba_d_head": "head_dim", "mamba_d_state": "state_size",
+    "mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_expand": "expand",
+    "mamba_proj_bias": "use_bias", "mamba_conv_bias": "use_conv_bias",
+    "rms_norm_eps": "layer_norm_epsilon",
+}  # fmt: skip
+
 
 def _lfm2_layers(options: Options) -> tuple[int, ...]:
     """Return the layers of convolutions, which layer_types or full_attn_idxs say."""
@@ -206,8 +215,8 @@ def _of_experts(key: str) -> Callable[[Options], int | None]:
     return lambda o: o.whole(key) if o.whole("num_local_experts", least=0) else None
 
 
-def _mamba2(layers: Callable[[Options], tuple[int, ...]]) -> t.Trait:
-    """Return the trait of Mamba-2 in some layers."""
+def _mamba2(layers: Callable[[Options], tuple[int, ...]], place: str = "mamba") -> t.Trait:
+    """Return the trait of Mamba-2 in some layers, with its modules at a place of them."""
 
     def recurrence(options: Options) -> dict[str, Any] | None:
         if not layers(options):
@@ -231,14 +240,16 @@ def _mamba2(layers: Callable[[Options], tuple[int, ...]]) -> t.Trait:
 
     keys = {"n_heads": 128, "d_head": "auto", "d_state": 256, "n_groups": 1, "d_conv": 4}
     keys |= {"expand": 2, "proj_bias": False, "conv_bias": True}
-    modules = {"input": "in_proj", "convolution": "conv1d", "norm": "norm", "output": "out_proj"}
-    modules |= {"log_decay": "A_log", "step_bias": "dt_bias", "skip": "D"}
     return {
         "keys": {f"mamba_{key}": value for key, value in keys.items()},
         "only": {"hidden_act": ("silu",), "time_step_limit": tuple(_UNLIMITED)},
         "fields": {"recurrence": recurrence, "recurrent_layers": layers},
-        "layers": {f"recurrence.{ours}": f"mamba.{name}" for ours, name in modules.items()},
+        "layers": {f"recurrence.{ours}": f"{place}.{name}" for ours, name in _MAMBA2.items()},
     }
+
+
+def _every(options: Options) -> tuple[int, ...]:
+    return tuple(t.every_layer(options))
 
 
 def _lfm3_layers(kind: str) -> Callable[[Options], tuple[int, ...]]:
@@ -369,6 +380,17 @@ RECURRENT: dict[str, Family] = {
         only={"partial_rotary_factor": (0.5,)},  # transformers reads no other
         layers={"feed_forward_norm": "pre_ff_layernorm", "down": "feed_forward.down_proj",
                 "up": stacked("feed_forward.gate_proj", "feed_forward.up_proj")}),
+    "mamba2": t.llama(
+        "Mamba2", (32768, 4096, None, 64, 1, None, 32768), (0, 2), _mamba2(_every, "mixer"),
+        names=_MAMBA2_NAMES, prefixes=("backbone.",), former_names={"embedding": "embeddings"},
+        norm="norm_f", modules={"embedding": "embeddings"},
+        without=(*t.ROPE, "head_dim", "qkv", "output", "feed_forward_norm", "up", "down"),
+        keys={"rms_norm_eps": 1e-5, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 8},
+        # Attention and feed-forwards have sizes although no layer has one.
+        fields={"position": "none", "n_head": 1, "n_kv_head": 1, "head_dim": 8,
+                "d_ff": lambda options: options.whole("hidden_size"),
+                "layers_without_feed_forward": _every},
+        layers={"attention_norm": "norm"}),
     "granitemoehybrid": t.llama(
         "GraniteMoeHybrid", (32000, 4096, 11008, 32, 32, None, 2048), (1, 2), t.ATTENTION_BIAS,
         t.MULTIPLIERS, GRANITE_EXPERTS, GRANITE_SHARED, _mamba2(_granite_layers),

@@ -26,8 +26,10 @@ const MAX_NAMED_LAYERS = 4; // more layers are only counted
 export const isGated = (config) => config.feed_forward.includes("glu");
 
 /** Return the number of layers whose feed-forward is a mixture of experts. */
-export const mixturesOf = ({ n_experts: experts, n_layer: layers, dense_layers: dense }) =>
-  experts === null ? 0 : layers - dense.length;
+export const mixturesOf = ({ n_experts: experts, n_layer: layers, ...config }) =>
+  experts === null
+    ? 0
+    : layers - new Set([...config.dense_layers, ...config.layers_without_feed_forward]).size;
 
 /** Return the width of the feed-forward, or of each expert. */
 export const innerWidth = ({ d_expert: ofExpert, d_ff: inner }) => ofExpert ?? inner;
@@ -98,7 +100,8 @@ function blockSteps(config) {
   if (config.parallel_residual)
     return [{ branches: [attention, feedForward].map((one) => [norm, one]) }];
   const ofSource = config.encoder === null ? [] : [step("cross-attention", config)];
-  return [attention, ...ofSource, feedForward].flatMap((one) => {
+  const isFed = config.layers_without_feed_forward.length < config.n_layer;
+  return [attention, ...ofSource, ...(isFed ? [feedForward] : [])].flatMap((one) => {
     if (config.norm_placement === "post") return [{ branches: [[one]] }, norm];
     const before = config.norm_placement.startsWith("output") ? [] : [norm];
     const after = config.norm_placement === "pre" ? [] : [norm];
@@ -111,6 +114,7 @@ const normStep = (config) => step("norm", config, { title: NORMS[config.norm] })
 function factsOf(config) {
   const { n_head: heads, n_kv_head: shared, rope_scaling: scaling, dense_layers: dense } = config;
   const { layers_without_rotary: unturned, sliding_window_layers: windowed, latents } = config;
+  const { layers_without_feed_forward: unfed } = config;
   return {
     ...config,
     scales: config.embedding_scale !== 1,
@@ -135,6 +139,7 @@ function factsOf(config) {
     gated: isGated(config),
     in_groups: config.n_groups_per_token < config.n_expert_groups,
     inner: innerWidth(config),
+    unfed: unfed.length ? layersNote(unfed, config) : "",
     dense: dense.length ? layersNote(dense, config) : "",
     recurrent: config.recurrence === null ? "" : layersNote(config.recurrent_layers, config),
     recurrence_kind: RECURRENCES[config.recurrence?.kind],

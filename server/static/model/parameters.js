@@ -12,7 +12,7 @@ export function parametersOf(config) {
     ["Attention", (config.n_layer - config.recurrent_layers.length) * attention(config)],
     ["Recurrence", config.recurrent_layers.length * recurrence(config)],
     ["Cross-attention", config.n_layer * crossAttention(config)],
-    ["Feed-forward", (config.n_layer - mixturesOf(config)) * feedForward(config)],
+    ["Feed-forward", feedForwardsOf(config) * feedForward(config)],
     ["Experts", mixturesOf(config) * mixture(config)],
     ["Norms", norms(config)],
     ["Output head", config.pooling === null ? head(config) : 0],
@@ -20,6 +20,9 @@ export function parametersOf(config) {
   ];
   return parts.filter(([, count]) => count > 0);
 }
+
+const feedForwardsOf = (config) =>
+  config.n_layer - config.layers_without_feed_forward.length - mixturesOf(config);
 
 const head = ({ d_model: width, vocab_size: size, tied_embeddings: isTied, head_bias: isBiased }) =>
   (isTied ? 0 : width * size) + (isBiased ? size : 0);
@@ -117,7 +120,8 @@ function norms({ d_model: width, n_head: heads, n_kv_head: shared, ...config }) 
   const perLayer = (config.norm_placement === "both" ? 2 : 1) * sublayers * one + ofLatents;
   const outside = (config.norm_placement === "post" ? 0 : 1) + (config.embedding_norm ? 1 : 0);
   const more = config.mixture_norm ? mixturesOf(config) : 0;
-  const absent = config.layers_without_attention_norm.length;
+  const absent =
+    config.layers_without_attention_norm.length + config.layers_without_feed_forward.length;
   const without = [...config.layers_without_qk_norm, ...config.recurrent_layers];
   const withHeads = config.n_layer - new Set(without).size;
   return config.n_layer * perLayer + withHeads * ofHeads + (outside + more - absent) * one;
