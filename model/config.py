@@ -199,7 +199,8 @@ class Mamba2:
 
     A convolution over `kernel` tokens makes n_head values of head_dim channels, and keys and
     queries of d_state channels, which the heads of each of n_group groups share; their outputs are
-    normalised together. bias: of both linear layers.
+    normalised together. bias: of both linear layers. least_step: no token's step is less
+    (Nemotron-H, 2025).
     """
 
     kind: Literal["mamba2"] = "mamba2"
@@ -210,6 +211,7 @@ class Mamba2:
     n_group: Size = 1
     bias: StrictBool = False
     convolution_bias: StrictBool = True
+    least_step: Positive | None = None
 
     def __post_init__(self) -> None:
         if self.n_head % self.n_group:

@@ -148,7 +148,8 @@ def _place(
     module, kind = module_and_kind(_LAYER.sub("*", name))
     if name.startswith(_ENCODER) and config.encoder is not None:
         config = config.encoder
-    return family.source(module), config, layer, kind
+    alone, _ = module_and_kind(name)  # a layer may have a place of its own
+    return family.source(alone if alone in family.modules else module), config, layer, kind
 
 
 def _join(name: str, source: Source, config: TransformerConfig, tensors: list[Tensor]) -> Tensor:

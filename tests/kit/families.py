@@ -367,6 +367,8 @@ _FURTHER |= {
     "youtu": _LATENTS,
 }
 _MAMBA2: dict[str, Any] = {"num_hidden_layers": 3, "mamba_n_heads": 8, "mamba_d_state": 16}
+_NEMOTRON = {"mamba_num_heads": 4, "mamba_head_dim": 24, "ssm_state_size": 16, "n_groups": 2}
+_NEMOTRON |= {"head_dim": 16}
 _LLAMA4: dict[str, Any] = _EXPERTS | {"num_experts_per_tok": 1, "head_dim": 32}
 _LLAMA4 |= {"intermediate_size_mlp": 48, "num_local_experts": 5, "no_rope_layer_interval": 2}
 _FURTHER |= {
@@ -412,6 +414,9 @@ _FURTHER |= {
     | {"head_dim": 32, "attention_bias": True},
     "bamba": _MAMBA2 | {"attn_layer_indices": [1], "mamba_n_groups": 2, "mlp_bias": True},
     "mamba2": {"num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 2, "use_bias": True},
+    "nemotron_h": _NEMOTRON | {"layers_block_type": ["mamba", "mlp", "mamba", "attention", "mlp"]},
+    "nemotron_h with biases": _NEMOTRON
+    | {"hybrid_override_pattern": "*M-", "use_bias": True, "mlp_bias": True, "expand": 3},
     "granitemoehybrid": _MAMBA2
     | _MULTIPLIERS
     | _EXPERTS

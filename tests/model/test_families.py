@@ -279,7 +279,7 @@ def test_the_documents_list_every_decoder() -> None:
 
 
 # Of these the defaults make no model, or one with experts.
-NO_MODELS = {"dots1", "glm4_moe", "deepseek_v2"}
+NO_MODELS = {"dots1", "glm4_moe", "deepseek_v2", "nemotron_h"}
 
 
 @pytest.mark.parametrize("name", sorted(ALL.keys() - NO_MODELS))
@@ -470,6 +470,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bamba", {"attn_layer_indices": [32]}, "attn_layer_indices is .* layers from 0 to 31"),
     ("bamba", {"mamba_d_head": 63}, "mamba_d_head is 63, .* 128 of them in 8192 channels"),
     ("granitemoehybrid", {"layer_types": ["conv"] * 32}, "layer_types is .* of mamba or linear"),
+    ("nemotron_h", {"hybrid_override_pattern": "ME"}, "_pattern is 'ME', .* without experts"),
+    ("nemotron_h", {"layers_block_type": ["mlp", "mamba"]}, "layers_block_type is .*mlp after"),
 ]
 
 

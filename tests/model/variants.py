@@ -174,7 +174,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "mamba2": {
         "position": "none",
-        "recurrence": Mamba2(kernel=3, n_head=4, head_dim=12, d_state=16),
+        "recurrence": Mamba2(kernel=3, n_head=4, head_dim=12, d_state=16, least_step=0.9),
         "recurrent_layers": (0, 1),
         "layers_without_feed_forward": (0, 1),
     },

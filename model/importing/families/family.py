@@ -83,7 +83,7 @@ class Family:
 
     architectures: tuple[str, ...]  # accepted values of "architectures", the usual one first
     # From our module to the one that holds its weight and bias in the checkpoint, or to a Source
-    # if they are stored differently. `*` stands for a layer.
+    # if they are stored differently. `*` stands for a layer; names of one layer go first.
     modules: Mapping[str, str | Source]
     shape: tuple[int | None, ...]  # defaults of vocab_size to max_position_embeddings in _SHAPE
     tokens: tuple[int | None, int | list[int] | None]  # of bos_token_id and eos_token_id

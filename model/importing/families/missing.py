@@ -7,7 +7,7 @@ MISSING: dict[str, str] = {  # a model_type: words for "config.json describes â€
     name: reason
     for reason, names in {
         "has recurrent layers (Mamba)":
-            "falcon_h1 falcon_mamba jamba mamba nemotron_h zamba zamba2",
+            "falcon_h1 falcon_mamba jamba mamba zamba zamba2",
         "has recurrent layers (linear attention)":
             "bailing_hybrid kimi_linear minimax recurrent_gemma rwkv xlstm",
         "has layers of short convolutions": "inkling2_text inkling_text zaya",

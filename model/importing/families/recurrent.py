@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -215,16 +215,23 @@ def _of_experts(key: str) -> Callable[[Options], int | None]:
     return lambda o: o.whole(key) if o.whole("num_local_experts", least=0) else None
 
 
-def _mamba2(layers: Callable[[Options], tuple[int, ...]], place: str = "mamba") -> t.Trait:
-    """Return the trait of Mamba-2 in some layers, with its modules at a place of them."""
+def _mamba2(
+    layers: Callable[[Options], tuple[int, ...]], place: str = "mamba", *, expands: bool = True
+) -> t.Trait:
+    """Return the trait of Mamba-2 in some layers, with its modules at a place of them.
+
+    expands: mamba_expand says how many channels the heads have together.
+    """
 
     def recurrence(options: Options) -> dict[str, Any] | None:
         if not layers(options):
             return None
         n_head = options.whole("mamba_n_heads")
         width = options.whole("mamba_expand") * options.whole("hidden_size")
-        head_dim = width // n_head
-        if options["mamba_d_head"] not in ("auto", head_dim) or head_dim * n_head != width:
+        head_dim = width // n_head if expands else options.whole("mamba_d_head")
+        if options["mamba_d_head"] not in ("auto", head_dim) or (
+            expands and head_dim * n_head != width
+        ):
             wanted = f"{n_head} of them in {width} channels (mamba_expand)"
             raise refuse("mamba_d_head", options["mamba_d_head"], wanted)
         return {
@@ -236,6 +243,7 @@ def _mamba2(layers: Callable[[Options], tuple[int, ...]], place: str = "mamba") 
             "n_group": options.whole("mamba_n_groups"),
             "bias": options["mamba_proj_bias"],
             "convolution_bias": options["mamba_conv_bias"],
+            "least_step": options.number("time_step_min") if "time_step_min" in options else None,
         }
 
     keys = {"n_heads": 128, "d_head": "auto", "d_state": 256, "n_groups": 1, "d_conv": 4}
@@ -246,6 +254,63 @@ def _mamba2(layers: Callable[[Options], tuple[int, ...]], place: str = "mamba") 
         "fields": {"recurrence": recurrence, "recurrent_layers": layers},
         "layers": {f"recurrence.{ours}": f"{place}.{name}" for ours, name in _MAMBA2.items()},
     }
+
+
+_RECURRENT = ("M", "mamba", "linear_attention")
+
+
+class _NemotronBlock(NamedTuple):
+    """A mixer and the feed-forward after it, by their layers in the file; None is no such."""
+
+    is_recurrent: bool
+    mixer: int
+    feed_forward: int | None
+
+
+def _nemotron_blocks(options: Options) -> list[_NemotronBlock]:
+    key, kinds = "hybrid_override_pattern", options["hybrid_override_pattern"]
+    if options["layer_types"] is not None:
+        key, kinds = "layers_block_type", options["layer_types"]
+    blocks = list[_NemotronBlock]()
+    for i, kind in enumerate(kinds if isinstance(kinds, list | str) else ()):
+        if kind in (*_RECURRENT, "*", "attention", "full_attention"):
+            blocks.append(_NemotronBlock(kind in _RECURRENT, i, None))
+        elif kind in ("-", "mlp") and blocks and blocks[-1].feed_forward is None:
+            blocks[-1] = blocks[-1]._replace(feed_forward=i)
+        else:
+            wanted = "mamba, attention, and mlp after one of these, without experts"
+            raise refuse(key, kinds, wanted)
+    if not blocks:
+        raise refuse(key, kinds, "a list of layers")
+    return blocks
+
+
+def _nemotron_layers(*, recurrent: bool) -> Callable[[Options], tuple[int, ...]]:
+    """Return the function that returns the recurrent layers, or those without a feed-forward."""
+    return lambda options: tuple(
+        layer
+        for layer, block in enumerate(_nemotron_blocks(options))
+        if (block.is_recurrent if recurrent else block.feed_forward is None)
+    )
+
+
+def _nemotron_places(options: Options) -> dict[str, Source]:
+    """Return the place of each module: a block of ours is one layer of the file, or two."""
+    places = dict[str, str | Source]()
+    for layer, (is_recurrent, mixer, feed_forward) in enumerate(_nemotron_blocks(options)):
+        ours, theirs = f"blocks.{layer}", f"layers.{mixer}"
+        places[f"{ours}.attention_norm"] = f"{theirs}.norm"
+        if is_recurrent:
+            places |= {f"{ours}.recurrence.{k}": f"{theirs}.mixer.{v}" for k, v in _MAMBA2.items()}
+        else:
+            places[f"{ours}.attention.qkv"] = stacked(*(f"{theirs}.mixer.{p}_proj" for p in "qkv"))
+            places[f"{ours}.attention.output"] = f"{theirs}.mixer.o_proj"
+        if feed_forward is not None:
+            places[f"{ours}.feed_forward_norm"] = f"layers.{feed_forward}.norm"
+            for part in ("up", "down"):
+                name = f"layers.{feed_forward}.mixer.{part}_proj"
+                places[f"{ours}.feed_forward.{part}"] = name
+    return {ours: Source((p,)) if isinstance(p, str) else p for ours, p in places.items()}
 
 
 def _every(options: Options) -> tuple[int, ...]:
@@ -391,6 +456,22 @@ RECURRENT: dict[str, Family] = {
                 "d_ff": lambda options: options.whole("hidden_size"),
                 "layers_without_feed_forward": _every},
         layers={"attention_norm": "norm"}),
+    "nemotron_h": t.llama(
+        "NemotronH", (131072, 4096, 21504, 52, 32, 8, 4096), (1, 2), t.UNGATED,
+        _mamba2(_nemotron_layers(recurrent=True), "mixer", expands=False),
+        names=_MAMBA2_NAMES | {
+            "mamba_n_heads": "mamba_num_heads", "mamba_d_head": "mamba_head_dim",
+            "mamba_d_state": "ssm_state_size", "hidden_act": "mlp_hidden_act",
+            "layer_types": "layers_block_type"},
+        prefixes=("backbone.", "model."), former_names={"embedding": "embeddings"},
+        norm="norm_f", modules={"embedding": "embeddings"}, variant=_nemotron_places,
+        without=tuple(t.ROPE),
+        keys={"hidden_act": "relu2", "head_dim": 128, "mlp_bias": False, "rms_norm_eps": 1e-5,
+              "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 8,
+              "layer_types": None, "hybrid_override_pattern": "ME*-", "time_step_min": 0.001},
+        only={"mamba_hidden_act": ("silu",), "hidden_act": ("silu", "relu2")},
+        fields={"position": "none", "n_layer": lambda options: len(_nemotron_blocks(options)),
+                "layers_without_feed_forward": _nemotron_layers(recurrent=False)}),
     "granitemoehybrid": t.llama(
         "GraniteMoeHybrid", (32000, 4096, 11008, 32, 32, None, 2048), (1, 2), t.ATTENTION_BIAS,
         t.MULTIPLIERS, GRANITE_EXPERTS, GRANITE_SHARED, _mamba2(_granite_layers),

@@ -48,7 +48,10 @@ class Mamba2Mixer(Mixer):
         convolved, past = self.convolution(convolved, past, n_new)
         value, key, query = convolved.split(recurrence.widths, dim=-1)
         # Without a step a matrix neither decays nor takes anything.
-        step = torch.where(moving(x, n_new), -minus_softplus(step + self.step_bias), 0.0)
+        step = -minus_softplus(step + self.step_bias)
+        if recurrence.least_step is not None:
+            step = step.clamp(min=recurrence.least_step)
+        step = torch.where(moving(x, n_new), step, 0.0)
         heads = value.unflatten(-1, (recurrence.n_head, -1))
         taken = (heads * step[..., None]).flatten(-2)
         read, matrices = self._run(query, key, taken, matrices, -self.log_decay.exp() * step)
