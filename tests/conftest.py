@@ -234,10 +234,12 @@ DELTA_RULE: dict[str, Any] = {
     "attention_gate": True,
 }
 random_delta_model = _shared("int8", **DELTA_RULE)
-# Matrices of Mamba-2 in most layers; three heads, so that few numbers are in a row.
+# Matrices of Mamba-2 in most layers; three heads, so that few numbers are in a row. One layer has
+# no feed-forward.
 MAMBA2: dict[str, Any] = {
-    "recurrence": Mamba2(kernel=4, n_head=3, head_dim=24, d_state=16),
+    "recurrence": Mamba2(kernel=4, n_head=3, head_dim=24, d_state=16, least_step=0.8),
     "recurrent_layers": (0, 1),
+    "layers_without_feed_forward": (1,),
 }
 random_mamba2_model = _shared("int8", **MAMBA2)
 # No layer with keys and values at all.

@@ -112,6 +112,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (OWN_THETA | {"sliding_window": 4, "position": "none"}, "sliding_window_rope_theta must be "),
     ({"position": "relative", "relative_max_distance": 16}, "relative_max_distance must be "),
     ({"parallel_residual": True, "norm_placement": "post"}, "norm_placement must be "),
+    (
+        {"parallel_residual": True, "layers_without_feed_forward": (0,)},
+        "layers_without_feed_forward must be left out",
+    ),
     ({"n_kv_head": 3}, "n_head must be "),
     ({"qk_norm_across_heads": True}, "qk_norm_across_heads must be "),
     ({"head_projection": Projection(d_out=48)}, "head_projection must be one with d_out of d_mod"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -259,27 +259,19 @@ def _mamba2(
 _RECURRENT = ("M", "mamba", "linear_attention")
 
 
-class _NemotronBlock(NamedTuple):
-    """A mixer and the feed-forward after it, by their layers in the file; None is no such."""
-
-    is_recurrent: bool
-    mixer: int
-    feed_forward: int | None
-
-
-def _nemotron_blocks(options: Options) -> list[_NemotronBlock]:
+def _nemotron_blocks(options: Options) -> list[tuple[bool, int, int | None]]:
+    """Return the blocks: whether a mixer is recurrent, its layer, and its feed-forward's."""
     key, kinds = "hybrid_override_pattern", options["hybrid_override_pattern"]
     if options["layer_types"] is not None:
         key, kinds = "layers_block_type", options["layer_types"]
-    blocks = list[_NemotronBlock]()
+    blocks = list[tuple[bool, int, int | None]]()
     for i, kind in enumerate(kinds if isinstance(kinds, list | str) else ()):
         if kind in (*_RECURRENT, "*", "attention", "full_attention"):
-            blocks.append(_NemotronBlock(kind in _RECURRENT, i, None))
-        elif kind in ("-", "mlp") and blocks and blocks[-1].feed_forward is None:
-            blocks[-1] = blocks[-1]._replace(feed_forward=i)
+            blocks.append((kind in _RECURRENT, i, None))
+        elif kind in ("-", "mlp") and blocks and blocks[-1][2] is None:
+            blocks[-1] = (*blocks[-1][:2], i)
         else:
-            wanted = "mamba, attention, and mlp after one of these, without experts"
-            raise refuse(key, kinds, wanted)
+            raise refuse(key, kinds, "mamba, attention, and mlp after these, without experts")
     if not blocks:
         raise refuse(key, kinds, "a list of layers")
     return blocks
@@ -289,8 +281,8 @@ def _nemotron_layers(*, recurrent: bool) -> Callable[[Options], tuple[int, ...]]
     """Return the function that returns the recurrent layers, or those without a feed-forward."""
     return lambda options: tuple(
         layer
-        for layer, block in enumerate(_nemotron_blocks(options))
-        if (block.is_recurrent if recurrent else block.feed_forward is None)
+        for layer, (is_recurrent, _, feed_forward) in enumerate(_nemotron_blocks(options))
+        if (is_recurrent if recurrent else feed_forward is None)
     )
 
 
