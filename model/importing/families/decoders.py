@@ -17,6 +17,7 @@ from kvasir.model.importing.families.encoders import ENCODERS
 from kvasir.model.importing.families.family import Family
 from kvasir.model.importing.families.latents import LATENTS
 from kvasir.model.importing.families.llamas import LLAMAS
+from kvasir.model.importing.families.mambas import MAMBAS
 from kvasir.model.importing.families.mixtures import MIXTURES
 from kvasir.model.importing.families.options import Options, refuse
 from kvasir.model.importing.families.recurrent import RECURRENT
@@ -145,7 +146,7 @@ _GPTJ_MODULES = {"embedding": "wte", "norm": "ln_f", "head": "lm_head"} | in_lay
     "h.*.", attention_norm="ln_1", feed_forward_norm="ln_1",
     qkv=pairs_apart(stacked(*(f"attn.{part}_proj" for part in "qkv"))),
     output="attn.out_proj", up="mlp.fc_in", down="mlp.fc_out")
-DECODERS: dict[str, Family] = LLAMAS | MIXTURES | LATENTS | RECURRENT | {
+DECODERS: dict[str, Family] = LLAMAS | MIXTURES | LATENTS | RECURRENT | MAMBAS | {
     "gpt2": Family(
         architectures=("GPT2LMHeadModel", "GPT2Model"),
         shape=(50257, 768, None, 12, 12, None, 1024), tokens=(50256, 50256),
