@@ -471,6 +471,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bamba", {"mamba_d_head": 63}, "mamba_d_head is 63, .* 128 of them in 8192 channels"),
     ("granitemoehybrid", {"layer_types": ["conv"] * 32}, "layer_types is .* of mamba or linear"),
     ("nemotron_h", {"hybrid_override_pattern": "ME"}, "_pattern is 'ME', .* without experts"),
+    ("nemotron_h", {"hybrid_override_pattern": "M" * 10_001}, "_pattern is .* list of 1 to"),
     ("nemotron_h", {"layers_block_type": ["mlp", "mamba"]}, "layers_block_type is .*mlp after"),
 ]
 

@@ -15,7 +15,7 @@ from kvasir.model.importing.families.options import Options, given, only, refuse
 from kvasir.model.importing.families.positions import head_dim, rotary_fields, window_fields
 from kvasir.model.importing.tensors import Source, module_and_kind, scaled
 
-_MOST_LAYERS = 10_000
+MOST_LAYERS = 10_000
 _ABSENT = object()
 _GELU_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh")
 _PLAIN = {"gelu": "gelu", "gelu_python": "gelu", **dict.fromkeys(_GELU_TANH, "gelu_tanh")}
@@ -148,7 +148,7 @@ class Family:
         Raises UnsupportedError for what the decoder does not compute, and ConfigError.
         """
         options = self.options(values)
-        options.whole("num_hidden_layers", most=_MOST_LAYERS)
+        options.whole("num_hidden_layers", most=MOST_LAYERS)
         read = {name for key in options for name in self.names.get(key, key).split("|")}
         # Beside the family's own name the usual one may say the same.
         neutral = {

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvasir.model.importing.families import traits as t
-from kvasir.model.importing.families.family import Family
+from kvasir.model.importing.families.family import MOST_LAYERS, Family
 from kvasir.model.importing.families.mixtures import GRANITE_EXPERTS, GRANITE_SHARED
 from kvasir.model.importing.families.options import Options, refuse
 from kvasir.model.importing.families.recurrent import MOST_STEPS
@@ -109,8 +109,8 @@ def _nemotron_blocks(options: Options) -> list[tuple[bool, int, int | None]]:
             blocks[-1] = (*blocks[-1][:2], i)
         else:
             raise refuse(key, kinds, "mamba, attention, and mlp after these, without experts")
-    if not blocks:
-        raise refuse(key, kinds, "a list of layers")
+    if not 0 < len(blocks) <= MOST_LAYERS:
+        raise refuse(key, kinds, f"a list of 1 to {MOST_LAYERS} mixers")
     return blocks
 
 
