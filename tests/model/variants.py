@@ -168,7 +168,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "n_layer": 3,
         "norm_placement": "output_of_attention",
         "recurrence": DeltaRule(
-            kernel=3, n_head=2, n_key_head=2, key_dim=8, value_dim=16, norm_eps=1e-4
+            kernel=3, n_head=4, n_key_head=4, key_dim=8, value_dim=16, norm_eps=1e-4
         ),
         "recurrent_layers": (0, 2),
     },
