@@ -217,6 +217,7 @@ def test_control_c_ends_a_chat_in_a_pipe(server: Server) -> None:
         process.stdin.close()
         assert os.read(process.stdout.fileno(), 100) == b"part"
         process.send_signal(signal.SIGINT)
+        server.step.release()  # a signal between Python's check and a read waits for the read
         process.wait()
         guard.cancel()
     assert (process.returncode, len(server.bodies)) == (130, 1)
@@ -271,6 +272,7 @@ def test_control_c_stops_an_answer_and_the_chat_goes_on(server: Server, tmp_path
         typist.type("first\n")
         typist.read_until("␛[2J".encode())
         typist.type("\x03")
+        server.step.release()  # likewise
         typist.read_until(b"(stopped)")
         typist.read_until(b"> ")
         server.step.release(100)
