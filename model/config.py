@@ -446,9 +446,10 @@ class TransformerConfig:
 
     @property
     def cache_shape(self) -> tuple[int, int, int, bool, tuple[tuple[int, ...], ...]]:
-        """What a row keeps: layers of attention, key-value heads, channels of a head, and more.
+        """The sizes of a row's memory.
 
-        Whether values are the keys, and the shapes of all states.
+        They are the layers of attention, key-value heads, channels of a head, whether values are
+        the keys, and the shapes of all states.
         """
         states = tuple(self.states.values()) * len(self.recurrent_layers)
         heads = self.n_kv_head, self.head_dim

@@ -48,7 +48,7 @@ class Taken(NamedTuple):
 
 
 class State(ABC):
-    """What requests leave behind for later ones. For the event loop's thread.
+    """Counts and responses that requests leave for later ones. For the event loop's thread.
 
     An account is a name under which tokens and requests are counted. streaming: formatters of
     streams, for as long as they live. answer: answers another replica's question about one of them

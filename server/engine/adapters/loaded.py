@@ -46,9 +46,9 @@ class Adapter:
 
 @dataclass(frozen=True)
 class GraphAdapters:
-    """How a graph takes adapters. places: of layers in its table, which the graph gives them.
+    """The places of adapters in a graph, and the layout by which it reads them.
 
-    Matrices keep the upper 16 bits of their numbers, rounded.
+    places: of each layer in the graph's table, once a session has opened it. Matrices keep the upper 16 bits of their numbers, rounded.
     """
 
     layout: Layout
