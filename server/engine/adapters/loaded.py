@@ -48,7 +48,8 @@ class Adapter:
 class GraphAdapters:
     """The places of adapters in a graph, and the layout by which it reads them.
 
-    places: of each layer in the graph's table, once a session has opened it. Matrices keep the upper 16 bits of their numbers, rounded.
+    places: of each layer in the graph's table, once a session has opened it. Matrices keep the
+    upper 16 bits of their numbers, rounded.
     """
 
     layout: Layout
