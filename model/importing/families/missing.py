@@ -6,9 +6,10 @@ from __future__ import annotations
 MISSING: dict[str, str] = {  # a model_type: words for "config.json describes …, which …"
     name: reason
     for reason, names in {
-        "has recurrent layers (Mamba)":
-            "falcon_h1 falcon_mamba jamba mamba zamba zamba2",
-        "has recurrent layers (linear attention)":
+        "has layers of Mamba's first version": "falcon_mamba jamba mamba zamba",
+        "computes attention and Mamba-2 in the same layers": "falcon_h1",
+        "shares attention between layers of Mamba-2": "zamba2",
+        "has recurrent layers of another kind":
             "bailing_hybrid kimi_linear minimax recurrent_gemma rwkv xlstm",
         "has layers of short convolutions": "inkling2_text inkling_text zaya",
         "has two attentions in a layer, and experts that change nothing": "longcat_flash",
