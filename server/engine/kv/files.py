@@ -17,6 +17,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from queue import Queue
 from secrets import token_hex
@@ -108,7 +109,7 @@ class PrefixFiles:
                 break
             content = b"".join(part.data for part in parts)
             self._waiting.add(name)
-            self._tasks.put(lambda name=name, content=content: self._write(name, content))  # type: ignore[misc]
+            self._tasks.put(partial(self._write, name, content))
         self._tasks.put(lambda: self._touch(names))
 
     def wait(self) -> None:
