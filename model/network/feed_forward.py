@@ -44,10 +44,12 @@ class Xielu(nn.Module):
         self.alpha_n = nn.Parameter(torch.full((1,), math.log(math.expm1(0.8 - _BETA))))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map each number."""
-        above = functional.softplus(self.alpha_p) * x.square()
-        below = (functional.softplus(self.alpha_n) + _BETA) * (x.clamp(max=0.0).expm1() - x)
-        return torch.where(x > 0, above, below) + _BETA * x
+        """Map each number, in float32: CUDA compares and limits no numbers of 16 bits."""
+        wide = x.float()
+        above = functional.softplus(self.alpha_p.float()) * wide.square()
+        slope = functional.softplus(self.alpha_n.float()) + _BETA
+        below = slope * (wide.clamp(max=0.0).expm1() - wide)
+        return (torch.where(wide > 0, above, below) + _BETA * wide).to(x.dtype)
 
 
 class FeedForward(nn.Module):

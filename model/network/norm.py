@@ -45,8 +45,8 @@ class Clip(nn.Module):
         self.weight = nn.Parameter(torch.ones(width), requires_grad=False)
 
     def forward(self, qkv: Tensor) -> Tensor:
-        """Limit qkv [..., width]."""
-        return qkv.clamp(-self.limit, self.limit) * self.weight
+        """Limit qkv [..., width], in float32: CUDA limits no numbers of 16 bits."""
+        return qkv.float().clamp(-self.limit, self.limit).to(qkv.dtype) * self.weight
 
 
 def make_norm(config: TransformerConfig) -> nn.Module:

@@ -156,13 +156,13 @@ class Trainer:
         The optimizer's own time, a few per cent, is left out, as it would change the run.
         """
         times: list[float] = []
-        while len(times) < _REHEARSALS and sum(times) < _REHEARSAL_SECONDS:
+        while len(times) < _REHEARSALS and sum(times[1:]) < _REHEARSAL_SECONDS:
             started = time.perf_counter()
             self._make_gradients()
             self.optimizer.zero_grad(set_to_none=True)
             seconds = time.perf_counter() - started
             times.append(self.processes.reduce(seconds, ReduceOp.MAX))
-        return median(times[1:] or times)  # the first is slower
+        return median(times[1:])  # the first is slower, on a GPU by seconds
 
     def _update(self, rate: float) -> tuple[float, float]:
         """Make one optimizer step; return the loss before it and the gradient's unclipped norm.

@@ -340,6 +340,26 @@ def test_a_run_that_is_stopped_at_every_step_ends_in_the_same_bits(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(tmp_path).items())
 
 
+def test_the_forecast_leaves_out_a_slow_first_step(
+    data: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, whose kernels are loaded in it."""
+    trainer, now, steps = make_trainer(data, replace(SETTINGS, steps=1)), 0.0, iter([8.0])
+    gradients = trainer._make_gradients
+
+    def make_gradients() -> float:
+        nonlocal now
+        now += next(steps, 0.5)
+        return gradients()
+
+    monkeypatch.setattr(trainer, "_make_gradients", make_gradients)
+    monkeypatch.setattr("kvasir.model.training.trainer.time.perf_counter", lambda: now)
+    monkeypatch.setattr("kvasir.model.training.trainer.peak_flops", lambda *_: 1.0)
+    times = list[float]()
+    trainer.train(tmp_path, Recorder(), times.append)
+    assert times == [0.5]
+
+
 def test_a_second_ctrl_c_stops_at_once_and_the_usual_handler_returns(
     data: TokenData, tmp_path: Path
 ) -> None:
