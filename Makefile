@@ -89,6 +89,9 @@ faults: $(VENV)/.dev  ## Inject faults into servers; ARGS=ends selects one
 families: $(VENV)/.dev  ## Compare every causal type of transformers; ARGS="llama glm4"
 	$(BIN)/python -m tests.families $(ARGS)
 
+rounding: $(VENV)/.dev build/rounding/.ready  ## Measure formats, llama.cpp's too, on trained decoders; RUNS="runs/a runs/b"
+	$(BIN)/python -m tests.rounding build/rounding/node_modules/@node-llama-cpp/linux-x64/bins/linux-x64 $(or $(RUNS),$(RUN))
+
 cold-start: $(VENV)/.serve  ## Measure five starts of MODEL=DIR by step; ARGS=--cold
 	$(BIN)/python -m tests.faults.cold_start $(MODEL) $(ARGS)
 
@@ -192,6 +195,10 @@ build/browser/.ready: constraints.txt
 	test -d build/browser/node_modules/axe-core
 	@touch $@
 
+build/rounding/.ready:  # its libraries alone: nothing is run
+	npm install --silent --no-audit --no-fund --ignore-scripts --prefix build/rounding node-llama-cpp@3.21.1
+	@touch $@
+
 build/conformance/.ready:  # these need other versions than constraints.txt has
 	$(PYTHON) -m venv build/conformance
 	build/conformance/bin/$(PIP_INSTALL) guidellm==0.8.1 'lm_eval[api]==0.4.13'
@@ -227,4 +234,4 @@ build/agent-clients/.ready:
 		openai-agents==0.24.0 'pydantic-ai-slim[openai]==2.68.0'
 	@touch $@
 
-.PHONY: families newcomer demo docs compose-check browser-test overload soak cold-start dashboard-smoke conformance faults attack image-check rolling-restart loadtest validate help serve test lint train export bench gpu-check gpu-wheels webgpu-check example example-seq2seq
+.PHONY: rounding families newcomer demo docs compose-check browser-test overload soak cold-start dashboard-smoke conformance faults attack image-check rolling-restart loadtest validate help serve test lint train export bench gpu-check gpu-wheels webgpu-check example example-seq2seq
