@@ -62,7 +62,7 @@ def train(
     invocation: typer.Context,
     out: Path = Option(help="Folder of the run: checkpoints, metrics.csv, loss.png."),
     corpus: list[Path] | None = Argument(
-        None, help="Text files or folders; or chats, pairs: *.jsonl, *.tsv."
+        None, help="Text files or folders; or chats, pairs, labelled texts: *.jsonl, *.tsv."
     ),
     init: Path | None = Option(None, help="Run, checkpoint or model, also hf://…, to start from."),
     lora: str | None = Option(
@@ -107,6 +107,7 @@ def train(
 ) -> None:
     """Train a decoder on text or chats, an encoder on text or pairs, an encoder-decoder on pairs.
 
+    Decoders and encoders also become classifiers, by lines of {"text": …, "label": …}.
     A chat is a line of JSON, {"messages": [{"role": …, "content": …}, …]}. An encoder's pair is one
     of {"query": …, "document": …}, or of "anchor" and "positive", and may have a "negative". An
     encoder-decoder's is {"source": …, "target": …} or, in *.tsv, a source, a tab and its target.
@@ -171,7 +172,8 @@ def _prepare_run(
     from kvasir.model.config import TransformerConfig
     from kvasir.model.presets import preset
     from kvasir.model.training.adapter import NewAdapter
-    from kvasir.model.training.preparation import CorpusSettings, prepare_run
+    from kvasir.model.training.data.documents import CorpusSettings
+    from kvasir.model.training.preparation import prepare_run
     from kvasir.model.training.settings import TrainSettings
 
     changes, checkpoint = _parse_changes(options["changes"] or []), None

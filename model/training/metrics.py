@@ -1,9 +1,9 @@
-"""The measurements of a training run on disk: metrics.csv, loss.png and TensorBoard's events."""
+"""The measurements of a run on disk: metrics.csv, loss.png, confusion.png, TensorBoard's events."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -13,8 +13,12 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from kvasir.model.platform.printable import printable
+
 METRICS_FILE = "metrics.csv"
 PICTURE_FILE = "loss.png"
+CONFUSION_FILE = "confusion.png"
+_MAX_LABELS = 40  # that can be read on an axis
 _WINDOWS = 50  # of which each smoothed loss is the mean
 TENSORBOARD_FOLDER = "tensorboard"
 
@@ -131,6 +135,33 @@ def plot_losses(folder: Path, *, has_perplexity: bool = True) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(folder / PICTURE_FILE, dpi=120)
+
+
+def plot_confusion(
+    folder: Path, found: NDArray[np.int64], right: NDArray[np.int64], labels: Sequence[str]
+) -> None:
+    """Draw a PNG that counts texts by their label and, in columns, the likeliest.
+
+    found, right: [texts], places among the labels. Colours are shares of a label's texts.
+    """
+    confusion = np.zeros((len(labels), len(labels)), dtype=np.int64)
+    np.add.at(confusion, (right, found), 1)
+    side = 4.0 + 0.4 * min(len(labels), _MAX_LABELS)
+    figure = Figure(figsize=(side, side), layout="constrained")
+    axes = figure.subplots()
+    shares = confusion / np.maximum(1, confusion.sum(axis=1, keepdims=True))
+    axes.imshow(shares, cmap="Blues", vmin=0.0, vmax=1.0)
+    if len(labels) <= _MAX_LABELS:
+        shown = [printable(label)[:20].replace("$", r"\$") for label in labels]
+        axes.set_xticks(range(len(labels)), shown, rotation=90)
+        axes.set_yticks(range(len(labels)), shown)
+        for (row, column), n in np.ndenumerate(confusion):
+            colour = "white" if shares[row, column] > 0.5 else "black"
+            axes.text(column, row, f"{n:,}", ha="center", va="center", color=colour, fontsize=8)
+    accuracy = confusion.trace() / max(1, confusion.sum())
+    title = f"{folder.resolve().name}: {accuracy:.1%} of {confusion.sum():,} held-out texts"
+    axes.set(xlabel="likeliest label", ylabel="label", title=title)
+    figure.savefig(folder / CONFUSION_FILE, dpi=120)
 
 
 def smoothed(values: NDArray[np.float64]) -> NDArray[np.float64]:

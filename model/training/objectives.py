@@ -1,7 +1,7 @@
 """Objectives: a batch's loss, and the measurements of what is held out.
 
-A network learns next tokens or, as an encoder, masked ones; the document of a query; or, with a
-source before it, a target.
+A network learns next tokens or, as an encoder, masked ones; the document of a query; the label of a
+text; or, with a source before it, a target.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
@@ -21,7 +22,7 @@ from kvasir.model.network.sums import Measure
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.reference import generate
 from kvasir.model.training.data.masking import IGNORED
-from kvasir.model.training.data.pairs import PairBatch, PairData, rank_documents
+from kvasir.model.training.data.pairs import LabelData, PairBatch, PairData, rank_documents
 from kvasir.model.training.data.tokens import Batch, TokenData
 from kvasir.model.training.data.translations import TranslationBatch, TranslationData
 from kvasir.model.training.distributed import Processes
@@ -126,9 +127,13 @@ class NextTokens(Objective):
 
 
 class Ranking(Objective):
-    """The cross-entropy of a query's document among all of a batch."""
+    """The cross-entropy of a query's document among all of a batch.
+
+    found: the likeliest of each held-out query, and the right ones, when last measured.
+    """
 
     data: PairData
+    found: tuple[Tensor, Tensor] | None = None
 
     @property
     def row_size(self) -> tuple[int, int]:
@@ -143,7 +148,7 @@ class Ranking(Objective):
         Every process ranks all of them, because its gradients are those of its own vectors.
         """
         vectors = self.processes.gather_rows(self.vectors(batch))
-        loss = _cross_entropy(*rank_documents(vectors, batch.texts))
+        loss = _cross_entropy(*self.rank(vectors, batch.texts))
         return loss - loss.detach() * (1 - 1 / self.processes.size)
 
     def vectors(self, batch: PairBatch) -> Tensor:
@@ -154,6 +159,10 @@ class Ranking(Objective):
             vectors: Tensor = self.module(ids, lengths, pooled=True)
         rows: Tensor = vectors.float().unflatten(0, (-1, batch.texts.shape[1]))
         return rows
+
+    def rank(self, vectors: Tensor, texts: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Return logits and targets of vectors [pairs, columns, d_out]; texts: see PairBatch."""
+        return rank_documents(vectors, texts)
 
     def evaluate(self) -> Evaluation:
         """Return the loss of batches of held-out pairs, and the share of queries that find theirs.
@@ -168,10 +177,22 @@ class Ranking(Objective):
         total = 0.0
         for start in range(0, len(pairs), size):
             some = slice(start, start + size)
-            total += _cross_entropy(*rank_documents(vectors[some], pairs[some])).item()
-        logits, targets = rank_documents(vectors, pairs)
-        accuracy = (logits.argmax(dim=1) == targets).double().mean().item()
+            total += _cross_entropy(*self.rank(vectors[some], pairs[some])).item()
+        logits, targets = self.rank(vectors, pairs)
+        self.found = logits.argmax(dim=1), targets
+        accuracy = (self.found[0] == targets).double().mean().item()
         return Evaluation(total / len(pairs), accuracy)
+
+
+class Classifying(Ranking):
+    """The cross-entropy of a text's label."""
+
+    data: LabelData
+
+    def rank(self, vectors: Tensor, texts: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Return the scores of all labels [texts, labels], and the right ones [texts]."""
+        labels = self.data.labels[texts[:, 0]]
+        return vectors[:, 0], torch.from_numpy(labels).to(vectors.device)
 
 
 class Translating(Objective):
@@ -227,6 +248,14 @@ class Translating(Objective):
                 break
         source = self.tokenizer.decode(sources[0].tolist())
         return f"{source}\n", self.tokenizer.decode(ids[n_prefix:])
+
+
+OBJECTIVES: dict[type, type[Objective]] = {
+    TokenData: NextTokens,
+    PairData: Ranking,
+    LabelData: Classifying,
+    TranslationData: Translating,
+}
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:

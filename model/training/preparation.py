@@ -1,8 +1,8 @@
 """The preparation of a training run: its text as tokens, its tokenizer, and its first checkpoint.
 
 The configuration and the corpus say what is learned: a decoder predicts the next token of text or
-chats, an encoder masked tokens of text; whatever has a pooling is trained on pairs, and an
-encoder-decoder on sources and their targets.
+chats, an encoder masked tokens of text; whatever has a pooling is trained on pairs, an
+encoder-decoder on sources and their targets, and any other model on the labels of texts.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from kvasir.model.checkpoint import Checkpoint
 from kvasir.model.config import ConfigError, Pooling, TransformerConfig
@@ -26,7 +28,6 @@ from kvasir.model.directory import CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.platform.files import new_directory
 from kvasir.model.platform.progress import Progress, no_progress
-from kvasir.model.template.chat_template import ChatTemplate
 from kvasir.model.tokenizer import (
     END_OF_TEXT,
     SAMPLE_CHARS,
@@ -38,40 +39,28 @@ from kvasir.model.tokenizer import (
 )
 from kvasir.model.training.adapter import NewAdapter
 from kvasir.model.training.compilation import is_worth
-from kvasir.model.training.data.conversations import Conversation, pack, read_conversations
-from kvasir.model.training.data.corpus import Corpus, CorpusError, read_corpus, read_lines
+from kvasir.model.training.data.conversations import pack
+from kvasir.model.training.data.corpus import Corpus, CorpusError
+from kvasir.model.training.data.documents import CorpusSettings, Documents, read_documents
+from kvasir.model.training.data.labels import LabelledTexts, with_labels
 from kvasir.model.training.data.masking import Masking
-from kvasir.model.training.data.pairs import Pairs, is_pair, read_pairs, write_pairs
+from kvasir.model.training.data.pairs import Pairs, write_pairs
 from kvasir.model.training.data.tokens import DATA_FOLDER, TokenData, write_tokens
 from kvasir.model.training.data.translations import (
     Translations,
     held_out_file,
-    is_translation,
-    read_translations,
     write_translations,
 )
 from kvasir.model.training.distributed import Processes
 from kvasir.model.training.objectives import Data
 from kvasir.model.training.openings import example_prompts
-from kvasir.model.training.settings import TrainSettings
+from kvasir.model.training.settings import PASSES, TrainSettings
 from kvasir.model.training.trainer import Trainer
 
 # Folders that a preparation leaves behind when it is killed.
 _LEFTOVER = re.compile(rf"{DATA_FOLDER}\.part(-\w+)?|step-0+\.part(-\w+)?")
-Documents = Corpus | Pairs | Translations | list[Conversation]
-_EVALUATED_PAIRS = 512  # at most, among which each query's document is looked for
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CorpusSettings:
-    """The text or chats to train on, and how they become tokens."""
-
-    paths: Sequence[Path]
-    include: Sequence[str] = ("*",)
-    exclude: Sequence[str] = ()
-    held_out: float = 0.05  # share of the tokens, chats, pairs or translations
-    tokenizer: Path | None = None  # used instead of a trained tokenizer
-    chat_template: Path | None = None  # used instead of the initial checkpoint's
+_EVALUATED = 512  # pairs, texts or translations, at most
+_TUNING_PASSES = 4  # through labelled texts, with which Devlin et al. 2019 tune BERT
 
 
 def prepare_run(
@@ -95,10 +84,14 @@ def prepare_run(
     leftovers = _find_leftovers(folder)
     extra_files = _extra_files(corpus, init)
     tell = partial(lines.print, soft_wrap=True)
-    if not config.causal and config.pooling is None:
+    documents = read_documents(corpus, extra_files, settings.seed, config)
+    if isinstance(documents, LabelledTexts):
+        if adapter is not None:
+            raise ConfigError("--lora leaves the scores of labels as they are; leave it out")
+        config = with_labels(config, documents.labels)
+    elif not config.causal and config.pooling is None:
         tell("note: a text's vector is the mean of its tokens', of length 1, without --set pooling")
         config = replace(config, pooling=Pooling(kind="mean", normalize=True))
-    documents = _read_documents(corpus, extra_files, settings.seed, config)
     _check_objective(config, documents, settings.context, init)
     if init is not None:
         tokenizer = init.tokenizer
@@ -107,7 +100,7 @@ def prepare_run(
             corpus.tokenizer, documents, config, settings.context, tell, progress
         )
     if isinstance(documents, Pairs | Translations):
-        settings = replace(settings, evaluate_rows=_EVALUATED_PAIRS)
+        settings = replace(settings, evaluate_rows=_EVALUATED)
     for leftover in leftovers:
         shutil.rmtree(leftover)
     with new_directory(folder / DATA_FOLDER) as part:
@@ -118,7 +111,7 @@ def prepare_run(
         torch.manual_seed(settings.seed)
         decoder = Transformer(config)
         if init is not None:
-            decoder.load_state_dict(init.decoder.state_dict())
+            decoder.load_state_dict(_initial_weights(init, decoder))
         base = None if adapter is None else adapter.join(decoder, extra_files)
         tell(
             f"{tokens.n_train:,} tokens to train on, {tokens.n_held_out:,} held out; "
@@ -128,12 +121,14 @@ def prepare_run(
         on_cpu = Processes(0, 1, torch.device("cpu"))  # a GPU may not hold a decoder to be sharded
         trainer = Trainer(decoder, tokenizer, tokens, settings, extra_files, on_cpu, base=base)
         size, flops = trainer.step_size
-        made = settings.completed(size, tokens.n_train, decoder.n_parameters)
+        is_tuned = init is not None and isinstance(documents, LabelledTexts)
+        passes = _TUNING_PASSES if is_tuned else PASSES
+        made = settings.completed(size, tokens.n_train, decoder.n_parameters, passes)
         worth = isinstance(tokens, TokenData) and is_worth(decoder, made.steps * flops)
         made = replace(made, compile=settings.compile and worth)
         if made.steps != settings.steps:
-            passes = f"{made.steps * size / tokens.n_train:.1f} times through the text"
-            tell(f"{made.steps:,} steps of {size:,} tokens, {passes}; --steps sets another number")
+            times = f"{made.steps * size / tokens.n_train:.1f} times through the text"
+            tell(f"{made.steps:,} steps of {size:,} tokens, {times}; --steps sets another number")
         trainer.settings = made
         trainer.save(folder)
 
@@ -163,14 +158,27 @@ def _check_objective(
             mend = 'use --preset tiny-encoder, or --set pooling=\'{"kind": "last"}\''
             raise ConfigError(f"pairs are for a model that makes vectors; {mend}")
         return
+    if isinstance(documents, LabelledTexts):
+        return
     if pooling.labels:
-        raise ConfigError("a classifier or reranker is not trained; begin with an embedding model")
+        mend = "train it on lines of a text and its label, or begin with an embedding model"
+        raise ConfigError(f"a classifier or reranker learns no vectors; {mend}")
     if config.causal and not in_pairs:
         raise ConfigError("a decoder that makes vectors is trained on pairs, not on text")
     if init is not None:
         own = () if init.config.pooling is None else init.config.pooling.projections
         if pooling.projections != own:
             raise ConfigError(f"pooling.projections must be those of {init.path}")
+
+
+def _initial_weights(init: Checkpoint, decoder: Transformer) -> dict[str, Tensor]:
+    """Return a checkpoint's weights; new labels get those of `decoder`, and no head is left."""
+    weights, pooling = init.decoder.state_dict(), decoder.config.pooling
+    if pooling is None or not pooling.labels or pooling == init.config.pooling:
+        return weights
+    last = f"pooler.projections.{len(pooling.projections) - 1}."
+    kept = {name: w for name, w in weights.items() if not name.startswith(("head.", last))}
+    return kept | {name: w for name, w in decoder.state_dict().items() if name.startswith(last)}
 
 
 def _new_tokenizer(
@@ -222,11 +230,17 @@ def _write_data(
     """Write documents as tokens; return these, and the configuration with what ends an answer."""
     context = settings.context
     if isinstance(documents, Pairs):
-        pairs, n_cut = write_pairs(documents, tokenizer, folder, share, context, progress)
-        n_train = len(pairs.pairs) - pairs.n_held_out_pairs
-        tell(f"{n_train:,} pairs, and {pairs.n_held_out_pairs:,} held out; {n_cut} texts were cut")
+        labels = None
+        if isinstance(documents, LabelledTexts) and config.pooling is not None:
+            labels = np.array([config.pooling.labels.index(label) for label in documents.labels])
+        pairs, n_cut = write_pairs(documents, tokenizer, folder, share, context, progress, labels)
+        n_train, kind = (
+            len(pairs.pairs) - pairs.n_held_out_pairs,
+            "pairs" if labels is None else "texts",
+        )
+        tell(f"{n_train:,} {kind}, and {pairs.n_held_out_pairs:,} held out; {n_cut} texts were cut")
         if n_train < settings.batch_size:
-            wrong = f"a batch of {settings.batch_size} is more than {n_train} pairs to train on"
+            wrong = f"a batch of {settings.batch_size} is more than {n_train} {kind} to train on"
             raise CorpusError(f"{wrong}; use a smaller --batch-size")
         return pairs, config
     if isinstance(documents, Translations):
@@ -267,28 +281,3 @@ def _extra_files(corpus: CorpusSettings, init: Checkpoint | None) -> dict[str, b
             }
         files.setdefault(SPECIAL_TOKENS_FILE, json.dumps(names).encode())
     return files
-
-
-def _read_documents(
-    corpus: CorpusSettings, files: dict[str, bytes], seed: int, config: TransformerConfig
-) -> Documents:
-    if config.encoder is not None:
-        return read_translations(corpus.paths, seed)
-    chats = [path for path in corpus.paths if path.suffix == ".jsonl" and not path.is_dir()]
-    if chats and len(chats) < len(corpus.paths):
-        message = "is for chats or pairs, which cannot be mixed with text; train on one at a time"
-        raise CorpusError(f"{chats[0]} {message}")
-    if not chats:
-        return read_corpus(corpus.paths, corpus.include, corpus.exclude, seed)
-    if config.pooling is not None or any(read_lines(corpus.paths, is_pair)):
-        return read_pairs(corpus.paths, seed)
-    if any(read_lines(corpus.paths, is_translation)):
-        mend = "use --preset tiny-seq2seq"
-        raise ConfigError(f"sources and targets are for an encoder-decoder; {mend}")
-    template = ChatTemplate.parse(files)
-    if template is None:
-        raise CorpusError(
-            "chats need a chat template, and there is none; give one with --chat-template FILE, or "
-            "begin with a checkpoint that has one: --init DIR"
-        )
-    return read_conversations(corpus.paths, template, seed)

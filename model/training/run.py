@@ -16,12 +16,18 @@ from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import newest_checkpoint
 from kvasir.model.training.adapter import open_adapter
 from kvasir.model.training.data.masking import Masking
-from kvasir.model.training.data.pairs import PairData
+from kvasir.model.training.data.pairs import LabelData, PairData
 from kvasir.model.training.data.tokens import DATA_FOLDER, TokenData, open_arrays
 from kvasir.model.training.data.translations import TranslationData, held_out_file
 from kvasir.model.training.distributed import Processes
-from kvasir.model.training.metrics import METRICS_FILE, PICTURE_FILE, plot_losses
-from kvasir.model.training.objectives import Data
+from kvasir.model.training.metrics import (
+    CONFUSION_FILE,
+    METRICS_FILE,
+    PICTURE_FILE,
+    plot_confusion,
+    plot_losses,
+)
+from kvasir.model.training.objectives import Classifying, Data
 from kvasir.model.training.report import StepProgress, console_report, expected_time, print_held_out
 from kvasir.model.training.settings import TrainSettings
 from kvasir.model.training.trainer import Trainer
@@ -58,11 +64,12 @@ def open_run(folder: Path, processes: Processes, *, shard: bool = False) -> Trai
 
 def train_run(folder: Path, trainer: Trainer, lines: Console, progress: StepProgress) -> bool:
     """Train to the end, or to Ctrl-C (then return False), and draw the loss curve."""
-    steps, is_ranking = trainer.settings.steps, isinstance(trainer.data, PairData)
+    steps, data = trainer.settings.steps, trainer.data
+    has_perplexity = isinstance(data, TokenData | TranslationData)
     progress("training", trainer.step, steps, "")
-    report = console_report(lines, progress, steps, has_perplexity=not is_ranking)
-    if trainer.step == 0 and isinstance(trainer.data, PairData | TranslationData):
-        print_held_out(lines, 0, trainer.evaluate(), not is_ranking)
+    report = console_report(lines, progress, steps, has_perplexity=has_perplexity)
+    if trainer.step == 0 and not isinstance(data, TokenData):
+        print_held_out(lines, 0, trainer.evaluate(), has_perplexity)
     tell = partial(lines.print, soft_wrap=True)
 
     processes = trainer.processes
@@ -77,11 +84,17 @@ def train_run(folder: Path, trainer: Trainer, lines: Console, progress: StepProg
             tell(text)
 
     complete = trainer.train(folder, report, forecast)
+    objective, pooling = trainer.objective, trainer.decoder.config.pooling
+    found = objective.found if isinstance(objective, Classifying) else None
+    written = [f"step-{trainer.step:08d}", METRICS_FILE, PICTURE_FILE]
+    written += [] if found is None else [CONFUSION_FILE]
     # torchrun kills the others soon after one process has ended, so all wait for the picture.
     with trainer.processes.together():
         if trainer.processes.is_first:
-            plot_losses(folder, has_perplexity=not is_ranking)
-    written = (f"step-{trainer.step:08d}", METRICS_FILE, PICTURE_FILE)
+            plot_losses(folder, has_perplexity=has_perplexity)
+            if found is not None and pooling is not None:
+                best, right = (part.cpu().numpy() for part in found)
+                plot_confusion(folder, best, right, pooling.labels)
     tell(f"wrote {', '.join(str(folder / name) for name in written)}")
     if not complete:
         command = shlex.join(["kvasir", "train", "--resume", "--out", str(folder)])
@@ -94,5 +107,5 @@ def _open_data(folder: Path, tokenizer: Tokenizer, config: TransformerConfig) ->
     if config.encoder is not None:
         return TranslationData(**arrays)
     if "pairs" in arrays:
-        return PairData(**arrays)
+        return LabelData(**arrays) if "labels" in arrays else PairData(**arrays)
     return TokenData(**arrays, masking=None if config.causal else Masking.of(tokenizer))

@@ -9,7 +9,7 @@ from typing import Literal
 Schedule = Literal["cosine", "inverse-sqrt"]
 # Repeating text further teaches little (Muennighoff et al. 2023: a repeated token's value decays
 # with a constant of 15 repetitions).
-_PASSES = 16
+PASSES = 16
 _TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022
 _EVALUATIONS, _LONGEST_WAIT = 5, 250  # at least so many evaluations; most steps between them
 
@@ -45,13 +45,15 @@ class TrainSettings:
     compile: bool = False
     tensorboard: bool = False
 
-    def completed(self, step_tokens: int, n_train: int, n_parameters: int) -> TrainSettings:
+    def completed(
+        self, step_tokens: int, n_train: int, n_parameters: int, passes: int = PASSES
+    ) -> TrainSettings:
         """Return the settings with `steps` and `evaluate_every` chosen where they are 0.
 
-        The steps pass 16 times through the text of n_train tokens, but see no more than 20 tokens
-        per parameter, and are no fewer than the warm-up.
+        The steps pass so many times through the text of n_train tokens, but see no more than 20
+        tokens per parameter, and are no fewer than the warm-up.
         """
-        n_tokens = min(_PASSES * n_train, _TOKENS_PER_PARAMETER * n_parameters)
+        n_tokens = min(passes * n_train, _TOKENS_PER_PARAMETER * n_parameters)
         steps = self.steps or max(self.warmup, math.ceil(n_tokens / step_tokens))
         every = self.evaluate_every or min(_LONGEST_WAIT, math.ceil(steps / _EVALUATIONS))
         return replace(self, steps=steps, evaluate_every=every)

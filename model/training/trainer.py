@@ -29,24 +29,17 @@ from kvasir.model import checkpoint
 from kvasir.model.network.low_rank import adapter_parameters
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.training.compilation import compile_blocks, uncompiled
-from kvasir.model.training.data.pairs import PairData
 from kvasir.model.training.data.tokens import TokenData
-from kvasir.model.training.data.translations import TranslationData
 from kvasir.model.training.distributed import Processes, gather, one_process, without_reducing
 from kvasir.model.training.flops import peak_flops
 from kvasir.model.training.metrics import Evaluation, StepMetrics, open_metrics
-from kvasir.model.training.objectives import Data, NextTokens, Objective, Ranking, Translating
+from kvasir.model.training.objectives import OBJECTIVES, Data
 from kvasir.model.training.settings import TrainSettings
 
 # Called after each step with its metrics, tokens per second, and a held-out prompt with a sampled
 # continuation (empty where the step had no evaluation).
 Report = Callable[[StepMetrics, float, tuple[str, str]], None]
 _REHEARSALS, _REHEARSAL_SECONDS = 6, 2.0  # most steps that are timed first; their most seconds
-_OBJECTIVES: dict[type, type[Objective]] = {
-    TokenData: NextTokens,
-    PairData: Ranking,
-    TranslationData: Translating,
-}
 
 
 class DivergedError(Exception):
@@ -76,7 +69,7 @@ class Trainer:
         if isinstance(self.data, TokenData) and self.decoder.pooler is not None:
             self.decoder.pooler.requires_grad_(False)  # masked tokens do not train it
         self.module = self.processes.spread(self.decoder, self.shard)
-        kind = _OBJECTIVES[type(self.data)]
+        kind = OBJECTIVES[type(self.data)]
         shared = (self.decoder, self.module, self.tokenizer, self.data, settings, self.processes)
         self.objective = kind(*shared, self.dtype)
         matrices = [p for p in self.decoder.parameters() if p.dim() >= 2]

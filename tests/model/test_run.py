@@ -104,7 +104,7 @@ PROJECTED = '--set pooling={"kind":"cls","projections":[{"d_out":3}]}'
         ('texts --set pooling={"kind":"last"}', "is trained on pairs, not on text"),
         ("pairs.jsonl --preset tiny-encoder --batch-size 5", "a batch of 5 is more than 4 pairs"),
         ("texts --preset tiny-encoder --tokenizer bare.json", "needs the token [MASK] or <mask>"),
-        ("one.jsonl --preset tiny-encoder", "there are 1 different pairs; give at least 4"),
+        ("one.jsonl --preset tiny-encoder", "there are 1 different lines; give at least 4"),
         ("mixed.jsonl --preset tiny-encoder", "1 of 2 pairs lack a negative"),
         (f"pairs.jsonl --init base {PROJECTED}", "pooling.projections must be those of"),
         ("sources.jsonl --preset tiny", "use --preset tiny-seq2seq"),
@@ -230,6 +230,8 @@ def write_corpora() -> None:
     pairs = [(f"where is the {name}?", f"the {name} is here") for name in names]
     lines = [json.dumps({"query": query, "document": text}) for query, text in pairs]
     Path("pairs.jsonl").write_text("\n".join(lines))
+    labelled = [json.dumps({"text": query, "label": query[13]}) for query, _ in pairs]
+    Path("labelled.jsonl").write_text("\n".join(labelled))
     Path("pairs.tsv").write_text("\n".join(f"{query}\t{text}" for query, text in pairs))
 
 
@@ -240,9 +242,10 @@ def write_corpora() -> None:
         ("texts", "--preset=tiny-encoder"),
         ("chats.jsonl", "--chat-template=template.jinja", "--context=40"),
         ("pairs.jsonl", "--preset=tiny-encoder"),
+        ("labelled.jsonl",),
         ("pairs.tsv", "--preset=tiny-seq2seq", "--context=40", "--schedule=inverse-sqrt"),
     ],
-    ids=["text", "masked text", "chats", "pairs", "translations"],
+    ids=["text", "masked text", "chats", "pairs", "labels", "translations"],
 )
 def test_ctrl_c_saves_and_resume_completes_to_the_same_bits(
     corpus: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

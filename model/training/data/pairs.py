@@ -146,6 +146,16 @@ class PairData:
         return int(self._lengths[pairs].sum())
 
 
+@dataclass(frozen=True, slots=True)
+class LabelData(PairData):
+    """Labelled texts, each as a pair of nothing else.
+
+    labels: [texts], the place of each text's label among those of the model.
+    """
+
+    labels: NDArray[np.int64]
+
+
 def write_pairs(
     corpus: Pairs,
     tokenizer: Tokenizer,
@@ -153,16 +163,17 @@ def write_pairs(
     held_out: float,
     context: int,
     progress: Progress = no_progress,
+    labels: NDArray[np.int64] | None = None,
 ) -> tuple[PairData, int]:
     """Tokenise pairs as the server does, write them, and return them and the number of cut texts.
 
-    The last `held_out` share of them is held out, and at least two. Raises CorpusError for too few
-    pairs, and TokenizerError.
+    The last `held_out` share of them is held out, and at least two. labels: of `LabelData`, which
+    is then returned. Raises CorpusError for too few pairs, and TokenizerError.
     """
-    pairs = corpus.pairs
+    pairs, kind = corpus.pairs, PairData if labels is None else LabelData
     n_held_out = max(2, int(len(pairs) * held_out))
     if len(pairs) - n_held_out < 2:
-        raise CorpusError(f"there are {len(pairs)} different pairs; give at least 4")
+        raise CorpusError(f"there are {len(pairs)} different lines; give at least 4")
     texts = {text: i for i, text in enumerate(corpus.texts)}
     cutting = Tokenizer.from_str(tokenizer.to_str())
     cutting.enable_truncation(context)
@@ -176,8 +187,9 @@ def write_pairs(
         ends=np.cumsum([len(encoding.ids) for encoding in encodings]),
         pairs=np.array([[texts[text] for text in pair] for pair in pairs]),
         n_held_out_pairs=n_held_out,
+        **({} if labels is None else {"labels": labels}),
     )
-    return PairData(**arrays), sum(bool(encoding.overflowing) for encoding in encodings)
+    return kind(**arrays), sum(bool(encoding.overflowing) for encoding in encodings)
 
 
 def rank_documents(vectors: Tensor, texts: NDArray[np.int64]) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """Texts as tokens on disk, and batches of them.
 
 The folder of a run keeps what it trains on in one safetensors file, whose arrays are the fields of
-the class that reads it: `TokenData`, `PairData` or `TranslationData`. They are mapped, not loaded.
+the class that reads it: `TokenData`, `PairData`, `LabelData` or `TranslationData`. They are mapped,
+not loaded.
 """
 
 from __future__ import annotations

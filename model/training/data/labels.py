@@ -1,0 +1,82 @@
+"""Labelled texts in JSONL, a line {"text": …, "label": …}, and the classifier that learns them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel
+
+from kvasir.model.config import Pooling, Projection, TransformerConfig
+from kvasir.model.training.data.corpus import CorpusError, LineText, parse_texts, read_lines
+from kvasir.model.training.data.pairs import Pairs, is_pair
+
+_NAMES = ("text", "label")
+
+
+class _Line(BaseModel, extra="forbid", title="a labelled text"):
+    text: LineText
+    label: LineText
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledTexts(Pairs):
+    """Different texts in the order of training, each as a pair of nothing else, and its label."""
+
+    labels: Sequence[str]
+
+
+def is_labelled(line: Any) -> bool:
+    """Tell whether a line of JSON is meant as a labelled text, be it right or wrong."""
+    meant = isinstance(line, dict) and not line.keys().isdisjoint(_NAMES)
+    return meant and "messages" not in line and not is_pair(line)
+
+
+def read_labelled(paths: Sequence[Path], seed: int) -> LabelledTexts:
+    """Read every line of the files once, shuffled by `seed`.
+
+    Raises CorpusError, also for a text of two labels and where all have one.
+    """
+    labels = dict[str, str]()
+    for text, label in dict.fromkeys(read_lines(paths, _parse)):
+        if text in labels:
+            wrong = f"the text {text!r:.200} has the labels {labels[text]!r} and {label!r}"
+            raise CorpusError(f"{wrong}; keep the line with the right one")
+        labels[text] = label
+    if len(kinds := {*labels.values()}) == 1:
+        wrong = f"all {len(labels)} texts have the label {kinds.pop()!r}"
+        raise CorpusError(f"{wrong}; a classifier needs texts of another label, too")
+    texts, order = list(labels), np.random.default_rng(seed).permutation(len(labels))
+    shuffled = [texts[i] for i in order]
+    return LabelledTexts([(text,) for text in shuffled], [labels[text] for text in shuffled])
+
+
+def _parse(line: Any) -> tuple[str, ...]:
+    """Return a line's text and label. Raises ValueError saying what is wrong."""
+    if not is_labelled(line):
+        raise ValueError(f'not a labelled text, {{"text": …, "label": …}}, but {line!r:.200}')
+    if not isinstance(label := line.get("label", ""), str):
+        raise ValueError(f"label must be text, not {label!r:.200}; write it in quotes")
+    return parse_texts(_Line, line, _NAMES)
+
+
+def with_labels(config: TransformerConfig, labels: Sequence[str]) -> TransformerConfig:
+    """Return the configuration of a classifier, whose last layer scores labels, and no tokens.
+
+    One of the same labels stays as it is.
+    """
+    pooling = config.pooling or Pooling(kind="last" if config.causal else "mean")
+    if {*pooling.labels} == {*labels}:
+        return config
+    own, names = pooling.projections, tuple(sorted({*labels}))
+    made = replace(
+        pooling,
+        projections=(*(own[:-1] if pooling.labels else own), Projection(d_out=len(names))),
+        normalize=False,
+        labels=names,
+        label_activation="softmax",
+    )
+    return replace(config, pooling=made, tied_embeddings=True, head_bias=False)
