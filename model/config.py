@@ -35,6 +35,7 @@ FeedForward = Literal[
 ]
 Router = Literal["softmax", "sigmoid", "sparse_mixer"]
 Chosen = Literal["scores", "logits"]
+CrossAttention = Literal["dot", "none"]
 Activation = Literal["identity", "tanh", "relu", "gelu", "gelu_tanh"]
 LabelActivation = Literal["identity", "sigmoid", "softmax"]
 Size = Annotated[int, Field(strict=True, gt=0, le=2**31 - 1)]
@@ -230,7 +231,27 @@ class Mamba2:
         return {"convolution": convolution, "values": (self.n_head, self.d_state, self.head_dim)}
 
 
-Recurrence = Annotated[ShortConvolution | DeltaRule | Mamba2, Field(discriminator="kind")]
+@_raising_config_error
+@dataclass(
+    config=ConfigDict(extra="forbid", title="recurrence"), frozen=True, slots=True, kw_only=True
+)
+class Lstm:
+    """Recurrent layers of `width` cells of long short-term memory (Hochreiter & Schmidhuber 1997).
+
+    Those of an encoder read from right to left, as sources were turned round (Sutskever et al.
+    2014), or with both_ways in either direction, `width` cells each (Bahdanau et al. 2015).
+    """
+
+    kind: Literal["lstm"] = "lstm"
+    width: Size
+    both_ways: StrictBool = False
+
+    def states(self, d_model: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
+        """Return the shape of each part of a layer's state, by name."""
+        return {"hidden": (self.width,), "cell": (self.width,)}
+
+
+Recurrence = Annotated[ShortConvolution | DeltaRule | Mamba2 | Lstm, Field(discriminator="kind")]
 
 
 @_raising_config_error
@@ -279,6 +300,8 @@ class TransformerConfig:
     encoder: a source goes through it, and each block attends to its vectors between attention and
     feed-forward. With shared_embedding both have one table of tokens. A target begins with
     target_prefix, which no source decides: a token that starts it, and perhaps one of its language.
+    cross_attention: "none" leaves a decoder of LSTM layers what these begin with (Sutskever et al.
+    2014).
     n_kv_head: n_head of them is multi-head attention, 1 is multi-query (Shazeer 2019), a number
     between is grouped-query (Ainslie et al. 2023). qk_norm: RMSNorm over each head of queries and
     keys (Henry et al. 2020), or, with `qk_norm_across_heads`, over all of a token's heads together
@@ -350,6 +373,7 @@ class TransformerConfig:
     encoder: TransformerConfig | None = None
     shared_embedding: StrictBool = True
     target_prefix: tuple[StrictInt, ...] = ()
+    cross_attention: CrossAttention = "dot"
     pooling: Pooling | None = None
     n_token_types: Size | None = None
     position: Position = "rotary"
@@ -443,6 +467,11 @@ class TransformerConfig:
     def states(self) -> dict[str, tuple[int, ...]]:
         """The shape of each part of a recurrent layer's state, by name."""
         return {} if self.recurrence is None else self.recurrence.states(self.d_model)
+
+    @property
+    def n_source_layer(self) -> int:
+        """The number of layers that attend to a source."""
+        return 0 if self.encoder is None or self.cross_attention == "none" else self.n_layer
 
     @property
     def cache_shape(self) -> tuple[int, int, int, bool, tuple[tuple[int, ...], ...]]:

@@ -36,8 +36,8 @@ def rules(config: Any) -> Iterator[Rule]:
     yield "tied_embeddings", headless, "true with a pooling, which leaves no head"
     pre = not config.parallel_residual or config.norm_placement == "pre"
     yield "norm_placement", pre, "pre with parallel_residual"
-    plain = config.norm_placement == "pre" and not config.parallel_residual and not config.encoder
-    allowed = "left out with an encoder, parallel_residual, or norms after sublayers"
+    plain = config.norm_placement == "pre" and not config.parallel_residual
+    allowed = "left out with parallel_residual, or norms after sublayers"
     yield "layers_without_feed_forward", plain or not config.layers_without_feed_forward, allowed
     if (projection := config.head_projection) is not None:
         plain = config.pooling is None and config.encoder is None
@@ -96,9 +96,19 @@ def _recurrence(config: Any) -> Iterator[Rule]:
     biased = config.position == "alibi" or config.has_relative_bias
     allowed = "one without biases on scores where all layers are recurrent"
     yield "position", config.n_attention_layer > 0 or not biased, allowed
-    whole = config.causal and config.encoder is None and config.pooling is None
-    allowed = "left out in encoders, with an encoder and with a pooling"
-    yield "recurrence", whole or not is_recurrent, allowed
+    is_lstm = is_recurrent and config.recurrence.kind == "lstm"
+    in_pairs = config.encoder is not None or not config.causal
+    fits = in_pairs == is_lstm and config.pooling is None
+    allowed = "an lstm in and with an encoder, and only there, and left out with a pooling"
+    yield "recurrence", fits or not is_recurrent, allowed
+    every = len(config.recurrent_layers) == config.n_layer
+    yield "recurrent_layers", every or not is_lstm, "all layers with an lstm"
+    backwards = is_lstm and not config.causal
+    allowed = "an lstm without both_ways outside an encoder"
+    yield "recurrence", backwards or not getattr(config.recurrence, "both_ways", False), allowed
+    allowed = "dot without an encoder and recurrent layers of lstm"
+    own = is_lstm and config.encoder is not None
+    yield "cross_attention", own or config.cross_attention == "dot", allowed
 
 
 def _positions(config: Any) -> Iterator[Rule]:

@@ -138,6 +138,11 @@ def cache_names(name: str, n_layer: int) -> list[str]:
     return [f"{name}.{layer}.{kind}" for layer in range(n_layer) for kind in ("key", "value")]
 
 
+def state_names(config: TransformerConfig) -> list[str]:
+    """Return a graph's inputs for states, as "past_states.3.convolution"."""
+    return [f"past_states.{i}.{part}" for i in config.recurrent_layers for part in config.states]
+
+
 def present_name(past: str) -> str:
     """Return the output of a graph that an input for keys, values or a state becomes."""
     kind, _, place = past.partition(".")

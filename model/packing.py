@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,8 @@ from numpy.typing import NDArray
 TYPES_INPUT = "token_type_ids"
 VECTORS_OUTPUT = "vectors"
 HIDDEN_OUTPUT = "token_vectors"
-SOURCE_OUTPUT = "source_key_values"  # of the encoder of an encoder-decoder
+# Of the encoder of an encoder-decoder, for each token.
+SOURCE_OUTPUT, START_OUTPUT = "source_key_values", "start_states"
 
 
 def pack(
@@ -58,3 +60,23 @@ def pack(
             if given is not None:
                 of_tokens[start:end] = given
     return inputs, ends
+
+
+def encode_sources(
+    session: Any, sources: Sequence[Sequence[int]]
+) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
+    """Run an encoder's session; return what the decoder reads of each source.
+
+    That is keys and values [2 · layers, n_kv_head, tokens, head_dim] and the states that recurrent
+    layers begin with, one after the other, where there are such.
+    """
+    inputs, ends = pack(sources)
+    names = [value.name for value in session.get_outputs()]
+    made = dict(zip(names, session.run(names, inputs), strict=True))
+    nothing = np.zeros((len(inputs["input_ids"]), 0, 1, 1), dtype=np.float32)
+    keys_values, states = made.get(SOURCE_OUTPUT, nothing), made.get(START_OUTPUT, nothing)
+    starts = [0, *ends[:-1]]
+    return [
+        (keys_values[start:end].transpose(1, 2, 0, 3), states[start].ravel())
+        for start, end in zip(starts, ends, strict=True)
+    ]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
-from kvasir.model.config import ConfigError, Pooling, RopeScaling, TransformerConfig
+from kvasir.model.config import ConfigError, Lstm, Pooling, RopeScaling, TransformerConfig
 from kvasir.model.platform.suggestions import did_you_mean
 
 
@@ -57,6 +57,16 @@ PRESETS = {
         norm="layernorm",
         norm_placement="post",
     ),
+    "tiny-lstm": replace(
+        _with_encoder(
+            (2048, 1024, 2, 1, 1, 192, 192, 192),
+            position="none",
+            recurrence=Lstm(width=192),
+            recurrent_layers=(0, 1),
+            layers_without_feed_forward=(0, 1),
+        ),
+        cross_attention="none",
+    ),  # Sutskever et al. 2014, with residuals and norms
     "transformer-base": _with_encoder(
         (37000, 1024, 6, 8, 8, 64, 512, 2048),
         position="sinusoidal",
@@ -68,6 +78,7 @@ PRESETS = {
     ),  # Vaswani et al. 2017
 }
 _OF_DECODER = {"encoder", "shared_embedding", "target_prefix", "tied_embeddings", "head_bias"}
+_OF_DECODER |= {"cross_attention"}
 
 
 def preset(name: str, **changes: Any) -> TransformerConfig:

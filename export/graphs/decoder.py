@@ -86,7 +86,7 @@ def export_graph(
         scale_kv_channels(scaled, config, kv_scales)
     progress("tracing PyTorch", 0, 0)
     rows: list[int | str] = ["batch", config.n_kv_head, "n_positions", config.head_dim]
-    of_step = STEP_INPUTS if config.encoder is None else STEP_INPUTS | SOURCE_INPUTS
+    of_step = STEP_INPUTS | SOURCE_INPUTS if config.n_source_layer else STEP_INPUTS
     if config.recurrence is not None:
         of_step = of_step | {NEW_TOKENS_INPUT: (torch.int64, ["batch"])}
     model = trace(decoder, scaled, StepInputs, of_step, (torch.float32, rows))

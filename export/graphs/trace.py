@@ -109,7 +109,7 @@ def trace(
         else:
             past |= {f"past_key_values.{layer}.{kind}": cache for kind in ("key", "value")}
     tensors = {**inputs, **past}
-    if config.encoder is not None:
+    if config.n_source_layer:
         batch, heads, _, head_dim = cache[1]
         of_source = (cache[0], [batch, heads, "n_source_positions", head_dim])
         tensors |= dict.fromkeys(cache_names("source_key_values", config.n_layer), of_source)

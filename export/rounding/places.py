@@ -73,8 +73,9 @@ def places(config: TransformerConfig) -> Iterator[Place]:
     if config.encoder is not None:
         yield from _of_blocks(config.encoder, shapes, "encoder.")
         if config.encoder.norm_placement != "post":
-            keys = [f"blocks.{i}.cross_attention.key_value.weight" for i in range(config.n_layer)]
-            yield _after_norm(config.encoder, shapes, "encoder.norm", *keys)
+            ends = (".cross_attention.key_value.weight", ".recurrence.start.weight")
+            readers = [name for name in shapes if name.endswith(ends)]
+            yield _after_norm(config.encoder, shapes, "encoder.norm", *readers)
     yield from _of_blocks(config, shapes, "")
     if {"head.weight", "norm.weight"} <= shapes.keys():  # no projection is between them
         yield _after_norm(config, shapes, "norm", "head.weight")
@@ -89,8 +90,8 @@ def _of_blocks(config: TransformerConfig, shapes: Shapes, prefix: str) -> Iterat
         is_mixture = f"{feed}.router.weight" in shapes
         up, down = ("expert_up", "expert_down") if is_mixture else ("up", "down")
         if config.placement_of(layer) in ("pre", "both"):
-            if f"{block}.attention_norm.weight" in shapes:
-                first = _first_products(config, shapes, block, layer)
+            first = _first_products(config, shapes, block, layer)
+            if f"{block}.attention_norm.weight" in shapes and first:
                 yield _after_norm(config, shapes, f"{block}.attention_norm", *first)
             if f"{cross}_norm.weight" in shapes:
                 yield _after_norm(config, shapes, f"{cross}_norm", f"{cross}.query.weight")

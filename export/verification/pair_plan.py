@@ -90,8 +90,8 @@ def _together(
         place = time - delays
         wanted = np.flatnonzero((place >= first) & (place < lengths))
         # Nobody reads what a row computes before it starts, or after its end.
-        held = np.clip(place, 0, lengths - 1) + 1
-        steps.append(Step(1, held.tolist(), wanted.tolist(), decode=True))
+        held, rests = np.clip(place, 0, lengths - 1) + 1, np.flatnonzero(place < 0).tolist()
+        steps.append(Step(1, held.tolist(), wanted.tolist(), decode=True, rests=rests))
     return Test(Case(padded, steps, [sources[i] for i in places]), places, for_perplexity=True)
 
 

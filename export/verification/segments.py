@@ -26,9 +26,10 @@ from kvasir.model.directory import (
     STATE_OUTPUTS,
     cache_names,
     present_name,
+    state_names,
 )
 from kvasir.model.onnx.runtime import onnxruntime, open_cpu_session
-from kvasir.model.packing import SOURCE_OUTPUT, pack
+from kvasir.model.packing import SOURCE_OUTPUT, encode_sources
 from kvasir.model.platform.progress import Progress, no_progress, with_progress
 
 Floats = NDArray[np.float32]
@@ -44,13 +45,14 @@ class Step(NamedTuple):
 
     Rows shorter than `sequence` are padded on the right. wanted: indices into batch · sequence, of
     the tokens that want logits. decode: use the rows of running sequences, where prompts have rows
-    of their own.
+    of their own. rests: rows whose states stay as they are.
     """
 
     sequence: int
     lengths: Sequence[int]
     wanted: Sequence[int] = ()
     decode: bool = False
+    rests: Sequence[int] = ()
 
     @property
     def positions(self) -> Ids:
@@ -61,13 +63,15 @@ class Step(NamedTuple):
 
     def inputs(self, rows: Ids) -> Arrays:
         """Return the graph's inputs, without keys and values; rows: of the step's case."""
+        n_new = np.minimum(np.array(self.lengths, dtype=np.int64), self.sequence)
+        n_new[list(self.rests)] = 0
         return {
             "input_ids": np.take_along_axis(rows, self.positions, axis=1),
             "seqlens_k": np.array(self.lengths, dtype=np.int32) - 1,
             "total_sequence_length": np.array(max(self.lengths), dtype=np.int32),
             "position_ids": self.positions,
             "logits_indices": np.array(self.wanted, dtype=np.int64),
-            NEW_TOKENS_INPUT: np.minimum(np.array(self.lengths, dtype=np.int64), self.sequence),
+            NEW_TOKENS_INPUT: n_new,
             DECODE_INPUT: np.array(self.decode),
         }
 
@@ -134,18 +138,20 @@ class SegmentedGraph:
         """Return what the decoder reads of the sources of each case."""
         if not any(case.sources for case in cases):
             return [{} for _ in cases]
-        session, encoded = open_cpu_session(self._encoder), list[Arrays]()
-        names = cache_names(SOURCE_OUTPUT, self._config.n_layer)
+        session, encoded, config = open_cpu_session(self._encoder), list[Arrays](), self._config
+        names = cache_names(SOURCE_OUTPUT, config.n_source_layer)
         for case in with_progress(cases, "encoding in ONNX Runtime", progress):
-            inputs, ends = pack([source.tolist() for source in case.sources])
-            (made,) = session.run([SOURCE_OUTPUT], inputs)
-            lengths = np.diff(ends, prepend=0).astype(np.int32)
-            _, n_blocks, n_heads, head_dim = made.shape
+            made = encode_sources(session, [source.tolist() for source in case.sources])
+            lengths = np.array([len(source) for source in case.sources], dtype=np.int32)
+            n_blocks, n_heads, _, head_dim = made[0][0].shape
             shape = (n_blocks, len(lengths), n_heads, lengths.max(), head_dim)
             rows = np.zeros(shape, dtype=np.float32)
-            for i, of_source in enumerate(np.split(made, ends)[: len(lengths)]):
-                rows[:, i, :, : lengths[i]] = of_source.transpose(1, 2, 0, 3)
+            for i, (keys_values, _) in enumerate(made):
+                rows[:, i, :, : lengths[i]] = keys_values
             arrays: Arrays = dict(zip(names, rows, strict=True))
+            states = np.stack([of_source for _, of_source in made])
+            if begin := state_names(config):  # parts that are alike
+                arrays |= zip(begin, np.split(states, len(begin), axis=1), strict=True)
             arrays |= {"source_seqlens_k": lengths - 1}
             encoded.append(arrays | {"source_total_length": np.array(lengths.max())})
         return encoded
@@ -159,6 +165,8 @@ class SegmentedGraph:
     ) -> None:
         """Run a case's steps; pending: what is to be read in each, which is brought up to date."""
         caches = _empty_caches(session, self._config, *case.rows.shape)
+        if case.sources and (states := caches.get("past_states")):
+            caches["past_states"] = {i: pending[0][f"past_states.{i}"] for i in states}
         inputs, makes = [value.name for value in session.get_inputs()], segment.makes
         for step, arrays in zip(case.steps, pending, strict=True):
             prompt = "prompt_key_values" in caches and not step.decode

@@ -40,7 +40,7 @@ class Block(nn.Module):
             kind = Attention if config.latents is None else LatentAttention
             self.attention = kind(config, layer)
         self.cross_attention = None
-        if config.encoder is not None:
+        if config.encoder is not None and config.n_source_layer:
             self.cross_attention_norm = make_norm(config)
             self.cross_attention = CrossAttention(config, config.encoder)
         self.feed_forward: nn.Module | None = None
@@ -56,8 +56,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, positions: Positions, source: Source | None = None) -> Tensor:
         """Run whole sequences x [batch, sequence, d_model]."""
-        mixer = self.attention if self.recurrence is None else self.recurrence
-        return self._finish(x, mixer(self._attention_input(x), positions), source)
+        given = self._attention_input(x)
+        if self.recurrence is not None:
+            return self._finish(x, self.recurrence(given, positions, source), source)
+        return self._finish(x, self.attention(given, positions), source)
 
     def step(
         self,

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from kvasir.model.config import ConfigError, TransformerConfig
 from kvasir.model.network.block import Block
+from kvasir.model.network.recurrent.lstm import LstmMixer
 from kvasir.model.network.transformer import Transformer
 
 
@@ -52,6 +53,8 @@ def make_target_skeleton(config: TransformerConfig) -> Transformer:
         assert isinstance(block, Block)
         if block.cross_attention is not None:
             del block.cross_attention.key_value
+        if isinstance(block.recurrence, LstmMixer):
+            block.recurrence.start = None
     return decoder
 
 

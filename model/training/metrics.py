@@ -158,8 +158,7 @@ def plot_confusion(
         for (row, column), n in np.ndenumerate(confusion):
             colour = "white" if shares[row, column] > 0.5 else "black"
             axes.text(column, row, f"{n:,}", ha="center", va="center", color=colour, fontsize=8)
-    accuracy = confusion.trace() / max(1, confusion.sum())
-    title = f"{folder.resolve().name}: {accuracy:.1%} of {confusion.sum():,} held-out texts"
+    title = f"{folder.resolve().name}: {len(right):,} held-out texts"
     axes.set(xlabel="likeliest label", ylabel="label", title=title)
     figure.savefig(folder / CONFUSION_FILE, dpi=120)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvasir.kernels.library import Library
 from kvasir.model.config import TransformerConfig
-from kvasir.model.directory import CACHE_OUTPUTS, STATE_OUTPUTS, present_name
+from kvasir.model.directory import CACHE_OUTPUTS, STATE_OUTPUTS, present_name, state_names
 from kvasir.model.onnx.runtime import onnxruntime, open_cpu_session
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def check_shape(session: onnxruntime.InferenceSession, config: TransformerConfig
             f"the graph has {n_tokens} tokens and {n_layer} layers, and config.json "
             f"{config.vocab_size} and {config.n_layer}; export the model again"
         )
-    states = [f"past_states.{i}.{part}" for i in config.recurrent_layers for part in config.states]
+    states = state_names(config)
     if {*(found := state_inputs(session))} != {*states}:
         raise ValueError(
             f"the graph has the states {found}, and config.json {states}; export the model again"

@@ -21,7 +21,7 @@ from kvasir.model.directory import (
     ModelDirectory,
     cache_names,
 )
-from kvasir.model.packing import SOURCE_OUTPUT, pack
+from kvasir.model.packing import SOURCE_OUTPUT, encode_sources, pack
 from kvasir.model.platform.machine import usable_cpus
 from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.errors import InvalidRequestError, NotFoundError
@@ -223,9 +223,8 @@ class Explainer:
         """Return the decoder's inputs for a source; none without an encoder."""
         if self._encoder is None:
             return {}
-        (encoded,) = self._encoder.run([SOURCE_OUTPUT], pack([source_ids])[0])
-        # [tokens, 2 * n_layer, n_kv_head, head_dim] to [2 * n_layer, 1, n_kv_head, tokens, …]
-        blocks = encoded[: len(source_ids)].transpose(1, 2, 0, 3)[:, None]
+        ((keys_values, _),) = encode_sources(self._encoder, [source_ids])
+        blocks = keys_values[:, None]
         names = cache_names(SOURCE_OUTPUT, len(blocks) // 2)
         return dict(zip(names, map(np.ascontiguousarray, blocks), strict=True))
 

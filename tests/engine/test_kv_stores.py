@@ -23,7 +23,7 @@ def rows(budget: int, dtype: type = np.float32) -> KVStore:
 
 def sources(budget: int) -> KVStore:
     sizes = {"max_num_seqs": N_ROWS, "max_source_len": LONGEST, "max_model_len": LONGEST}
-    return SourceRows(SHAPE, **sizes, budget_tokens=budget)
+    return SourceRows(SHAPE, SHAPE, **sizes, budget_tokens=budget)
 
 
 def blocks(budget: int) -> KVStore:
@@ -65,7 +65,7 @@ def test_rows_and_budget_bound_what_is_admitted(name: str, n_fit: int) -> None:
 def test_pages_of_free_rows_go_before_those_of_held_ones() -> None:
     """A free row's target goes before what a held row's longer source has left."""
     store = SourceRows(
-        SHAPE, max_num_seqs=4, max_source_len=60, max_model_len=60, budget_tokens=160
+        SHAPE, SHAPE, max_num_seqs=4, max_source_len=60, max_model_len=60, budget_tokens=160
     )
     rows = [(row, 0) for row in range(4)]
     assert [store.admit(20, 20, []) for _ in rows] == rows

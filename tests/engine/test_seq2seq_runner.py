@@ -18,7 +18,7 @@ from tests.engine.test_seq2seq import expected
 from tests.kit.beam_search import beam_search
 from tests.kit.encoder_decoders import export_both
 from tests.kit.engine_driver import Result, assert_same, run_at_random, run_to_end
-from tests.kit.fake_seq2seq import EOS, read, small_config, small_model
+from tests.kit.fake_seq2seq import EOS, read, small_config, small_lstm_config, small_model
 
 N_REQUESTS = 14
 BEAMS = {
@@ -45,13 +45,19 @@ class Exported:
         return Seq2SeqRunner(*graphs, self.model.config, **options)
 
 
-@pytest.fixture(scope="module", params=["sinusoidal fp32", "relative int8"])
+KINDS = ("sinusoidal fp32", "relative int8", "none fp32", "none int8")
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    position, precision = request.param.split()
-    config = small_config((3, 7))
-    assert config.encoder is not None
-    encoder = replace(config.encoder, position=position)
-    model = small_model(replace(config, position=position, encoder=encoder))
+    kind, precision = request.param.split()
+    if kind in ("none", "additive"):
+        model = small_model(small_lstm_config((3, 7), cross_attention=kind), seed=1)
+    else:
+        config = small_config((3, 7))
+        assert config.encoder is not None
+        encoder = replace(config.encoder, position=kind)
+        model = small_model(replace(config, position=kind, encoder=encoder))
     folder = tmp_path_factory.mktemp("exported")
     export_both(model.config, model.state_dict(), folder, precision)
     return Exported(folder, model, precision)

@@ -6,13 +6,14 @@ shows in the logits.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvasir.model.config import TransformerConfig
+from kvasir.model.config import Lstm, TransformerConfig
 from kvasir.model.network.cross_attention import Source
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.reference import next_logits
@@ -37,6 +38,17 @@ def small_config(target_prefix: tuple[int, ...] = (3,), vocab_size: int = 60) ->
         target_prefix=target_prefix,
         eos_token_ids=(EOS,),
     )
+
+
+def small_lstm_config(target_prefix: tuple[int, ...] = (3,), **changes: Any) -> TransformerConfig:
+    """Return one whose encoder and decoder have recurrent layers only; changes: of the decoder."""
+    config = small_config(target_prefix)
+    assert config.encoder is not None
+    recurrent: dict[str, Any] = {"position": "none", "recurrence": Lstm(width=24)}
+    recurrent |= {"recurrent_layers": (0, 1), "layers_without_feed_forward": (0, 1)}
+    both = Lstm(width=12, both_ways=changes["cross_attention"] != "none")
+    encoder = replace(config.encoder, **recurrent | {"recurrence": both})
+    return replace(config, encoder=encoder, **recurrent | changes)
 
 
 def small_model(config: TransformerConfig, seed: int = 0) -> Transformer:
@@ -74,6 +86,7 @@ class FakeSeq2SeqRunner:
         self.max_source_len = model.config.encoder.max_model_len
         self.decode_seconds = 0.0
         self.kv = SourceRows(
+            KVShape(1, 1, 1),
             KVShape(1, 1, 1),
             max_num_seqs=max_num_seqs,
             max_source_len=self.max_source_len,

@@ -88,6 +88,8 @@ YARN = {"kind": "yarn", "factor": 2.0, "original_max_model_len": 8}
 OWN_THETA = {"sliding_window_rope_theta": 10.0}
 RULE = {"kind": "short_convolution", "kernel": 3}
 RECURRENT = {"recurrence": RULE, "recurrent_layers": (0, 1)}
+LSTM = {"kind": "lstm", "width": 8}
+PAIR = {"encoder": VALID | {"causal": False}, "target_prefix": (0,)}
 CLAMPED = {"feed_forward": "swiglu_clamped"}
 # Changes of VALID, and how the message begins.
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -131,6 +133,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (MIXTURE | {"feed_forward": "gelu"}, "feed_forward must be swiglu or swiglu_clamped with"),
     (MIXTURE | CLAMPED | {"dense_layers": (0,)}, "feed_forward must be swiglu with these experts"),
     ({"recurrence": RULE, "recurrent_layers": (0, 0)}, "recurrent_layers must be layers that are"),
+    (
+        {"recurrence": LSTM, "recurrent_layers": (0, 1)},
+        "recurrence must be an lstm in and with an enc",
+    ),
+    (PAIR | {"recurrence": RULE, "recurrent_layers": (0, 1)}, "recurrence must be an lstm in and"),
+    (PAIR | {"recurrence": LSTM, "recurrent_layers": (0,)}, "recurrent_layers must be all layers"),
+    (
+        PAIR | {"recurrence": LSTM | {"both_ways": True}, "recurrent_layers": (0, 1)},
+        "recurrence must be an lstm without both_ways outside an encoder",
+    ),
+    (PAIR | {"cross_attention": "none"}, "cross_attention must be dot without an encoder and"),
     ({**RECURRENT, "position": "alibi"}, "position must be one without biases on scores"),
     ({**RECURRENT, "position": "relative"}, "position must be one without biases on scores"),
 ]

@@ -31,6 +31,7 @@ from tests.kit.training_runs import kvasir_train, metrics, trained
 SHAPE = ("n_layer=1", "d_model=32", "d_ff=48", "n_head=2", "n_kv_head=1", "head_dim=16")
 QUICK = [*(f"--set={change}" for change in SHAPE), "--context=8", "--batch-size=2", "--warmup=1"]
 SMALL = [*QUICK, "--set=vocab_size=270"]
+ONE_LSTM_LAYER = ("--set=recurrent_layers=[0]", "--set=layers_without_feed_forward=[0]")
 
 
 @pytest.fixture(autouse=True)
@@ -244,8 +245,9 @@ def write_corpora() -> None:
         ("pairs.jsonl", "--preset=tiny-encoder"),
         ("labelled.jsonl",),
         ("pairs.tsv", "--preset=tiny-seq2seq", "--context=40", "--schedule=inverse-sqrt"),
+        ("pairs.tsv", "--preset=tiny-lstm", "--context=40", *ONE_LSTM_LAYER),
     ],
-    ids=["text", "masked text", "chats", "pairs", "labels", "translations"],
+    ids=["text", "masked text", "chats", "pairs", "labels", "translations", "lstm"],
 )
 def test_ctrl_c_saves_and_resume_completes_to_the_same_bits(
     corpus: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from kvasir.model.config import TransformerConfig
 from kvasir.model.network.attention import RunInputs
+from kvasir.model.network.cross_attention import Source
 from kvasir.model.network.positions import Positions
 from kvasir.model.network.run_inputs import StepInputs
 
@@ -41,8 +42,9 @@ class Mixer(nn.Module, ABC):
         no meaning.
         """
 
-    def forward(self, x: Tensor, positions: Positions) -> Tensor:  # noqa: ARG002
+    def forward(self, x: Tensor, positions: Positions, source: Source | None = None) -> Tensor:
         """Run whole sequences x [batch, sequence, d_model], each from an empty state."""
+        del positions, source
         batch, sequence, _ = x.shape
         whole = torch.full((batch,), sequence, device=x.device)
         return self.mix(x, self.empty_state(x), whole)[0]

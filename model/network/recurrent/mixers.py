@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from kvasir.model.config import DeltaRule, Mamba2, ShortConvolution, TransformerConfig
+from kvasir.model.config import DeltaRule, Lstm, Mamba2, ShortConvolution, TransformerConfig
 from kvasir.model.network.recurrent.delta_rule import DeltaRuleMixer
+from kvasir.model.network.recurrent.lstm import LstmMixer
 from kvasir.model.network.recurrent.mamba2 import Mamba2Mixer
 from kvasir.model.network.recurrent.mixer import Mixer
 from kvasir.model.network.recurrent.short_convolution import ShortConvolutionMixer
 
 MIXERS: dict[type, type[Mixer]] = {
     DeltaRule: DeltaRuleMixer,
+    Lstm: LstmMixer,
     Mamba2: Mamba2Mixer,
     ShortConvolution: ShortConvolutionMixer,
 }

@@ -271,14 +271,15 @@ class KVRows(RowStore):
 class SourceRows(RowStore):
     """Rows of a source and, in the same row of another memory, its target, for encoder-decoders.
 
-    shape: of the decoder, which makes keys and values of both. A token of either takes as much of
-    the budget. No prompt is looked up: a source's tokens attend to those after them, so a common
-    beginning has no common keys.
+    of_source: the shape of what the decoder reads of sources, as `shape` that of targets. A token
+    of either takes as much of the budget. No prompt is looked up: a source's tokens attend to those
+    after them, so a common beginning has no common keys.
     """
 
     def __init__(
         self,
         shape: KVShape,
+        of_source: KVShape,
         *,
         max_num_seqs: int,
         max_source_len: int,
@@ -286,14 +287,15 @@ class SourceRows(RowStore):
         budget_tokens: int,
     ) -> None:
         # One row more, which no sequence gets: a decode run may need a row beside the last.
-        self.sources = RowMemory(shape, max_num_seqs + 1, max_source_len)
+        self.sources = RowMemory(of_source, max_num_seqs + 1, max_source_len)
         self.targets = RowMemory(shape, max_num_seqs + 1, max_model_len)
         self._sequence_memories = self._memories = (self.sources, self.targets)
         self.min_chunk = max_source_len  # a source is never cut
+        self.state_bytes = shape.state_bytes
         super().__init__(
             max_num_seqs=max_num_seqs,
             budget_tokens=budget_tokens,
-            token_bytes=shape.token_bytes(),
+            token_bytes=max(shape.token_bytes(), of_source.token_bytes()),
             cache=PrefixCache(),
         )
 

@@ -15,7 +15,7 @@ from kvasir.kernels.library import Library
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import cache_names
 from kvasir.model.onnx.runtime import onnxruntime
-from kvasir.model.packing import SOURCE_OUTPUT, pack
+from kvasir.model.packing import SOURCE_OUTPUT, encode_sources
 from kvasir.model.platform.machine import available_memory, usable_cpus
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.encoder.engine import MAX_PADDING
@@ -67,14 +67,17 @@ class Seq2SeqRunner:
         n_bytes = kv_cache_bytes
         if n_bytes is None:
             n_bytes = available_memory() // (2 * n_models)
-        n_tokens, least = n_bytes // shape.token_bytes(), 1 + len(config.target_prefix) + 1
+        of_source = shape._replace(n_layer=config.n_source_layer, states=())
+        per_token = max(shape.token_bytes(), of_source.token_bytes())
+        n_tokens, least = n_bytes // per_token, 1 + len(config.target_prefix) + 1
         if n_tokens < least:
             raise ValueError(
                 f"kv_cache_memory of {n_bytes} bytes holds no source with its target: {least} "
-                f"tokens take {least * shape.token_bytes()}"
+                f"tokens take {least * per_token}"
             )
         self.kv = SourceRows(
             shape,
+            of_source,
             max_num_seqs=max_num_seqs,
             max_source_len=self.max_source_len,
             max_model_len=self.max_model_len,
@@ -85,7 +88,7 @@ class Seq2SeqRunner:
         self._bindings: dict[int, _SourceBinding] = {}  # by rows
         self._never_alone = False
         self._never_alone = lone_token_differs(self._decode_one, self._logits)
-        self._encoder.run([SOURCE_OUTPUT], pack([[0, 0]])[0])  # warm up, as the trial the decoder
+        encode_sources(self._encoder, [[0, 0]])  # warm up, as the trial the decoder
         self.decode_seconds = 0.0
 
     def run(self, batch: StepBatch) -> Logits:
@@ -98,12 +101,10 @@ class Seq2SeqRunner:
 
     def _encode(self, chunks: list[Chunk]) -> None:
         """Encode whole sources in one run, and write what it makes to their rows."""
-        inputs, ends = pack([chunk.sequence.prompt_ids for chunk in chunks])
-        (keys_and_values,) = self._encoder.run([SOURCE_OUTPUT], inputs)
-        for chunk, end in zip(chunks, ends.tolist(), strict=True):
-            # [tokens, 2 * n_layer, n_kv_head, head_dim] to [2 * n_layer, n_kv_head, tokens, …]
-            source = keys_and_values[end - chunk.count : end].transpose(1, 2, 0, 3)
-            self.kv.sources.array[:, chunk.row, :, : chunk.count] = source
+        made = encode_sources(self._encoder, [chunk.sequence.prompt_ids for chunk in chunks])
+        for chunk, (keys_values, states) in zip(chunks, made, strict=True):
+            self.kv.sources.array[:, chunk.row, :, : chunk.count] = keys_values
+            self.kv.targets.write_states(chunk.row, states)
 
     def _decode(self, chunks: list[Chunk]) -> int:
         """Run a token of each target; write the logits in the chunks' order, and count them."""
@@ -128,7 +129,7 @@ class Seq2SeqRunner:
     def _run(self, tokens: dict[int, tuple[int, int]], wanted: list[int], first_logit: int) -> int:
         """Run the rows from 0 on; write the logits of those `wanted` from `first_logit` on.
 
-        Other rows get a token that their next one overwrites.
+        Other rows get a token that their next one overwrites, and keep their states.
         """
         n_rows = 1 + max(tokens)
         n_rows += self._never_alone and n_rows % TOKEN_BLOCK == 1
@@ -138,12 +139,14 @@ class Seq2SeqRunner:
         pairs = [tokens.get(row, (0, 0)) for row in range(n_rows)]
         binding.input_ids[:] = [token_id for token_id, _ in pairs]
         binding.position_ids[:] = [place for _, place in pairs]
+        binding.n_new[:] = [row in tokens for row in range(n_rows)]
         ends = [place + 1 for _, place in pairs]
         self.decode_seconds += binding.run(ends, 1, wanted, self._logits, first_logit)
         return len(wanted)
 
     def _decode_one(self, token_id: int, position: int, n_rows: int, first_logit: int) -> None:
         tokens = {0: (token_id, position), 1: (0, 0)}
+        self.kv.targets.write_states(0, None)
         self._run({row: tokens[row] for row in range(n_rows)}, [0], first_logit)
 
 
@@ -161,8 +164,9 @@ class _SourceBinding(RowBinding):
         self._sources = kv.sources
         self._source_seqlens_k = np.zeros(batch, dtype=np.int32)
         self._source_total = np.zeros((), dtype=np.int32)
-        self._bind_input("source_seqlens_k", self._source_seqlens_k, (batch,))
-        self._bind_input("source_total_length", self._source_total, ())
+        if len(kv.sources.array):
+            self._bind_input("source_seqlens_k", self._source_seqlens_k, (batch,))
+            self._bind_input("source_total_length", self._source_total, ())
         names = cache_names(SOURCE_OUTPUT, len(kv.sources.array) // 2)
         for name, block in zip(names, kv.sources.array, strict=True):
             self._bind_input(name, block, (batch, *kv.sources.row_shape))
