@@ -143,5 +143,5 @@ def test_same_request_same_bits(exported: Exported, alone: list[Result], seed: i
 
 
 def test_memory_for_less_than_a_source_is_refused(exported: Exported) -> None:
-    with pytest.raises(ValueError, match="kv_cache_memory of 500 bytes"):
-        exported.runner(max_num_seqs=1, kv_cache_bytes=500)
+    with pytest.raises(ValueError, match="kv_cache_memory of 3 bytes"):
+        exported.runner(max_num_seqs=1, kv_cache_bytes=3)
