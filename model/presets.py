@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from kvasir.model.config import ConfigError, Lstm, Pooling, RopeScaling, TransformerConfig
+from kvasir.model.config import ConfigError, Lstm, Mamba2, Pooling, RopeScaling, TransformerConfig
 from kvasir.model.platform.suggestions import did_you_mean
 
 
@@ -45,6 +45,11 @@ PRESETS = {
         **_shape(128256, 2048, 16, 32, 8, 64, 2048, 8192),
         rope_theta=5e5,
         rope_scaling=RopeScaling(kind="llama3", factor=32.0, original_max_model_len=8192),
+    ),
+    "tiny-hybrid": TransformerConfig(
+        **_shape(2048, 1024, 4, 6, 2, 32, 192, 480),
+        recurrence=Mamba2(kernel=4, n_head=6, head_dim=32, d_state=64),
+        recurrent_layers=(0, 1, 2),
     ),
     "tiny-encoder": TransformerConfig(
         **_shape(2048, 1024, 4, 6, 2, 32, 192, 480),

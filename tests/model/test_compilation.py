@@ -105,16 +105,18 @@ def test_compiled_runs_are_plain_ones_but_for_rounding_and_resume_to_their_bits(
     data: TokenData,
     tmp_path: Path,
 ) -> None:
+    """One layer is recurrent, and one of attention."""
+    changes = VARIANTS["bamba"] | {"n_layer": 2, "recurrent_layers": (0,), "dropout": 0.2}
     settings = replace(COMPILED, mixed_precision=False)
     plain, whole, first, rest = (Recorder() for _ in range(4))
     folders = [tmp_path / name for name in ("plain", "whole", "parts")]
     for folder in folders:
         folder.mkdir()
-    make_trainer(data, settings, dropout=0.2).train(folders[0], plain)
-    compiled(make_trainer(data, settings, dropout=0.2)).train(folders[1], whole)
+    make_trainer(data, settings, **changes).train(folders[0], plain)
+    compiled(make_trainer(data, settings, **changes)).train(folders[1], whole)
     torch.testing.assert_close(whole.losses, plain.losses, rtol=1e-5, atol=0)
     first.at = {2: press_ctrl_c}
-    compiled(make_trainer(data, settings, dropout=0.2)).train(folders[2], first)
+    compiled(make_trainer(data, settings, **changes)).train(folders[2], first)
     compiled(resume(folders[2], data)).train(folders[2], rest)
     assert first.losses + rest.losses == whole.losses
 

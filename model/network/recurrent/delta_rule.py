@@ -7,10 +7,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvasir.model.config import DeltaRule, TransformerConfig
+from kvasir.model.network.recurrent.chunks import run_chunks
 from kvasir.model.network.recurrent.mixer import (
     CausalConvolution,
     Mixer,
     State,
+    first_biases,
     minus_softplus,
     moving,
 )
@@ -38,7 +40,7 @@ class DeltaRuleMixer(Mixer):
         width, kernel = sum(recurrence.widths), recurrence.kernel
         self.convolution = CausalConvolution(width, kernel, bias=False, activates=True)
         self.log_decay = nn.Parameter(torch.linspace(1.0, 16.0, n_head).log())
-        self.decay_bias = nn.Parameter(torch.ones(n_head))
+        self.decay_bias = nn.Parameter(first_biases(n_head))
         self.norm = nn.RMSNorm(recurrence.value_dim, recurrence.norm_eps or config.norm_eps)
         self.output = nn.Linear(n_values, config.d_model, bias=False)
 
@@ -87,14 +89,8 @@ class DeltaRuleMixer(Mixer):
             )
             return read, present
         query, key, value = (part.unflatten(-1, (n_head, -1)) for part in (query, key, value))
-        reads, matrix = [], past
-        for t in range(query.shape[1]):
-            k, decayed = key[:, t, :, :, None], matrix * decay[:, t, :, None, None].exp()
-            known = (decayed * k).sum(dim=2)
-            change = rate[:, t, :, None] * (value[:, t] - known)
-            matrix = decayed + k * change[:, :, None]
-            reads.append((matrix * query[:, t, :, :, None]).sum(dim=2) * scale)
-        return torch.stack(reads, dim=1).flatten(-2), matrix
+        read, present = run_chunks(query * scale, key, value, past, decay, rate)
+        return read.flatten(-2), present
 
 
 def _length_one(x: Tensor, width: int) -> Tensor:

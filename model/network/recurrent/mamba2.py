@@ -7,10 +7,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvasir.model.config import Mamba2, TransformerConfig
+from kvasir.model.network.recurrent.chunks import run_chunks
 from kvasir.model.network.recurrent.mixer import (
     CausalConvolution,
     Mixer,
     State,
+    first_biases,
     minus_softplus,
     moving,
 )
@@ -36,7 +38,7 @@ class Mamba2Mixer(Mixer):
             convolved, recurrence.kernel, bias=recurrence.convolution_bias, activates=True
         )
         self.log_decay = nn.Parameter(torch.arange(1.0, n_head + 1.0).log())
-        self.step_bias = nn.Parameter(torch.ones(n_head))
+        self.step_bias = nn.Parameter(first_biases(n_head))
         self.skip = nn.Parameter(torch.ones(n_head))
         self.norm = nn.RMSNorm(n_values, config.norm_eps)
         self.output = nn.Linear(n_values, config.d_model, bias=bias)
@@ -97,9 +99,5 @@ class Mamba2Mixer(Mixer):
             )
             return read, present
         value = value.unflatten(-1, (n_head, -1))
-        reads, matrix = [], past
-        for t in range(query.shape[1]):
-            added = key[:, t, :, :, None] * value[:, t, :, None]
-            matrix = matrix * decay[:, t, :, None, None].exp() + added
-            reads.append((matrix * query[:, t, :, :, None]).sum(dim=2))
-        return torch.stack(reads, dim=1).flatten(-2), matrix
+        read, present = run_chunks(query, key, value, past, decay)
+        return read.flatten(-2), present

@@ -77,6 +77,14 @@ def minus_softplus(x: Tensor) -> Tensor:
     return functional.pad(x[..., None], (1, 0)).log_softmax(dim=-1)[..., 0]
 
 
+def first_biases(n_head: int) -> Tensor:
+    """Return biases [n_head] with which softplus is from 0.001 to 0.1, evenly in its logarithm.
+
+    So heads begin with memories of few and of many tokens, as in Mamba (Gu & Dao, 2023).
+    """
+    return torch.logspace(-3, -1, n_head).expm1().log()
+
+
 class CausalConvolution(nn.Module):
     """Each channel's weighted sum of its last `kernel` tokens, and SiLU of it if `activates`."""
 

@@ -1,0 +1,83 @@
+"""Recurrences over matrices in chunks of tokens, each by a few products of matrices.
+
+It is for training and for what PyTorch verifies; in a graph an operator runs token after token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_CHUNK = 64  # tokens; as much work inside chunks as between them for heads of 64
+
+
+def run_chunks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    past: Tensor,
+    decay: Tensor,
+    rate: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return what queries read [batch, sequence, heads, d_v], and the matrices after all tokens.
+
+    A token decays a head's matrix, S = exp(decay) S, and adds its value under its key, S += k ⊗ v;
+    with a `rate` a share of the difference to what is there, S += k ⊗ rate (v - k S). It then reads
+    q S.
+
+    query, key: [batch, sequence, heads, d_k]. value: [batch, sequence, heads, d_v]. past: [batch,
+    heads, d_k, d_v]. decay, rate: [batch, sequence, heads]. All becomes float32.
+
+    Without rates this is section 6 of "Transformers are SSMs" (Dao & Gu, 2024). With them the
+    values u that are really added solve a triangular system within a chunk, (I + L) u =
+    rate (v - decayed k S), with L[t, s] = rate[t] (k[t] · k[s]) decay from s to t for s < t
+    ("Gated Delta Networks", Yang et al., 2024, section 3.3).
+    """
+    with torch.autocast(query.device.type, enabled=False):
+        sequence = query.shape[1]
+        size = min(sequence, _CHUNK)
+        query, key, value = (_cut(part, size) for part in (query, key, value))
+        decays = _cut(decay[..., None], size)[..., 0]
+        between = _decay_between(decays)
+        columns = key.transpose(-1, -2)  # [batch, heads, chunks, d_k, size]
+        scores = query @ columns * between
+        from_start = decays.cumsum(dim=-1).exp()[..., None]
+        read_keys, kept_keys = query * from_start, columns * between[..., -1:, :]
+        whole = from_start[..., -1:, :]
+        known_keys = None
+        if rate is not None:
+            rates = _cut(rate[..., None], size)
+            earlier = (rates * (key @ columns) * between).tril(-1)
+            both = torch.cat((value, key * from_start), dim=-1) * rates
+            both = torch.linalg.solve_triangular(earlier, both, upper=False, unitriangular=True)
+            value, known_keys = both.split((value.shape[-1], key.shape[-1]), dim=-1)
+        matrix, reads = past.float(), []
+        for i in range(query.shape[2]):  # chunks
+            added = value[:, :, i]
+            if known_keys is not None:
+                added = added - known_keys[:, :, i] @ matrix
+            reads.append(scores[:, :, i] @ added + read_keys[:, :, i] @ matrix)
+            matrix = whole[:, :, i] * matrix + kept_keys[:, :, i] @ added
+        read = torch.cat(reads, dim=2)[:, :, :sequence]
+        return read.transpose(1, 2), matrix
+
+
+def _decay_between(decays: Tensor) -> Tensor:
+    """Return the decay of what token s added by token t, [..., t, s], and 0 for s > t.
+
+    decays: [..., size], logarithms. Each sum is of its own tokens: a difference of two sums from
+    the start of a chunk would have the error of the greater.
+    """
+    ones = torch.ones(decays.shape[-1], decays.shape[-1], device=decays.device)
+    logs = (decays[..., None] * ones.tril(-1)).cumsum(dim=-2)
+    return logs.exp().tril()
+
+
+def _cut(x: Tensor, size: int) -> Tensor:
+    """Return x [batch, sequence, heads, width] as float32 [batch, heads, chunks, size, width].
+
+    Tokens are added at the end that change no matrix.
+    """
+    padded = functional.pad(x.float(), (0, 0, 0, 0, 0, -x.shape[1] % size))
+    return padded.transpose(1, 2).unflatten(2, (-1, size))

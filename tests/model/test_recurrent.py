@@ -1,0 +1,123 @@
+"""Recurrences in chunks against the loop over tokens that defines them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvasir.model.network.recurrent import chunks
+from kvasir.model.network.recurrent.chunks import run_chunks
+from kvasir.model.training import trainer as training
+from kvasir.model.training.data.corpus import Corpus
+from kvasir.model.training.data.tokens import write_tokens
+from tests.model.test_trainer import (
+    CONTEXT,
+    SETTINGS,
+    TEXTS,
+    Recorder,
+    make_trainer,
+    press_ctrl_c,
+    resume,
+    tokenizer,
+    weights,
+)
+from tests.model.variants import VARIANTS
+
+Inputs = tuple[Tensor, ...]  # query, key, value, past, decay and perhaps rate
+
+
+def loop(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """The recurrence as it is written, a token at a time."""
+    query, key, value, matrix, decay, *rates = inputs
+    reads = []
+    for t in range(query.shape[1]):
+        matrix = matrix * decay[:, t, :, None, None].exp()
+        added = value[:, t]
+        if rates:
+            known = (matrix * key[:, t, :, :, None]).sum(dim=2)
+            added = rates[0][:, t, :, None] * (added - known)
+        matrix = matrix + key[:, t, :, :, None] * added[:, :, None]
+        reads.append((matrix * query[:, t, :, :, None]).sum(dim=2))
+    return torch.stack(reads, dim=1), matrix
+
+
+def random_inputs(sequence: int, rated: bool, decay: float) -> Inputs:
+    """Keys of length 1, as the delta rule has them. decay: that of the fastest token."""
+    torch.manual_seed(sequence)
+    query, key = torch.randn(2, 2, sequence, 3, 8, dtype=torch.float64)
+    key = key / key.norm(dim=-1, keepdim=True)
+    value = torch.randn(2, sequence, 3, 5, dtype=torch.float64)
+    past = torch.randn(2, 3, 8, 5, dtype=torch.float64)
+    decays, rates = torch.rand(2, 2, sequence, 3, dtype=torch.float64)
+    inputs = query, key, value, past, -decay * decays**4
+    return (*inputs, 2 * rates) if rated else inputs
+
+
+def gradients(inputs: Inputs, outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    weights = [torch.randn(part.shape, dtype=torch.float64) for part in outputs]
+    loss = sum((part * weight).sum() for part, weight in zip(outputs, weights, strict=True))
+    assert isinstance(loss, Tensor)
+    return torch.autograd.grad(loss, inputs)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 900.0])
+@pytest.mark.parametrize("rated", [False, True])
+@pytest.mark.parametrize("sequence", [1, 7, 8, 9, 27])
+def test_chunks_are_the_loop_over_tokens(
+    sequence: int, rated: bool, decay: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs, states and all gradients, of one chunk and of several, whole or not."""
+    monkeypatch.setattr(chunks, "_CHUNK", 8)
+    inputs = random_inputs(sequence, rated, decay)
+    for part in inputs:
+        part.requires_grad_()
+    expected = loop(*inputs)
+    actual = run_chunks(*inputs)
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)
+    ours_theirs = zip(gradients(inputs, actual), gradients(inputs, expected), strict=True)
+    for ours, theirs in ours_theirs:
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_in_bfloat16_a_matrix_is_still_float32() -> None:
+    """Under autocast products would be rounded to eight bits, and a long memory would drown."""
+    inputs = tuple(part.float() for part in random_inputs(20, rated=True, decay=0.1))
+    expected = run_chunks(*inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        for ours, theirs in zip(run_chunks(*inputs), expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("qwen3.5", torch.bfloat16), ("bamba", torch.bfloat16), ("lfm2", torch.float32)],
+)
+def test_a_hybrid_learns_and_resumes_to_the_same_bits(
+    name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recurrence's own numbers move too."""
+    monkeypatch.setattr(training, "compute_type", lambda _: dtype)
+    corpus, folder = Corpus(TEXTS, 0), tmp_path / "data"
+    data = write_tokens(corpus, tokenizer, folder, held_out=0.3, context=CONTEXT)
+    settings = replace(SETTINGS, steps=16, evaluate_every=16, checkpoint_every=16)
+    trainer = make_trainer(data, settings, **VARIANTS[name])
+    before = {name: p.detach().clone() for name, p in trainer.decoder.named_parameters()}
+    for run in ("whole", "stopped"):
+        (tmp_path / run).mkdir()
+    whole, stopped = Recorder(), Recorder(at={7: press_ctrl_c})
+    assert trainer.train(tmp_path / "whole", whole)
+    assert whole.losses[-1] < whole.losses[0] - 0.2
+    for parameter, trained in trainer.decoder.named_parameters():
+        assert not torch.equal(before[parameter], trained), parameter
+    make_trainer(data, settings, **VARIANTS[name]).train(tmp_path / "stopped", stopped)
+    resume(tmp_path / "stopped", data).train(tmp_path / "stopped", stopped)
+    assert stopped.losses == whole.losses
+    expected = weights(tmp_path / "whole")
+    for parameter, tensor in weights(tmp_path / "stopped").items():
+        assert torch.equal(tensor, expected[parameter])
