@@ -33,7 +33,7 @@ def _check_heads(heads: str | None) -> str | None:
 def explain(
     directory: ModelDirectory,
     text: InputText,
-    layer: int = Option(0, min=0, help="Layer whose attention is shown."),
+    layer: int = Option(0, min=0, help="Layer whose attention, or memory, is shown."),
     head: int | None = Option(None, min=0, help="One of its heads. Default: all, side by side."),
     target: str | None = Option(None, help="The target of the text, for an encoder-decoder."),
     top_k: int = Option(10, min=1, help="Number of likeliest next tokens."),
@@ -46,20 +46,22 @@ def explain(
     """Show what the exported model attends to in a text, and a decoder's likeliest next tokens."""
     from kvasir.model.directory import load_model_dir
     from kvasir.server.explain.explainer import Explainer
-    from kvasir.server.explain.explanation import Head, Questions, check_index
+    from kvasir.server.explain.explanation import Head, Questions, check_head, check_index
 
     with one_line_errors(), ProgressBar(quiet=as_json) as progress:
         progress("loading the model", 0, 0)
         model_dir = load_model_dir(directory)
         if target is None and model_dir.config.encoder is not None:
             raise ValueError(f"{directory} is an encoder-decoder; give its text: --target")
-        if head is not None:
-            check_index("head", head, model_dir.config.n_head)
+        check_index("layer", layer, model_dir.config.n_layer)
+        n_head = model_dir.config.heads_of(layer)
+        if head is not None or (out is not None and not n_head):
+            check_head(head or 0, layer, model_dir.config)
         named = without.split(",") if without else ()
         off = tuple(Head(*map(int, name.split("."))) for name in named)
         questions = Questions(top_k=top_k, without=off)
         explanation = Explainer(model_dir).explain(text, [layer], questions, target=target)
-        heads = list(range(model_dir.config.n_head)) if head is None else [head]
+        heads = list(range(n_head)) if head is None else [head]
         if out is not None:
             from kvasir.commands.console.pictures import draw_attention
 

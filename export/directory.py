@@ -179,7 +179,7 @@ def _write_graphs(
         if config.encoder is not None:
             file = part / ENCODER_GRAPH_FILE
             export_source_graph(config, weights, file, target.precision, progress)
-        if target.device == "cpu" and config.recurrence is None:  # states would need another graph
+        if target.device == "cpu":
             write_attention_graph(part)
     return None if activations is None else activations.report
 

@@ -468,6 +468,12 @@ class TransformerConfig:
         """The shape of each part of a recurrent layer's state, by name."""
         return {} if self.recurrence is None else self.recurrence.states(self.d_model)
 
+    def heads_of(self, layer: int) -> int:
+        """Return the number of a layer's heads; a short convolution has none."""
+        if layer not in self.recurrent_layers:
+            return self.n_head
+        return 0 if isinstance(self.recurrence, ShortConvolution) else self.states["values"][0]
+
     @property
     def n_source_layer(self) -> int:
         """The number of layers that attend to a source."""

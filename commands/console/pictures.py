@@ -26,10 +26,14 @@ def draw_attention(
 ) -> None:
     """Write a PNG: queries from top to bottom, keys from left to right, masked weights empty.
 
-    Of an encoder-decoder the keys are the source's.
+    Of an encoder-decoder the keys are the source's. Of a recurrent layer the weights are decays.
     """
     labels = [token.translate(_VISIBLE) or "∅" for token in explanation.tokens]
-    keys, maps, is_single = labels, explanation.weights[layer], len(heads) == 1
+    keys, is_single, memory = labels, len(heads) == 1, explanation.memories.get(layer)
+    maps = explanation.weights[layer] if memory is None else memory.decays
+    names, scale = ("attended to (key)", "attends (query)"), "softmax(s·QKᵀ + M), a row sums to 1"
+    if memory is not None:
+        names, scale = ("wrote", "reads"), "what is left after all decays between"
     masked = ~visible_keys(len(labels), layer, model_dir.config)
     if explanation.source_ids:
         keys = [token.translate(_VISIBLE) or "∅" for token in explanation.source_tokens]
@@ -51,13 +55,13 @@ def draw_attention(
             font = {"fontfamily": "monospace", "fontsize": 9}
             axes.set_xticks(range(len(keys)), keys, rotation=90, **font)
             axes.set_yticks(range(len(labels)), labels, **font)
-            axes.set(xlabel="attended to (key)", ylabel="attends (query)")
+            axes.set(xlabel=names[0], ylabel=names[1])
         elif not is_single:
             axes.set_title(f"head {head}", fontsize=9)
             axes.tick_params(labelsize=6)
     which = f"head {heads[0]}" if is_single else f"all {len(heads)} heads"
     figure.suptitle(f"{model_dir.path.name}: layer {layer}, {which}")
-    figure.colorbar(image, ax=grid, shrink=0.8, label="softmax(s·QKᵀ + M), a row sums to 1")
+    figure.colorbar(image, ax=grid, shrink=0.8, label=scale)
     with warnings.catch_warnings():  # a missing glyph is drawn as a box
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(out, format="png", dpi=120)

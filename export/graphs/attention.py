@@ -1,7 +1,8 @@
 """A second graph over the model's own weights file, which shows what the served graph keeps inside.
 
 GroupQueryAttention returns its softmax on request. That costs time, so the served graph does not.
-Each run is a whole text at once, without rows of keys and values other than its source's.
+Each run is a whole text at once, without rows of keys and values other than its source's, and from
+states that it is given.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from kvasir.model.directory import (
     GRAPH_FILE,
     HEAD_MASK_INPUT,
     LENS_OUTPUT,
+    NEW_TOKENS_INPUT,
     ROWS_OUTPUT,
+    STATE_OUTPUTS,
 )
 from kvasir.model.packing import SOURCE_OUTPUT
 
@@ -38,20 +41,26 @@ _PAST = (3, 4)  # the operator's inputs for keys and values
 _ROTARY = (7, 8)  # cosines and sines
 _BIAS = 10  # added to scores; the next one is the score of each head's sink
 _LAYER = re.compile(r"(?:^|\.)blocks\.(\d+)\.")  # in the name of a parameter
+_OF_PAST = re.compile(r"\.(\d+)\.\w+$")  # in the name of a row or state
+_KEPT_INPUTS = (f"{SOURCE_OUTPUT}.", *STATE_OUTPUTS)
+# Inputs of LinearAttention that decide what a token reads of another's value.
+_MEMORY = {"queries": 0, "keys": 1, "decays": 4, "rates": 5}
 
 
 def write_attention_graph(directory: Path) -> None:
     """Make attention.onnx from model.onnx; both read model.onnx.data.
 
-    A further input is head_mask: float [n_layer, n_head, 1], by which each head's weighted values
-    are multiplied.
+    A further input is head_mask: float [n_layer, most heads of a layer, 1], by which each head's
+    weighted values, or what it reads of its matrix, are multiplied.
 
     Outputs, of each layer i: attention.{i}: float [batch, n_head, sequence, sequence], the softmax;
     queries.{i} [batch, sequence, (n_head + 2 n_kv_head) · head_dim], keys.{i} and values.{i}
     [batch, n_kv_head, sequence, head_dim], as scores are made of them; where attention has them,
     bias.{i} [1 or batch, n_head, sequence, sequence] and sinks.{i} [n_head]. A decoder has lens:
     float [n_layer · rows, vocab_size], the last norm and the head over each layer's output; logits,
-    the last layer's of them; and rows: float [n_layer, n_head, rows, sequence], the softmax there.
+    the last layer's of them; and rows: float [layers of attention, n_head, rows, sequence], the
+    softmax there. A recurrent layer with matrices has instead queries.{i}, keys.{i}, decays.{i} and
+    perhaps rates.{i}, as LinearAttention gets them.
     One with an encoder has source_attention.{i}: [1, n_head, sequence, n_source_positions], over
     all keys that it is given of a source, which the encoder's graph makes.
     """
@@ -63,7 +72,8 @@ def write_attention_graph(directory: Path) -> None:
         graph.inputs[:] = [
             value
             for value in graph.inputs
-            if value.name in STEP_INPUTS or str(value.name).startswith(f"{SOURCE_OUTPUT}.")
+            if value.name in (*STEP_INPUTS, NEW_TOKENS_INPUT)
+            or str(value.name).startswith(_KEPT_INPUTS)
         ]
     for choice in [node for node in graph if node.op_type == "If"]:
         take_branch(choice, "else_branch")  # over rows of floats
@@ -73,12 +83,18 @@ def write_attention_graph(directory: Path) -> None:
     if is_decoder:
         indices = next(value for value in graph.inputs if value.name == "logits_indices")
         _add_lens(graph, indices)
-    n_head = own[0].attributes["num_heads"].as_int()
-    mask = ir.val(HEAD_MASK_INPUT, ir.DataType.FLOAT, ir.Shape([len(own), n_head, 1]))
+    memories = [node for node in graph if node.op_type == "LinearAttention"]
+    heads = [node.attributes["num_heads"].as_int() for node in own]
+    heads += [node.attributes["q_num_heads"].as_int() for node in memories]
+    n_layer = len(own) + len(_recurrent_layers(graph))
+    mask = ir.val(HEAD_MASK_INPUT, ir.DataType.FLOAT, ir.Shape([n_layer, max(heads, default=0), 1]))
     graph.inputs.append(mask)
     for layer, node in enumerate(own):
-        _show_attention(graph, node, layer, mask)
-    if is_decoder:
+        past = _OF_PAST.search(str(node.inputs[_PAST[0]].name)) if node.inputs[_PAST[0]] else None
+        _show_attention(graph, node, int(past[1]) if past else layer, mask)
+    for node in memories:
+        _show_memory(graph, node, mask)
+    if is_decoder and own:
         _add_rows(graph, [node.outputs[3] for node in own], indices)
     for layer, node in enumerate(of_sources):
         weights, n_head = _spell_out(graph, node), node.attributes["num_heads"].as_int()
@@ -102,7 +118,7 @@ def _show_attention(graph: ir.Graph, node: ir.Node, layer: int, mask: ir.Value) 
         node.replace_input_with(position, None)
     node.attributes["qk_output"] = ir.AttrInt64("qk_output", _AFTER_SOFTMAX)
     node.resize_outputs(4)
-    attended, *rows, weights = node.outputs
+    _, *rows, weights = node.outputs
     _add_output(graph, weights, f"attention.{layer}", ["batch", n_head, "sequence", "sequence"])
     for value, name in zip(rows, ("keys", "values"), strict=True):
         _add_output(graph, value, f"{name}.{layer}", ["batch", n_kv_head, "sequence", "head_dim"])
@@ -125,14 +141,44 @@ def _show_attention(graph: ir.Graph, node: ir.Node, layer: int, mask: ir.Value) 
     for extra, name, shape in zip(more, ("bias", "sinks"), shapes, strict=False):
         if extra is not None:
             _add_output(graph, tape.op("Identity", [extra]), f"{name}.{layer}", shape)
-    heads_apart = constant(graph, "heads_apart", np.array([0, 0, n_head, -1]))
+    _mask_heads(graph, node, n_head, mask, layer, tape)
+
+
+def _show_memory(graph: ir.Graph, node: ir.Node, mask: ir.Value) -> None:
+    """Make outputs of what decides a matrix's reads, and multiply its heads by their mask."""
+    tape, n_head = Tape(), node.attributes["q_num_heads"].as_int()
+    past = _OF_PAST.search(str(node.inputs[3].name)) if node.inputs[3] else None
+    assert past is not None, "a state is an input of the graph"
+    for name, position in _MEMORY.items():
+        if position < len(node.inputs):
+            shown = tape.op("Identity", [node.inputs[position]])
+            _add_output(graph, shown, f"{name}.{past[1]}", ["batch", "sequence", "width"])
+    _mask_heads(graph, node, n_head, mask, int(past[1]), tape)
+
+
+def _mask_heads(
+    graph: ir.Graph, node: ir.Node, n_head: int, mask: ir.Value, layer: int, tape: Tape
+) -> None:
+    """Multiply a node's first output by its heads' mask, and insert the tape's nodes after it."""
+    heads_apart = constant(graph, f"heads_apart_{n_head}", np.array([0, 0, n_head, -1]))
     apart = ir.node("Reshape", [None, heads_apart])
     which = constant(graph, f"layer_{layer}", np.array(layer))
-    masked = tape.op("Mul", [apart.outputs[0], tape.op("Gather", [mask, which], {"axis": 0})])
+    own = tape.op("Gather", [mask, which], {"axis": 0})
+    if mask.shape is not None and mask.shape[1] != n_head:
+        ends = (constant(graph, f"to_{end}", np.array([end])) for end in (0, n_head))
+        own = tape.op("Slice", [own, *ends])
+    masked = tape.op("Mul", [apart.outputs[0], own])
     joined = tape.op("Reshape", [masked, constant(graph, "heads_joined", np.array([0, 0, -1]))])
-    ir.convenience.replace_all_uses_with(attended, joined)
-    apart.replace_input_with(0, attended)
+    result = node.outputs[0]
+    ir.convenience.replace_all_uses_with(result, joined)
+    apart.replace_input_with(0, result)
     graph.insert_after(node, [apart, *tape.nodes])
+
+
+def _recurrent_layers(graph: ir.Graph) -> set[str]:
+    names = (str(value.name) for value in graph.inputs)
+    found = (_OF_PAST.search(name) for name in names if name.startswith((*STATE_OUTPUTS,)))
+    return {match[1] for match in found if match}
 
 
 def _add_rows(graph: ir.Graph, attentions: Sequence[ir.Value], indices: ir.Value) -> None:

@@ -17,7 +17,9 @@ from kvasir.model.directory import (
     ENCODER_GRAPH_FILE,
     HEAD_MASK_INPUT,
     LENS_OUTPUT,
+    NEW_TOKENS_INPUT,
     ROWS_OUTPUT,
+    STATE_OUTPUTS,
     ModelDirectory,
     cache_names,
 )
@@ -35,11 +37,14 @@ from kvasir.server.explain.explanation import (
     Questions,
     check_index,
     check_length,
+    entropies_of,
 )
+from kvasir.server.explain.memory import Memory, measure_memory
 from kvasir.server.text.detokenizer import token_name
 
 # Outputs of each layer, which may lack the last two.
 _PARTS = ("queries", "keys", "values", "bias", "sinks")
+_OF_MEMORY = ("queries", "keys", "decays", "rates")  # of a recurrent layer, which may lack rates
 
 
 class Explainer:
@@ -53,8 +58,6 @@ class Explainer:
         if not path.is_file():
             how = "again" if model_dir.manifest.device == "cpu" else "for the CPU"
             cause = f"{model_dir.path.name} has no {ATTENTION_GRAPH_FILE}"
-            if model_dir.config.recurrence is not None:
-                raise NotFoundError(f"{cause}: recurrent layers are not explained")
             raise NotFoundError(f"{cause}; export the model {how}")
         from kvasir.model.onnx.runtime import onnxruntime  # noqa: PLC0415  slow to import
         from kvasir.server.engine.session import open_session  # noqa: PLC0415  imports ONNX Runtime
@@ -135,40 +138,51 @@ class Explainer:
             of_layers = outputs[LENS_OUTPUT]
             answers["lens"] = [_likeliest(tokenizer, logits, asked.lens) for logits in of_layers]
         if asked.entropies:
-            rows = outputs[ROWS_OUTPUT][:, :, 0]  # [n_layer, n_head, n]
-            bits = np.log2(rows, where=rows > 0, out=np.zeros_like(rows))
-            answers["entropies"] = np.maximum(0, -(rows * bits).sum(axis=-1))
+            answers["entropies"] = entropies_of(outputs.get(ROWS_OUTPUT), config)
         if asked.values_of is not None:
             answers["head_values"] = self._head_values(outputs, asked.values_of, n)
         return Explanation(
             token_ids,
             [_name(tokenizer, token_id) for token_id in token_ids],
-            {layer: outputs[f"attention.{layer}"][0, :, :n, :n] for layer in layers},
+            {
+                layer: outputs[f"attention.{layer}"][0, :, :n, :n]
+                for layer in layers
+                if f"attention.{layer}" in outputs
+            },
             answers.pop("next_tokens", []),
             source_ids,
             [_name(tokenizer, token_id) for token_id in source_ids],
             {layer: outputs[f"source_attention.{layer}"][0] for layer in layers}
             if source_ids
             else {},
+            memories={i: self._memory(outputs, i) for i in layers if f"decays.{i}" in outputs},
             **answers,
         )
 
     def _names(self, layers: list[int], asked: Questions) -> list[str]:
         """Return the outputs that answer questions."""
         config = self._model_dir.config
-        names = [f"attention.{layer}" for layer in layers]
+        of_layers = (f"{part}.{i}" for i in layers for part in self._shown(i))
+        names = [name for name in of_layers if name in self._outputs]
         if config.encoder is not None:
             names += [f"source_attention.{layer}" for layer in layers]
         if config.pooling is None and asked.top_k:
             names.append("logits")
         if asked.lens:
             names.append(LENS_OUTPUT)
-        if asked.entropies:
+        if asked.entropies and config.n_attention_layer:
             names.append(ROWS_OUTPUT)
         if asked.values_of is not None:
             of_layer = (f"{part}.{asked.values_of.layer}" for part in _PARTS)
             names += [name for name in of_layer if name in self._outputs]
         return names
+
+    def _shown(self, layer: int) -> tuple[str, ...]:
+        return _OF_MEMORY if layer in self._model_dir.config.recurrent_layers else ("attention",)
+
+    def _memory(self, outputs: dict[str, NDArray[Any]], layer: int) -> Memory:
+        parts = (outputs.get(f"{part}.{layer}") for part in _OF_MEMORY)
+        return measure_memory(self._model_dir.config, *(p[0] for p in parts if p is not None))
 
     def _inputs(
         self, token_ids: list[int], source_ids: list[int], position: int
@@ -184,6 +198,7 @@ class Explainer:
             "total_sequence_length": np.array(n, dtype=np.int32),
             "logits_indices": np.array([position]),
             **self._read(source_ids),
+            **self._states(n),
         }
 
     def _run(
@@ -194,7 +209,8 @@ class Explainer:
             return {}
         config = self._model_dir.config
         if self._has_mask:
-            mask = np.ones((config.n_layer, config.n_head, 1), dtype=np.float32)
+            n_head = max(config.heads_of(layer) for layer in range(config.n_layer))
+            mask = np.ones((config.n_layer, n_head, 1), dtype=np.float32)
             for layer, head in without:
                 mask[layer, head] = 0.0
             inputs = inputs | {HEAD_MASK_INPUT: mask}
@@ -218,6 +234,18 @@ class Explainer:
         return HeadValues(
             layer, head, config.query_scale, query, key, value, scores, bias=own, sink=sink
         )
+
+    def _states(self, n: int) -> dict[str, NDArray[Any]]:
+        """Return the states before a text of n tokens, and its length, if the graph has states."""
+        config, (past,) = self._model_dir.config, STATE_OUTPUTS
+        if config.recurrence is None:
+            return {}
+        states: dict[str, NDArray[Any]] = {
+            f"{past}.{layer}.{part}": np.zeros((1, *shape), dtype=np.float32)
+            for layer in config.recurrent_layers
+            for part, shape in config.states.items()
+        }
+        return states | {NEW_TOKENS_INPUT: np.array([n])}
 
     def _read(self, source_ids: list[int]) -> dict[str, NDArray[Any]]:
         """Return the decoder's inputs for a source; none without an encoder."""

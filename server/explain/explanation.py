@@ -12,6 +12,7 @@ from pydantic import Field, NonNegativeInt
 from kvasir.model.config import TransformerConfig
 from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.errors import ContextLengthError, InvalidRequestError
+from kvasir.server.explain.memory import Memory
 
 MAX_TOKENS = 512  # a head has n² weights for n tokens
 # Of labels of heads.
@@ -22,7 +23,7 @@ _FIRST_ROW = 2  # before it, the first token is also the previous one or the tok
 
 
 class Head(NamedTuple):
-    """One head of the decoder's, or of the encoder's, own attention."""
+    """One head of the decoder's, or of the encoder's, own attention, or of a recurrent layer."""
 
     layer: int
     head: int
@@ -50,7 +51,10 @@ class Questions:
         named += [] if self.values_of is None else [(self.values_of, "head_values")]
         for (layer, head), param in named:
             check_index("layer", layer, config.n_layer, param)
-            check_index("head", head, config.n_head, param)
+            check_head(head, layer, config, param)
+        if self.values_of is not None and self.values_of.layer in config.recurrent_layers:
+            message = f"head_values are of attention, and layer {self.values_of.layer} is recurrent"
+            raise InvalidRequestError(message, param="head_values")
         if self.position is not None and self.position not in range(n_tokens):
             message = f"there is no position {self.position}; the text has 0 to {n_tokens - 1}"
             raise InvalidRequestError(message, param="position")
@@ -126,7 +130,8 @@ class Explanation:
     keys sum to 1. In a decoder those of later keys are exactly 0; an encoder has no next tokens.
     source_…: of an encoder-decoder's source, whose text is the target; the source's weights are
     [n_head, n_tokens, n_source]. lens: the candidates after each layer. entropies: of rows in bits,
-    [n_layer, n_head].
+    by layer and head, none in recurrent layers. memories: of recurrent layers, which have no
+    weights.
     """
 
     token_ids: list[int]
@@ -138,8 +143,9 @@ class Explanation:
     source_weights: dict[int, Floats] = field(default_factory=dict)
     effect: Effect | None = None
     lens: list[list[NextToken]] = field(default_factory=list)
-    entropies: Floats | None = None
+    entropies: list[list[float]] | None = None
     head_values: HeadValues | None = None
+    memories: dict[int, Memory] = field(default_factory=dict)
 
     def behaviours(
         self, layer: int, heads: list[int], config: TransformerConfig
@@ -150,13 +156,20 @@ class Explanation:
 
     def as_json(self, layer: int, heads: list[int]) -> dict[str, Any]:
         """Return the weights of some heads of a layer, and the next tokens, as JSON values."""
+        of_layer = self.weights.get(layer)
         shown = {
             "tokens": self.tokens,
             "token_ids": self.token_ids,
             "layer": layer,
-            "heads": {str(head): self.weights[layer][head].tolist() for head in heads},
+            "heads": {str(head): of_layer[head].tolist() for head in heads if of_layer is not None},
             "next_tokens": [asdict(token) for token in self.next_tokens],
         }
+        if (memory := self.memories.get(layer)) is not None:
+            parts = {"decays": memory.decays, "weights": memory.weights}
+            shown["memory"] = {
+                str(head): {name: part[head].tolist() for name, part in parts.items()}
+                for head in heads
+            }
         if self.effect is not None:
             shown["effect"] = asdict(self.effect)
         if self.source_ids:
@@ -213,6 +226,20 @@ def measure_behaviours(
     return behaviours
 
 
+def entropies_of(rows: Floats | None, config: TransformerConfig) -> list[list[float]]:
+    """Return bits by layer and head, none in recurrent layers.
+
+    rows: [layers of attention, n_head, 1, n_tokens], None if there are no such layers.
+    """
+    found: list[list[float]] = [[] for _ in range(config.n_layer)]
+    if rows is not None:
+        bits = np.log2(rows, where=rows > 0, out=np.zeros_like(rows))
+        sums = np.maximum(0, -(rows * bits).sum(axis=-1))[:, :, 0]
+        for layer, of_layer in zip(config.attention_layers, sums.tolist(), strict=True):
+            found[layer] = of_layer
+    return found
+
+
 def most_tokens(config: TransformerConfig) -> int:
     """Return the maximum number of tokens of a text that can be explained."""
     return min(MAX_TOKENS, config.max_model_len)
@@ -229,8 +256,18 @@ def check_length(n_tokens: int, config: TransformerConfig, param: str = "text") 
         raise ContextLengthError(message, param=param)
 
 
-def check_index(name: str, index: int, count: int, param: str | None = None) -> None:
+def check_head(head: int, layer: int, config: TransformerConfig, param: str | None = None) -> None:
+    """Raise InvalidRequestError for a head that a layer has not."""
+    if not config.heads_of(layer):
+        message = f"layer {layer} is a short convolution, which has no heads; leave heads out"
+        raise InvalidRequestError(message, param=param or "heads")
+    check_index("head", head, config.heads_of(layer), param, of=f"layer {layer}")
+
+
+def check_index(
+    name: str, index: int, count: int, param: str | None = None, of: str = "the model"
+) -> None:
     """Raise InvalidRequestError for a layer or a head that does not exist."""
     if index not in range(count):
-        message = f"there is no {name} {index}; the model has {name}s 0 to {count - 1}"
+        message = f"there is no {name} {index}; {of} has {name}s 0 to {count - 1}"
         raise InvalidRequestError(message, param=param or f"{name}s")

@@ -32,6 +32,8 @@ from kvasir.model.directory import (
 from kvasir.model.network.attention import Attention, attention_weights, split_heads, visible_keys
 from kvasir.model.network.block import Block
 from kvasir.model.network.positions import Positions, rotate
+from kvasir.model.network.recurrent import delta_rule, mamba2
+from kvasir.model.network.recurrent.chunks import run_chunks
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.records import Verification
 from kvasir.model.tokenizer import train_tokenizer
@@ -41,6 +43,7 @@ from kvasir.server.explain.explanation import Explanation, Head, Questions, meas
 from tests.kit.encoders import BERT, MODERN, MPNET, export_encoder
 from tests.kit.fake_encoder import encoder_model_dir
 from tests.kit.random_models import export_decoder, make_config, make_decoder
+from tests.kit.recurrences import run_by_token
 from tests.kit.whole_graph import GraphSession
 from tests.model.variants import VARIANTS
 
@@ -239,6 +242,84 @@ def test_weights_heads_lens_and_values_are_pytorchs(name: str, tmp_path: Path) -
         rows = expected_weights[:, POSITION].double()
         entropies = -(rows * rows.clamp(min=1e-300).log2()).sum(-1)
         np.testing.assert_allclose(found.entropies[layer], entropies, atol=1e-3)
+
+
+HYBRIDS = ("qwen3.5", "bamba", "lfm2", "without attention")
+
+
+@contextmanager
+def heard(
+    network: Transformer, heads: tuple[Head, ...], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[tuple[Tensor, ...]]]:
+    """Listen to what recurrences over matrices get, with heads switched off."""
+    inputs: list[tuple[Tensor, ...]] = []
+    layers = [i for i in network.config.recurrent_layers if network.config.heads_of(i)]
+
+    def run(*given: Tensor) -> tuple[Tensor, Tensor]:
+        off = [one.head for one in heads if one.layer == layers[len(inputs) % len(layers)]]
+        inputs.append(given)
+        read, matrix = run_chunks(*given)
+        read[:, :, off] = 0.0
+        return read, matrix
+
+    with monkeypatch.context() as patch:
+        for module in (mamba2, delta_rule):
+            patch.setattr(module, "run_chunks", run)
+        yield inputs
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_recurrent_layers_show_what_their_matrices_hold(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head's output is linear in its values: one for each token alone gives the map."""
+    decoder, model_dir = make_directory(tmp_path / "model", "fp32", **VARIANTS[name])
+    config, explainer = decoder.config, Explainer(model_dir, threads=1)
+    layers = [*range(config.n_layer)]
+    recurrent = [i for i in layers if i in config.recurrent_layers and config.heads_of(i)]
+    off = tuple(Head(layer, 1) for layer in recurrent)
+    asked = Questions(3, POSITION, off, lens=2, entropies=True)
+    found, n = explainer.explain(TEXT, layers, asked), len(explainer.explain(TEXT, []).tokens)
+    with heard(decoder, off, monkeypatch) as inputs:
+        edited, weights = (
+            logits_of(decoder, found.token_ids),
+            eager_weights(decoder, found.token_ids),
+        )
+    assert [*found.memories] == recurrent
+    for layer, (query, key, _, past, decay, *rate) in zip(recurrent, inputs, strict=False):
+        heads, memory = query.shape[2], found.memories[layer]
+        value = torch.eye(n)[None, :, None].expand(1, n, heads, n)
+        empty = past[..., :1].expand(*past.shape[:3], n)
+        read, _ = run_by_token(query, key, value, empty, decay, *rate)
+        np.testing.assert_allclose(memory.weights, read[0].transpose(0, 1), atol=1e-5)
+        # Nothing is taken away where keys have nothing in common, so decays alone are left.
+        ones = torch.ones(1, n, heads, 1)
+        left, _ = run_by_token(ones, ones, value, empty[:, :, :1], decay)
+        np.testing.assert_allclose(memory.decays, left[0].transpose(0, 1), atol=1e-5)
+    for layer, expected in zip(config.attention_layers, weights, strict=True):
+        np.testing.assert_allclose(found.weights[layer], expected, atol=1e-5)
+    assert [*found.weights] == [*config.attention_layers]
+    shares = distribution(edited[POSITION])
+    assert [one.token_id for one in found.next_tokens] == np.argsort(-shares)[:3].tolist()
+    assert found.lens[-1] == found.next_tokens[:2]
+    assert found.entropies is not None
+    assert [len(of) for of in found.entropies] == [
+        config.n_head if layer in config.attention_layers else 0 for layer in layers
+    ]
+    shown = found.as_json(0, [0] if config.heads_of(0) else [])
+    assert [*shown.get("memory", {})] == (["0"] if 0 in recurrent else [])
+
+
+def test_what_recurrent_layers_have_not_is_refused(tmp_path: Path) -> None:
+    _, model_dir = make_directory(tmp_path / "model", "fp32", **VARIANTS["lfm2"])
+    explainer = Explainer(model_dir, threads=1)
+    for asked, message in (
+        (Questions(without=(Head(0, 0),)), "layer 0 is a short convolution, which has no heads"),
+        (Questions(values_of=Head(0, 0)), "layer 0 is a short convolution, which has no heads"),
+        (Questions(values_of=Head(1, 4)), "there is no head 4; layer 1 has heads 0 to 3"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            explainer.explain(TEXT, [], asked)
 
 
 @pytest.mark.parametrize(("precision", "changes"), ROUNDED)

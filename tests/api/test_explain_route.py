@@ -113,7 +113,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"text": "a", "head_values": {"layer": 0, "head": 4}}, "head_values", "there is no head 4"),
     ({"text": "abc", "heads": [0], "head_values": {"layer": 0, "head": 0}}, "heads", "143"),
     ({"text": "a", "layers": [0, 2]}, "layers", "there is no layer 2; the model has layers 0 to 1"),
-    ({"text": "a", "heads": [4]}, "heads", "there is no head 4; the model has heads 0 to 3"),
+    ({"text": "a", "heads": [4]}, "heads", "there is no head 4; layer 0 has heads 0 to 3"),
     ({"text": ""}, "text", "there is no token in the text"),
     ({"text": "a", "target": "b"}, "target", "target is for a model with an encoder"),
     ({"text": "a", "target_language": "fr"}, "target_language", "target_language is for a model"),
@@ -121,7 +121,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"text": "a", "prompt": "a"}, None, "give either text or prompt"),
     ({}, None, "give either text or prompt"),
     ({"text": "a", "layers": []}, "layers", "layers: List should have at least 1 item"),
-    ({"text": "abcdef"}, "heads", "4 heads of 6 tokens are 144 weights, more than the 143"),
+    ({"text": "abcdef"}, "heads", "4 maps of 6 tokens are 144 weights, more than the 143"),
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from kvasir.model.network.recurrent.chunks import run_chunks
 from kvasir.model.training import trainer as training
 from kvasir.model.training.data.corpus import Corpus
 from kvasir.model.training.data.tokens import write_tokens
+from tests.kit.recurrences import run_by_token
 from tests.model.test_trainer import (
     CONTEXT,
     SETTINGS,
@@ -28,21 +29,6 @@ from tests.model.test_trainer import (
 from tests.model.variants import VARIANTS
 
 Inputs = tuple[Tensor, ...]  # query, key, value, past, decay and perhaps rate
-
-
-def loop(*inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """The recurrence as it is written, a token at a time."""
-    query, key, value, matrix, decay, *rates = inputs
-    reads = []
-    for t in range(query.shape[1]):
-        matrix = matrix * decay[:, t, :, None, None].exp()
-        added = value[:, t]
-        if rates:
-            known = (matrix * key[:, t, :, :, None]).sum(dim=2)
-            added = rates[0][:, t, :, None] * (added - known)
-        matrix = matrix + key[:, t, :, :, None] * added[:, :, None]
-        reads.append((matrix * query[:, t, :, :, None]).sum(dim=2))
-    return torch.stack(reads, dim=1), matrix
 
 
 def random_inputs(sequence: int, rated: bool, decay: float) -> Inputs:
@@ -76,7 +62,7 @@ def test_chunks_are_the_loop_over_tokens(
     inputs = random_inputs(sequence, rated, decay)
     for part in inputs:
         part.requires_grad_()
-    expected = loop(*inputs)
+    expected = run_by_token(*inputs)
     actual = run_chunks(*inputs)
     for ours, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)

@@ -37,6 +37,19 @@ class HeadWeights(schemas.ResponseBody):
 _Rows = list[list[float]]
 
 
+class HeadMemory(schemas.ResponseBody):
+    """A head of a recurrent layer: a row for each token, of what it reads of each token before."""
+
+    layer: schemas.Size
+    head: schemas.Size
+    decays: list[list[Annotated[float, Field(ge=0, le=1)]]] = Field(
+        description="The share that is left of what each token wrote, by decay alone."
+    )
+    weights: _Rows = Field(
+        description="The head's output is the sum of what tokens wrote, times these, of any sign."
+    )
+
+
 class HeadValues(schemas.ResponseBody):
     """The numbers that a head's weights are made of, a row for each token."""
 
@@ -71,11 +84,12 @@ class Explanation(schemas.ResponseBody):
         [], description="The last norm and the head, applied to what each layer returns."
     )
     entropies: list[list[Annotated[float, Field(ge=0)]]] | None = Field(
-        None, description="In bits, by layer, then by head."
+        None, description="In bits, by layer, then by head; none of recurrent layers."
     )
     source_tokens: list[str] = Field([], description="Encoder-decoders only, as all of sources.")
     source_token_ids: list[schemas.Size] = Field([])
     attention: list[HeadWeights] = Field(description="By layer, then by head.")
+    memory: list[HeadMemory] = Field([], description="Of recurrent layers, instead of attention.")
     source_attention: list[HeadWeights] = Field(
         [], description="A row for each token, of its weights over the source's."
     )
@@ -83,9 +97,12 @@ class Explanation(schemas.ResponseBody):
 
 
 def shown(
-    explanation: explained.Explanation, heads: list[int], config: TransformerConfig
+    explanation: explained.Explanation, heads: dict[int, list[int]], config: TransformerConfig
 ) -> Pieces:
-    """Return the JSON of an Explanation, whose matrices are written row by row."""
+    """Return the JSON of an Explanation, whose matrices are written row by row.
+
+    heads: by layer.
+    """
     answer: dict[str, Any] = {
         "tokens": explanation.tokens,
         "token_ids": explanation.token_ids,
@@ -97,20 +114,29 @@ def shown(
         layers = enumerate(explanation.lens)
         answer["lens"] = [{"layer": layer, "next_tokens": tokens} for layer, tokens in layers]
     if explanation.entropies is not None:
-        answer["entropies"] = explanation.entropies.tolist()
+        answer["entropies"] = explanation.entropies
     answer["attention"] = [
         {"layer": layer, "head": head, "weights": _rows(weights[head])}
         | {"behaviour": behaviour.label, "shares": behaviour.shares}
         for layer, weights in explanation.weights.items()
-        for head, behaviour in zip(heads, explanation.behaviours(layer, heads, config), strict=True)
+        for head, behaviour in zip(
+            heads[layer], explanation.behaviours(layer, heads[layer], config), strict=True
+        )
     ]
+    if explanation.memories:
+        answer["memory"] = [
+            {"layer": layer, "head": head}
+            | {"decays": _rows(memory.decays[head]), "weights": _rows(memory.weights[head])}
+            for layer, memory in explanation.memories.items()
+            for head in heads[layer]
+        ]
     if explanation.source_ids:
         answer["source_tokens"] = explanation.source_tokens
         answer["source_token_ids"] = explanation.source_ids
         answer["source_attention"] = [
             {"layer": layer, "head": head, "weights": _rows(weights[head])}
             for layer, weights in explanation.source_weights.items()
-            for head in heads
+            for head in heads[layer]
         ]
     if explanation.head_values is not None:
         head_values = explanation.head_values

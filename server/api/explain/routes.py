@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
+from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import ModelDirectory
 from kvasir.server.api import schemas
 from kvasir.server.api.explain.answers import Explanation, shown
@@ -25,6 +26,7 @@ from kvasir.server.explain.explainer import Explainer
 from kvasir.server.explain.explanation import (
     Head,
     Questions,
+    check_head,
     check_index,
     check_length,
     most_tokens,
@@ -61,7 +63,7 @@ class ExplainBody(schemas.RequestBody):
     text: str | None = Field(None, description="The text for the model to read, or its source.")
     prompt: str | None = Field(None, description="Another name for `text`.")
     layers: schemas.Counts = Field(
-        [0], min_length=1, description="Layers whose attention to return, from 0."
+        [0], min_length=1, description="Layers whose attention or memory to return, from 0."
     )
     heads: schemas.Counts | None = Field(
         None, description="Heads of these layers, from 0; `[]` for none. Default: all."
@@ -122,8 +124,7 @@ class Explanations:
         self,
         token_ids: list[int],
         source_ids: list[int],
-        layers: list[int],
-        heads: list[int],
+        heads: dict[int, list[int]],
         questions: Questions,
         caller: Caller,
     ) -> bytes:
@@ -137,7 +138,8 @@ class Explanations:
         def work() -> bytes:
             if self._explainer is None:
                 self._explainer = Explainer(self._model_dir, _THREADS)
-            of_heads = layers if heads else []  # a layer's weights are found for all its heads
+            # A layer's weights are found for all its heads.
+            of_heads = [layer for layer, of_layer in heads.items() if of_layer]
             explanation = self._explainer.explain_tokens(token_ids, of_heads, source_ids, questions)
             return b"".join(shown(explanation, heads, self._model_dir.config))
 
@@ -162,11 +164,7 @@ async def explain(request: Request, body: ExplainBody) -> Response:
     served.admission.check_open()
     config = served.model_dir.config
     layers = sorted(set(body.layers))
-    heads = sorted(set(range(config.n_head) if body.heads is None else body.heads))
-    for layer in layers:
-        check_index("layer", layer, config.n_layer)
-    for head in heads:
-        check_index("head", head, config.n_head)
+    heads = _heads(body.heads, layers, config)
     param = "prompt" if body.text is None else "text"
     (prompt,) = await served.builder.tokenize(
         [body.text or body.prompt or ""], param=param, source_language=body.source_language
@@ -191,14 +189,16 @@ async def explain(request: Request, body: ExplainBody) -> Response:
     )
     questions.check(len(token_ids), config)
     n_tokens = len(token_ids) + len(source_ids)
-    n_weights = len(layers) * len(heads) * len(token_ids) * n_tokens
+    # A recurrent head has two maps.
+    n_maps = sum(len(heads[i]) * (2 if i in config.recurrent_layers else 1) for i in layers)
+    n_weights = n_maps * len(token_ids) * n_tokens
     if questions.values_of is not None:  # scores and their bias, queries, keys and values
         n_weights += len(token_ids) * (2 * len(token_ids) + 3 * config.head_dim)
     if n_weights > MAX_WEIGHTS:
         raise InvalidRequestError(
-            f"{len(layers)} layers and {len(heads)} heads of {n_tokens} tokens are {n_weights} "
-            f"weights, more than the {MAX_WEIGHTS} that an answer may have; ask for fewer heads or "
-            "layers, or send a shorter text",
+            f"{n_maps} maps of {n_tokens} tokens are {n_weights} weights, more than the "
+            f"{MAX_WEIGHTS} that an answer may have; ask for fewer heads or layers, or send a "
+            "shorter text",
             param="heads",
         )
     if isinstance(served, AdaptedModel):
@@ -206,10 +206,23 @@ async def explain(request: Request, body: ExplainBody) -> Response:
         raise InvalidRequestError(message, param="model")
     explanations: Explanations = request.app.state.explanations[served.name]
     caller = state_of(request.scope).caller
-    work = explanations.explain(token_ids, source_ids, layers, heads, questions, caller)
+    work = explanations.explain(token_ids, source_ids, heads, questions, caller)
     response = held_response(await unless_disconnected(request.receive, work), served)
     served.metrics.used(caller.name, n_tokens, 0)
     return response
+
+
+def _heads(
+    asked: list[int] | None, layers: list[int], config: TransformerConfig
+) -> dict[int, list[int]]:
+    """Return the asked heads of each layer; raises InvalidRequestError if it has them not."""
+    heads: dict[int, list[int]] = {}
+    for layer in layers:
+        check_index("layer", layer, config.n_layer)
+        heads[layer] = sorted(set(range(config.heads_of(layer)) if asked is None else asked))
+        for head in heads[layer]:
+            check_head(head, layer, config)
+    return heads
 
 
 async def _target(request: Request, body: ExplainBody, source_ids: list[int]) -> list[int]:

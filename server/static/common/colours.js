@@ -28,7 +28,13 @@ function isDark() {
 export class Palette {
   constructor(emphasised) {
     this.emphasised = emphasised;
+    this.most = 1;
     this.bytes = render(isDark() ? DARK : LIGHT);
+  }
+
+  /** Return the same scale for numbers of any sign up to `most`, by their size. */
+  upTo(most) {
+    return Object.assign(Object.create(this), { most });
   }
 
   /** Write red, green and blue bytes to `target`, beginning at `offset`. */
@@ -38,7 +44,8 @@ export class Palette {
   }
 
   step(weight) {
-    const share = Math.min(1, Math.max(0, this.emphasised ? Math.sqrt(weight) : weight));
+    const size = Math.min(1, Math.abs(weight) / this.most);
+    const share = this.emphasised ? Math.sqrt(size) : size;
     return Math.round(share * (STEPS - 1));
   }
 

@@ -24,6 +24,8 @@ class Explanation {
     this.maps = new Map();
     this.behaviours = new Map(); // { behaviour, shares }, of all heads that were ever fetched
     this.alignments = new Map();
+    this.readings = new Map(); // of recurrent heads, whose maps are decays
+    this.reads = false; // whether readings are shown instead
     this.store(response);
   }
 
@@ -38,7 +40,14 @@ class Explanation {
 
   /** Return a head's n² weights, or undefined if they have not been fetched. */
   weights(layer, head) {
-    return this.maps.get(`${layer}.${head}`);
+    const name = `${layer}.${head}`;
+    return (this.reads && this.readings.get(name)) || this.maps.get(name);
+  }
+
+  /** Return the largest of a head's weights by size, or 1 where none can be larger. */
+  most(layer, head) {
+    const readings = this.reads && this.readings.get(`${layer}.${head}`);
+    return readings ? readings.reduce((most, one) => Math.max(most, Math.abs(one)), 1e-9) : 1;
   }
 
   /** Return a head's rows of weights over the source, or undefined. */
@@ -47,17 +56,23 @@ class Explanation {
   }
 
   /** Store the weights of heads. Drop the oldest if there are too many. */
-  store({ attention, source_attention: ofSource = [] }) {
+  store({ attention, source_attention: ofSource = [], memory = [] }) {
     for (const { layer, head, weights, ...behaviour } of attention) {
       this.maps.set(`${layer}.${head}`, flatten(weights));
       this.behaviours.set(`${layer}.${head}`, behaviour);
     }
+    for (const { layer, head, decays, weights } of memory) {
+      this.maps.set(`${layer}.${head}`, flatten(decays));
+      this.readings.set(`${layer}.${head}`, flatten(weights));
+    }
     for (const { layer, head, weights } of ofSource)
       this.alignments.set(`${layer}.${head}`, weights);
-    const most = Math.max(attention.length, Math.floor(MAX_WEIGHTS / this.perHead));
+    const n = attention.length + memory.length;
+    const most = Math.max(n, Math.floor(MAX_WEIGHTS / this.perHead));
     for (const oldest of [...this.maps.keys()].slice(0, -most)) {
       this.maps.delete(oldest);
       this.alignments.delete(oldest);
+      this.readings.delete(oldest);
     }
   }
 }
@@ -78,8 +93,8 @@ export async function explainText(text, without, layer, head, options) {
  * Ask about one row of a head: the effect of the heads that are off, each layer's tokens, all heads'
  * entropies, and the head's values, unless they are known or too many for a response.
  */
-export function explainRow(explanation, { layer, head, row, config, hasValues }, options) {
-  const { text, n, without } = explanation;
+export function explainRow(explanation, { layer, head, row, hasValues }, options) {
+  const [{ text, n, without }, { config }] = [explanation, options];
   const fits = n * (2 * n + 3 * config.head_dim) <= options.limits.max_weights;
   const ofDecoder = { position: row, lens: LENS, entropies: true };
   return explain(
@@ -92,10 +107,12 @@ export function explainRow(explanation, { layer, head, row, config, hasValues },
   );
 }
 
-/** Fetch missing heads of layers within the server's limits. Call `onarrival` after each part. */
+/** Fetch missing heads of layers of one kind within the server's limits. Call `onarrival` after each part. */
 export async function fetchMissing(explanation, layers, heads, options, onarrival) {
   const missing = layers.filter((layer) => heads.some((head) => !explanation.weights(layer, head)));
-  for (const part of split(missing, heads, options.limits.max_weights / explanation.perHead)) {
+  const hasTwo = options.config.recurrent_layers.includes(layers[0]);
+  const each = explanation.perHead * (hasTwo ? 2 : 1);
+  for (const part of split(missing, heads, options.limits.max_weights / each)) {
     const { text, without } = explanation;
     explanation.store(await explain({ text, top_k: 0, ...switchedOff(without), ...part }, options));
     onarrival();

@@ -10,6 +10,7 @@ import { describe, Heads } from "./heads.js";
 import { showRowAnswers, showSwitches } from "./lab.js";
 import { showLecture, startLecture } from "./lecture.js";
 import { loading } from "../common/loading.js";
+import { headsOf, memoryOf } from "../model/anatomy.js";
 import { showNextTokens } from "./next_tokens.js";
 import { maskOf } from "./weights.js";
 
@@ -34,21 +35,25 @@ let rejected = null; // what to ask again with a new key, after a 401
 export function start(modelCard) {
   card = modelCard;
   if (!card.has_attention) return showUnavailable();
-  const { n_layer: nLayer, n_head: nHead, pooling, encoder } = card.config;
+  const { n_layer: nLayer, pooling, encoder } = card.config;
+  const layers = range(nLayer).filter((layer) => headsAt(layer).length);
+  const nHead = Math.max(...layers.map((layer) => headsAt(layer).length));
+  asked.selected.layer = layers[0];
   view = new HeadView(load);
   run = loading(byId("explained"), byId("explain-error"));
   startLecture();
   layerHeads = new Heads(byId("heads"), "head-of-layer", nHead > 12 ? 60 : 92, select);
   overview = new Heads(byId("overview"), "head-of-all", nHead > 12 ? 26 : 44, select);
-  overview.setHeads(range(nLayer), range(nHead));
+  overview.setHeads(layers, headsAt);
   const example = card.source.name === "stdlib" ? CODE : card.examples[0]; // the example model's
   if (example) byId("explain-text").value = example;
-  for (const [id, count] of Object.entries({ layer: nLayer, head: nHead })) {
-    byId(id).replaceChildren(...range(count).map((i) => make("option", { value: i }, `${i}`)));
-    byId(id).addEventListener("change", () =>
-      select(Number(byId("layer").value), Number(byId("head").value)),
-    );
-  }
+  setOptions("layer", layers);
+  for (const id of ["layer", "head"])
+    byId(id).addEventListener("change", () => {
+      const layer = Number(byId("layer").value);
+      select(layer, Math.min(Number(byId("head").value), headsAt(layer).length - 1));
+    });
+  byId("reading").addEventListener("change", draw);
   byId("next-card").hidden = pooling !== null || encoder !== null; // no token may be appended
   hideLab(pooling !== null);
   byId("focused").addEventListener("click", () => ask({ focused: true }));
@@ -67,15 +72,17 @@ export function start(modelCard) {
 export function open(params) {
   if (!card.has_attention) return;
   const within = (name, count) => Math.min(count - 1, Math.max(0, parseInt(params.get(name)) || 0));
-  const { n_layer: nLayer, n_head: nHead, pooling } = card.config;
+  const { n_layer: nLayer, pooling } = card.config;
   if (params.has("prompt")) byId("explain-text").value = params.get("prompt");
   const without = (params.get("without") ?? "").split(",").filter((name) => {
     const [layer, head] = name.split(".").map(Number);
-    return /^\d+\.\d+$/.test(name) && layer < nLayer && head < nHead;
+    return /^\d+\.\d+$/.test(name) && layer < nLayer && head < headsAt(layer).length;
   });
   const { max_tokens: most } = card.explain_limits;
   view.wanted = { row: params.has("token") ? within("token", most) : null };
-  const selected = { layer: within("layer", nLayer), head: within("head", nHead) };
+  const named = within("layer", nLayer);
+  const layer = headsAt(named).length ? named : asked.selected.layer;
+  const selected = { layer, head: within("head", headsAt(layer).length) };
   ask({ ...written(), selected, without, focused: params.has("focused") && pooling === null });
 }
 
@@ -105,6 +112,14 @@ function showUnavailable() {
 function hideLab(isHidden) {
   byId("lab").hidden = byId("focused").hidden = isHidden;
 }
+
+/** Return the heads of a layer. */
+const headsAt = (layer) => range(headsOf(card.config, layer));
+
+const isRecurrent = (layer) => card.config.recurrent_layers.includes(layer);
+
+const setOptions = (id, values) =>
+  byId(id).replaceChildren(...values.map((i) => make("option", { value: i }, `${i}`)));
 
 const range = (count) => Array.from({ length: count }, (_, i) => i);
 
@@ -142,8 +157,8 @@ function retryWithKey() {
  */
 function load() {
   rejected = null;
-  const limits = card.explain_limits;
-  run((signal) => loadMissing({ signal, onwait: showWaiting, limits, model: card.model }), fail);
+  const { explain_limits: limits, model, config } = card;
+  run((signal) => loadMissing({ signal, onwait: showWaiting, limits, model, config }), fail);
 }
 
 async function loadMissing(options) {
@@ -154,26 +169,28 @@ async function loadMissing(options) {
     explanation = await explainText(input.text, without, layer, head, options);
     showText();
   }
-  const { n_layer: nLayer, n_head: nHead } = card.config;
   const fetchSelected = async () => {
     await fetchMissing(explanation, [asked.selected.layer], [asked.selected.head], options, draw);
     draw(); // pins the row that a link names
     return await askRow(options);
   };
   const { entropies } = await fetchSelected();
-  if (asked.focused && entropies) {
-    const all = entropies.flat();
-    const least = all.indexOf(Math.min(...all));
-    asked.selected = { layer: Math.floor(least / nHead), head: least % nHead };
+  if (asked.focused && entropies?.flat().length) {
+    const least = Math.min(...entropies.flat());
+    const layer = entropies.findIndex((ofLayer) => ofLayer.includes(least));
+    asked.selected = { layer, head: entropies[layer].indexOf(least) };
     await fetchSelected();
   }
   asked.focused = false;
   const { layer, head } = asked.selected;
-  const chosenFirst = [head, ...range(nHead).filter((other) => other !== head)];
+  const chosenFirst = [head, ...headsAt(layer).filter((other) => other !== head)];
   await fetchMissing(explanation, [layer], chosenFirst, options, draw);
-  const isSmall = nLayer * nHead * explanation.perHead <= MAX_OVERVIEW_WEIGHTS;
+  const layers = range(card.config.n_layer).filter((one) => headsAt(one).length);
+  const nHeads = layers.reduce((sum, one) => sum + headsAt(one).length, 0);
+  const isSmall = nHeads * explanation.perHead <= MAX_OVERVIEW_WEIGHTS;
   if (byId("overview-details").open && isSmall)
-    await fetchMissing(explanation, range(nLayer), range(nHead), options, draw);
+    for (const same of Object.values(Object.groupBy(layers, isRecurrent)))
+      await fetchMissing(explanation, same, headsAt(same[0]), options, draw);
   byId("overview-note").hidden = isSmall;
 }
 
@@ -182,7 +199,8 @@ async function askRow(options) {
   const [key, ofHead] = [rowKey(), rowKey("")];
   if (answers?.key !== key) {
     const values = answers?.ofHead === ofHead ? answers.response.head_values : undefined;
-    const row = { ...asked.selected, row: view.pinned, config: card.config, hasValues: !!values };
+    const hasValues = Boolean(values) || isRecurrent(asked.selected.layer); // which has none
+    const row = { ...asked.selected, row: view.pinned, hasValues };
     const response = await explainRow(explanation, row, options).catch(withoutLab);
     answers = { key, ofHead, response: { head_values: values, ...response } };
     hideLab(!response.entropies);
@@ -209,7 +227,9 @@ function showRow() {
   const own = Array.from(weights.subarray(row * n, (row + 1) * n));
   const mask = maskOf(card.config, layer);
   if (card.config.pooling === null) showRowAnswers(response, tokens[row]);
-  showLecture(response.head_values, row, { tokens, weights: own, mask, config: card.config });
+  const { config } = card;
+  const facts = { tokens, weights: own, mask, config, isRecurrent: isRecurrent(layer) };
+  showLecture(response.head_values, row, facts);
   window.dispatchEvent(new Event("kvasir:state"));
 }
 
@@ -248,13 +268,16 @@ function showText() {
 function draw() {
   if (!explanation) return;
   const { layer, head } = asked.selected;
+  explanation.reads = byId("reading").value === "weights";
+  byId("reading-choice").hidden = !isRecurrent(layer);
+  if (byId("head").children.length !== headsAt(layer).length) setOptions("head", headsAt(layer));
   byId("layer").value = layer;
   byId("head").value = head;
   const maskAt = (of) => maskOf(card.config, of);
   const colours = themeColours();
   if (byId("heads-layer").textContent !== `${layer}`) {
     byId("heads-layer").textContent = layer;
-    layerHeads.setHeads([layer], range(card.config.n_head));
+    layerHeads.setHeads([layer], headsAt);
   }
   for (const heads of byId("overview-details").open ? [layerHeads, overview] : [layerHeads]) {
     heads.select(layer, head);
@@ -267,11 +290,14 @@ function draw() {
   });
   const behaviour = explanation.behaviours.get(`${layer}.${head}`);
   const measured = behaviour && describe(behaviour);
+  const { mixer, rows, columns } = memoryOf(card.config);
+  const kept = `${mixer}: the head keeps a matrix of ${rows} × ${columns} numbers, and no tokens.`;
   byId("behaviour").textContent = measured ? `In this text: ${measured}.` : "";
+  if (isRecurrent(layer)) byId("behaviour").textContent = kept;
   // The previous head stays, dimmed, until the weights arrive.
   if (!explanation.weights(layer, head)) return;
   shown = { ...shown, selected: asked.selected };
-  view.show(explanation, layer, head, maskAt(layer), palette);
+  view.show(explanation, layer, head, maskAt(layer), palette, isRecurrent(layer));
   showAlignment(explanation, explanation.alignment(layer, head));
   showFormula(card, layer, head, explanation.n);
   showRow();

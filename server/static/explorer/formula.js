@@ -1,11 +1,17 @@
 // The attention formula, with the shapes and properties of one head of this model.
 
 import { byId, present } from "../common/dom.js";
-import { keyWidth } from "../model/anatomy.js";
+import { keyWidth, memoryOf } from "../model/anatomy.js";
 import { maskOf } from "./weights.js";
 
 /** Fill in the formula for a text of n tokens. */
 export function showFormula({ config, precision }, layer, head, n) {
+  const isRecurrent = config.recurrent_layers.includes(layer);
+  byId("recurrence-formula").hidden = !isRecurrent;
+  byId("formula").hidden = byId("symbols").parentElement.hidden = isRecurrent;
+  const { kind } = config.recurrence ?? {};
+  if (isRecurrent)
+    return present(byId("recurrence-formula"), { ...memoryOf(config), kind, layer, head });
   const { position, head_dim: width, latents, attention_softcap: cap } = config;
   const scale = config.attention_scale ?? (latents && keyWidth(config) ** -0.5);
   const { window } = maskOf(config, layer);

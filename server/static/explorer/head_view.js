@@ -35,14 +35,18 @@ export class HeadView {
   }
 
   /** Show a head. In a new text, or where a row is wanted, pin that or the usual one. */
-  show(explanation, layer, head, mask, palette) {
+  show(explanation, layer, head, mask, colours, isRecurrent) {
     const isNew = explanation.text !== this.explanation?.text || this.wanted !== null;
     const weights = explanation.weights(layer, head);
+    const palette = colours.upTo(explanation.most(layer, head));
+    Object.assign(this, { isRecurrent });
     Object.assign(this, { explanation, head: { layer, head }, mask, palette, weights });
     if (isNew) this.reset(explanation);
     this.map.show({ tokens: explanation.tokens, weights, mask, palette });
     if (isNew) this.map.reveal(this.pinned);
-    byId("map").setAttribute("aria-label", `Attention weights of layer ${layer}, head ${head}`);
+    const what = isRecurrent ? "Memory" : "Attention weights";
+    byId("map").setAttribute("aria-label", `${what} of layer ${layer}, head ${head}`);
+    byId("strip-kind").textContent = isRecurrent ? "memory" : "attention";
     drawLegend(palette);
     this.showChecks();
     this.pin(this.pinned);
@@ -100,7 +104,8 @@ export class HeadView {
     byId("strip-token").textContent = quoted(tokens[query]);
     this.strip.shade(row, pinned, this.palette);
     const isCell = point && point.key >= 0;
-    const key = isCell ? point.key : row.indexOf(Math.max(...row));
+    const sizes = row.map(Math.abs); // of null: 0
+    const key = isCell ? point.key : sizes.indexOf(Math.max(...sizes));
     this.showWeight(query, key, row[key], isCell ? "" : "most ");
   }
 
@@ -109,9 +114,14 @@ export class HeadView {
     const isLater = this.mask.causal && key > query;
     const reason = isLater ? "comes later" : "is outside the window";
     const [queryToken, keyToken] = [quoted(tokens[query]), quoted(tokens[key])];
+    const read = this.isRecurrent
+      ? `${queryToken} reads ${most}of ${keyToken}`
+      : `${queryToken} attends ${most}to ${keyToken}`;
+    const left = `at ${queryToken} there is left of ${keyToken}, by decay`;
+    const said = this.isRecurrent && !this.explanation.reads ? left : read;
     const text =
       weight !== null
-        ? `${queryToken} attends ${most}to ${keyToken}: ${formatWeight(weight)}`
+        ? `${said}: ${formatWeight(weight)}`
         : `${queryToken} does not see ${keyToken}, which ${reason}`;
     const place = make("span", { class: "quiet" }, `row ${query}, column ${key} of ${n}`);
     byId("weight").replaceChildren(text, " ", place);
@@ -123,6 +133,7 @@ export class HeadView {
     const { deviation, leak } = check(this.weights, this.explanation.n, this.mask);
     const places = [causal && "above the diagonal", window !== null && "outside the window"];
     const hidden = places.filter(Boolean).join(" or ");
+    byId("contract").hidden = this.isRecurrent;
     const sums = deviation <= TOLERANCE ? "rows sum to 1" : "rows do not sum to 1";
     const rest = leak === 0 ? "nothing" : `up to ${leak.toExponential(1)}`;
     const masked = hidden && ` · ${rest} ${hidden}`;
@@ -135,7 +146,9 @@ export class HeadView {
 
 function drawLegend(palette) {
   const weights = Array.from({ length: 17 }, (_, i) => (i / 16) ** (palette.emphasised ? 2 : 1));
-  const stops = weights.map((weight) => palette.pair(weight)[0]);
+  const stops = weights.map((weight) => palette.pair(weight * palette.most)[0]);
   byId("legend").style.background = `linear-gradient(to right, ${stops})`;
-  byId("legend-middle").textContent = palette.emphasised ? "0.25" : "0.5";
+  const short = (weight) => `${Number((weight * palette.most).toPrecision(3))}`;
+  byId("legend-middle").textContent = short(palette.emphasised ? 0.25 : 0.5);
+  byId("legend-most").textContent = palette.most === 1 ? "1" : `±${short(1)}`;
 }

@@ -21,10 +21,10 @@ export class Heads {
     element.addEventListener("keydown", (event) => this.changeRow(event));
   }
 
-  /** Create the buttons. */
-  setHeads(layers, heads) {
+  /** Create the buttons; headsAt: returns the heads of a layer. */
+  setHeads(layers, headsAt) {
     this.rows = new Map(
-      layers.map((layer) => [layer, heads.map((head) => this.button(layer, head))]),
+      layers.map((layer) => [layer, headsAt(layer).map((head) => this.button(layer, head))]),
     );
     const rows = [...this.rows].map(([layer, buttons]) => {
       const name = make("span", { class: "quiet" }, `${layer}`);
@@ -68,7 +68,8 @@ export class Heads {
         button.classList.toggle("missing", !weights);
         const pen = sharpen(button.querySelector("canvas"), this.side, this.side);
         if (!weights) return;
-        const image = weightImage(weights, explanation.n, maskAt(layer), palette);
+        const scale = palette.upTo(explanation.most(layer, head));
+        const image = weightImage(weights, explanation.n, maskAt(layer), scale);
         pen.fillStyle = hatching(pen, colours);
         pen.fillRect(0, 0, this.side, this.side);
         pen.imageSmoothingEnabled = image.width > this.side;

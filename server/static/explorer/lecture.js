@@ -20,9 +20,9 @@ export function startLecture() {
 }
 
 /** Show a row, at the step that was chosen last; values: head_values of a response, or undefined. */
-export function showLecture(values, row, { tokens, weights, mask, config }) {
+export function showLecture(values, row, { tokens, weights, mask, config, isRecurrent }) {
   byId("lecture").hidden = !values;
-  byId("lecture-missing").hidden = Boolean(values);
+  byId("lecture-missing").hidden = Boolean(values) || isRecurrent;
   if (!values) return;
   const scaled = values.scores[row].map((score, key) => {
     const cap = config.attention_softcap;

@@ -1,6 +1,7 @@
 // The steps of a model, derived from its configuration. They are drawn, and listed as text.
 
 import { byId, present } from "../common/dom.js";
+import { formatCount } from "../common/format.js";
 
 const FEED_FORWARDS = {
   swiglu: "SwiGLU",
@@ -15,8 +16,8 @@ const FEED_FORWARDS = {
   swiglu_clamped: "clamped SwiGLU",
 };
 const RECURRENCES = {
-  short_convolution: "short convolutions",
-  delta_rule: "the gated delta rule",
+  short_convolution: "Short convolution",
+  delta_rule: "Gated delta rule",
   mamba2: "Mamba-2",
 };
 const NORMS = { rmsnorm: "RMSNorm", layernorm: "LayerNorm" };
@@ -38,6 +39,10 @@ export const innerWidth = ({ d_expert: ofExpert, d_ff: inner }) => ofExpert ?? i
 export const keyWidth = ({ head_dim: width, latents, rotary_dim: turned }) =>
   latents === null ? width : latents.key_dim + turned;
 
+/** Return the number of a layer's heads; those of a recurrent layer have a matrix each. */
+export const headsOf = (config, layer) =>
+  config.recurrent_layers.includes(layer) ? memoryOf(config).matrices : config.n_head;
+
 /** Return whether positions have learned vectors, or distances learned biases. */
 export const hasLearnedPositions = ({ position }) => position.startsWith("learned");
 export const hasRelativeBias = ({ position }) => position.endsWith("relative");
@@ -47,7 +52,7 @@ export const hasRelativeBias = ({ position }) => position.endsWith("relative");
  * encoder, those of the source come first.
  *
  * A step is { kind, title, notes }. A residual is { branches: [[step]] }, whose input is added to the
- * output of its branches. A repetition is { times, steps }.
+ * output of its branches. A repetition is { caption, steps }.
  */
 export function stepsOf(config) {
   const { encoder, pooling } = config;
@@ -71,7 +76,7 @@ function hiddenSteps(config, title) {
     step("tokens", config, { title }),
     step("embedding", config),
     ...(config.embedding_norm ? [normStep(config)] : []),
-    { times: config.n_layer, steps: blockSteps(config) },
+    ...repetition(layersOf(config), config),
     ...(config.norm_placement === "post" ? [] : [normStep(config)]),
   ];
 }
@@ -94,17 +99,52 @@ function poolingSteps(config) {
   return [step("pooling", config, config.pooling), ...dense, result];
 }
 
-function blockSteps(config) {
+/** Return each layer's mixer, which is the name of a step, and whether it has a feed-forward. */
+function layersOf({ n_layer: layers, recurrent_layers: recurrent, ...config }) {
+  return Array.from({ length: layers }, (_, layer) => ({
+    mixer: recurrent.includes(layer) ? "recurrence" : "attention",
+    isFed: !config.layers_without_feed_forward.includes(layer),
+  }));
+}
+
+/**
+ * Return layers as the shortest sequence that repeats, in which equal neighbours repeat too. If it
+ * occurs once, its parts say which layers they are.
+ */
+function repetition(layers, config) {
+  const names = layers.map((layer) => JSON.stringify(layer));
+  const repeats = (length) =>
+    layers.length % length === 0 && names.every((name, i) => name === names[i % length]);
+  const length = layers.findIndex((_, i) => repeats(i + 1)) + 1;
+  const runs = [];
+  for (let i = 0; i < length; i++) {
+    if (names[i] !== names[i - 1] || i === 0)
+      runs.push({ first: i, times: 0, steps: blockSteps(config, layers[i]) });
+    runs.at(-1).times += 1;
+  }
+  const caption = (count, one) => `× ${formatCount(count)} ${count === 1 ? one : `${one}s`}`;
+  const isOnce = length === layers.length && runs.length > 1;
+  const parts = runs.map(({ first, times, steps }) => {
+    const count = runs.length === 1 ? layers.length : times;
+    const named = times === 1 ? `layer ${first}` : `layers ${first} to ${first + times - 1}`;
+    return { caption: isOnce ? named : caption(count, "layer"), steps };
+  });
+  if (isOnce || runs.length === 1) return parts;
+  return [{ caption: caption(layers.length / length, "time"), steps: parts }];
+}
+
+function blockSteps(config, { mixer, isFed }) {
   const norm = normStep(config);
-  const [attention, feedForward] = [step("attention", config), step("feed-forward", config)];
+  const [attention, feedForward] = [step(mixer, config), step("feed-forward", config)];
   if (config.parallel_residual)
     return [{ branches: [attention, feedForward].map((one) => [norm, one]) }];
   const ofSource = config.encoder === null ? [] : [step("cross-attention", config)];
-  const isFed = config.layers_without_feed_forward.length < config.n_layer;
   return [attention, ...ofSource, ...(isFed ? [feedForward] : [])].flatMap((one) => {
     if (config.norm_placement === "post") return [{ branches: [[one]] }, norm];
-    const before = config.norm_placement.startsWith("output") ? [] : [norm];
-    const after = config.norm_placement === "pre" ? [] : [norm];
+    const isRecurrent = config.norm_placement === "output_of_attention" && mixer === "recurrence";
+    const placement = isRecurrent ? "pre" : config.norm_placement;
+    const before = placement.startsWith("output") ? [] : [norm];
+    const after = placement === "pre" ? [] : [norm];
     return [{ branches: [[...before, one, ...after]] }];
   });
 }
@@ -114,7 +154,6 @@ const normStep = (config) => step("norm", config, { title: NORMS[config.norm] })
 function factsOf(config) {
   const { n_head: heads, n_kv_head: shared, rope_scaling: scaling, dense_layers: dense } = config;
   const { layers_without_rotary: unturned, sliding_window_layers: windowed, latents } = config;
-  const { layers_without_feed_forward: unfed } = config;
   return {
     ...config,
     scales: config.embedding_scale !== 1,
@@ -139,12 +178,20 @@ function factsOf(config) {
     gated: isGated(config),
     in_groups: config.n_groups_per_token < config.n_expert_groups,
     inner: innerWidth(config),
-    unfed: unfed.length ? layersNote(unfed, config) : "",
     dense: dense.length ? layersNote(dense, config) : "",
-    recurrent: config.recurrence === null ? "" : layersNote(config.recurrent_layers, config),
-    recurrence_kind: RECURRENCES[config.recurrence?.kind],
+    ...memoryOf(config),
     logit_cap: rounded(config.logit_softcap),
   };
+}
+
+/** Return what a recurrent layer keeps: matrices [rows, columns], and tokens of a convolution. */
+export function memoryOf({ recurrence: kind, d_model: width }) {
+  if (kind === null) return {};
+  const { n_head: matrices = 0, n_key_head: shared = 0, n_group: groups = 0, kernel } = kind;
+  const [rows, columns] = [kind.key_dim ?? kind.d_state ?? 0, kind.value_dim ?? kind.head_dim ?? 0];
+  const convolved = matrices ? matrices * columns + 2 * (shared || groups) * rows : width;
+  const numbers = matrices * rows * columns + (kernel - 1) * convolved;
+  return { matrices, rows, columns, convolved, numbers, kernel, mixer: RECURRENCES[kind.kind] };
 }
 
 const layersNote = (layers, config) =>

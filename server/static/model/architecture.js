@@ -1,8 +1,7 @@
 // A drawing of a model from top to bottom. It is made of lists, so that it can also be read aloud.
 
-import { innerWidth, isGated, stepsOf } from "./anatomy.js";
+import { innerWidth, isGated, memoryOf, stepsOf } from "./anatomy.js";
 import { make } from "../common/dom.js";
-import { formatCount } from "../common/format.js";
 
 /** Return the drawing. Its lines and arrows are in model.css. */
 export const drawArchitecture = (config) => drawPath(stepsOf(config), config);
@@ -10,9 +9,8 @@ export const drawArchitecture = (config) => drawPath(stepsOf(config), config);
 const drawPath = (steps, config) =>
   make("ol", { class: "path" }, ...steps.map((step) => drawStep(step, config)));
 
-function drawStep({ kind, title, notes, times, steps, branches }, config) {
-  if (times) {
-    const caption = `× ${formatCount(times)} ${times === 1 ? "layer" : "layers"}`;
+function drawStep({ kind, title, notes, caption, steps, branches }, config) {
+  if (caption) {
     const name = make("span", { class: "caption" }, caption);
     return make("li", { class: "repetition" }, name, drawPath(steps, config));
   }
@@ -37,6 +35,15 @@ function drawHeads({ n_head: heads, n_kv_head: shared, latents, rotary_dim: turn
   return make("div", { class: "heads", style }, ...Array.from({ length: shared }, group));
 }
 
+/** Draw a matrix for each head of a state, in its proportions, or the tokens of a convolution. */
+function drawState(config) {
+  const { matrices, rows, columns, kernel } = memoryOf(config);
+  const size = (length) => `${matrices ? (1.5 * length) / Math.max(rows, columns) : 0.5}rem`;
+  const style = { height: size(rows), width: size(columns) };
+  const part = () => make("i", { class: "state", style });
+  return make("div", { class: "states" }, ...Array.from({ length: matrices || kernel - 1 }, part));
+}
+
 /** Draw a square for each expert, filled for those of a token, and a bar for the one of all. */
 function drawExperts({ n_experts: all, n_experts_per_token: chosen, d_expert: width, ...config }) {
   if (all === null) return null;
@@ -58,4 +65,8 @@ function drawWidths(config) {
   return make("div", { class: "widths" }, ...names.map(bar));
 }
 
-const PICTURES = { attention: [drawHeads], "feed-forward": [drawExperts, drawWidths] };
+const PICTURES = {
+  attention: [drawHeads],
+  recurrence: [drawState],
+  "feed-forward": [drawExperts, drawWidths],
+};

@@ -44,10 +44,12 @@ function generalFacts(card) {
 
 function memoryFacts({ config, kv_cache: cache, max_source_len: source, max_model_len: target }) {
   if (cache === null) {
-    return { token: "not known until the model is loaded", prompt: "–", sequence: "–", budget: "–" };
+    const none = { prompt: "–", state: "", sequence: "–", budget: "–" };
+    return { token: "not known until the model is loaded", ...none };
   }
   const { n_kv_head: heads, head_dim: channels, latents } = config;
-  const layers = config.n_layer - config.recurrent_layers.length;
+  const recurrent = config.recurrent_layers.length;
+  const layers = config.n_layer - recurrent;
   const { bytes_per_token: bytes, prompt_bytes_per_token: more, budget_tokens: budget } = cache;
   const { state_bytes_per_sequence: state } = cache;
   const length = target + (source ?? 0);
@@ -62,6 +64,7 @@ function memoryFacts({ config, kv_cache: cache, max_source_len: source, max_mode
     prompt: more
       ? `${formatBytes(more)} more, as 32-bit floats, until the prompt is complete`
       : "same as other tokens",
+    state: state && `${formatBytes(state)} for any number of tokens, in ${recurrent} layers`,
     sequence: `${formatBytes(bytes * length + state)} for ${formatCount(length)} tokens`,
     budget: `${formatBytes(bytes * budget)}: ${formatCount(budget)} tokens of all sequences`,
   };
@@ -120,5 +123,5 @@ function showPairs(id, pairs, emptyText) {
     make("dt", {}, name.replaceAll("_", " ")),
     make("dd", {}, typeof value === "number" ? value.toLocaleString("en", digits) : value),
   ]);
-  byId(id).replaceChildren(...(rows.length ? rows : [make("dt", {}, emptyText)]));
+  byId(id).replaceChildren(...(rows.length ? rows : [make("dt", {}, emptyText), make("dd")]));
 }
