@@ -13,11 +13,11 @@ COPY kvasir/__init__.py ./kvasir/
 
 # The dependencies come first, because they change less often than the source.
 FROM packages AS packages-cpu
-RUN /opt/kvasir/bin/pip install --constraint constraints.txt '.[cpu,otel,hub,oci,s3,redis]' \
+RUN /opt/kvasir/bin/pip install --constraint constraints.txt '.[cpu,otel,hub,oci,s3,redis,kv-events]' \
     && rm -r /opt/kvasir/lib/python3*/site-packages/kvasir && /opt/kvasir/bin/pip uninstall --yes pip setuptools
 
 FROM packages AS packages-cuda
-RUN /opt/kvasir/bin/pip install --constraint constraints.txt '.[cuda,otel,hub,oci,s3,redis]' \
+RUN /opt/kvasir/bin/pip install --constraint constraints.txt '.[cuda,otel,hub,oci,s3,redis,kv-events]' \
     && rm -r /opt/kvasir/lib/python3*/site-packages/kvasir && /opt/kvasir/bin/pip uninstall --yes pip setuptools
 
 FROM packages AS packages-load
@@ -57,6 +57,7 @@ WORKDIR /opt/kvasir/app
 COPY examples/stdlib /models/example
 COPY kvasir/__init__.py kvasir/__main__.py kvasir/py.typed ./kvasir/
 COPY commands ./kvasir/commands
+COPY integrations ./kvasir/integrations
 COPY kernels/*.py kernels/self_test.onnx ./kvasir/kernels/
 COPY model ./kvasir/model
 COPY server ./kvasir/server

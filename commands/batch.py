@@ -30,7 +30,15 @@ def batch(
     requests: Path = Argument(help="Lines of custom_id, method, url and body; - reads a pipe."),
     output: Path = Argument(help="File of answers; - writes them to a pipe at the end."),
     model: Path = Argument(help="A model directory or reference; NAME=DIR gives it a name."),
-    engines: int = Option(1, min=1, max=256, help="Processes; threads and memory are divided."),
+    engines: int | None = Option(
+        None, min=1, max=256, help="Processes; threads and memory are divided. Default: 1."
+    ),
+    ray: str | None = Option(
+        None,
+        metavar="ADDRESS",
+        help="Run them as actors of Ray: of the cluster here (auto), of a new one (local), or of "
+        "that address. Default of --engines: as many as have room.",
+    ),
     cache_dir: CacheDir = None,
     as_json: Json = False,
 ) -> None:
@@ -58,7 +66,7 @@ def batch(
                 for _ in journal.read(asked):
                     pass
                 if len(journal.answered) < len(asked):
-                    _answer(lines, journal, settings, engines, quiet=as_json)
+                    _answer(lines, journal, settings, engines, ray, quiet=as_json)
         except BlockingIOError:
             raise ValueError(f"another process writes {out}; wait for its end") from None
         if output == _PIPE:
@@ -91,7 +99,13 @@ def _read(source: Path, settings: Settings, progress: ProgressBar) -> tuple[Requ
 
 
 def _answer(
-    lines: RequestFile, journal: Journal, settings: Settings, n_engines: int, *, quiet: bool
+    lines: RequestFile,
+    journal: Journal,
+    settings: Settings,
+    n_engines: int | None,
+    ray_address: str | None,
+    *,
+    quiet: bool,
 ) -> None:
     """Answer what is not answered yet. Raises ChildProcessError and OSError."""
     from kvasir.server.process.offline import answer_all
@@ -99,10 +113,16 @@ def _answer(
     (given,), cache_dir = settings.model, settings.cache_dir
     directory = served_directory(given, settings.served_model_name, cache_dir, settings.precision)
     options: dict[str, Any] = {"model": [str(directory)], "cache_dir": cache_dir and str(cache_dir)}
-    if n_engines > 1:
+    if n_engines is not None and n_engines > 1 and ray_address is None:
         memory = settings.kv_cache_memory or available_memory() // 2
         options["kv_cache_memory"] = max(1, memory // n_engines)
         options["threads"] = max(1, (settings.threads or usable_cpus()) // n_engines)
     with ProgressBar(quiet=quiet, takes_minutes=True) as progress:
         requests = filter(None, lines.unanswered(journal.answered))
-        asyncio.run(answer_all(requests, journal, options, n_engines, progress))
+        if ray_address is None:
+            asyncio.run(answer_all(requests, journal, options, n_engines or 1, progress))
+            return
+        from kvasir.integrations.ray_batch import answer_on_ray
+
+        shared = load_settings(**options)
+        answer_on_ray(requests, journal, shared, ray_address, n_engines, progress)

@@ -20,7 +20,7 @@ from kvasir.commands.console import output
 from tests.deploy.dockerfile import read_stages
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("model", "kernels", "export", "server", "loadtest", "commands")
+ROOMS = ("model", "kernels", "export", "server", "integrations", "loadtest", "commands")
 WITHOUT_TORCH = (
     "model.adapters",
     "model.directory",
@@ -79,6 +79,7 @@ RULES = {
         *("server.requests", "server.batches"),
     ),
     "server.process": (*WITHOUT_TORCH, "kernels", "server"),
+    "integrations": ("model.platform", "server"),
     "loadtest.locust": ("loadtest.client", "model.platform"),
     "loadtest": ("model", "kernels", "export", "server.engine", "server.process.local_server"),
     "commands": ROOMS,
@@ -87,6 +88,7 @@ RULES = {
 ONLY_IMPORTERS = {
     "onnxruntime": ("model/onnx/runtime.py",),
     "redis": ("server/state/link.py",),
+    "ray": ("integrations/node_share.py", "integrations/ray.py", "integrations/ray_batch.py"),
     "prometheus_client": ("server/telemetry/metrics.py",),
     "llguidance": ("server/engine/grammar/compiler.py", "server/engine/grammar/constraints.py"),
     "opentelemetry.sdk.trace.export": ("server/process/tracing.py",),
@@ -202,7 +204,7 @@ COMMANDS = {
 
 def in_the_image() -> set[str]:
     """Names that code may import in the server's image: standard, installed, or copied there."""
-    names, wanted = set(sys.stdlib_module_names), ["kvasir-lm[cpu,otel,hub,oci,s3,redis]"]
+    names, wanted = set(sys.stdlib_module_names), ["kvasir-lm[cpu,otel,hub,oci,s3,redis,kv-events]"]
     installed: set[str] = set()
     while wanted:
         asked = Requirement(wanted.pop())
@@ -223,8 +225,8 @@ def in_the_image() -> set[str]:
 def test_commands_of_the_image_import_only_what_it_has() -> None:
     """Or what an error names with its extra, as that of `kvasir train` names torch."""
     of_file = {module_name(path): imports(path) for path in FILES}
-    # A model for WebGPU names its plugin's extra itself.
-    known = in_the_image() | set(output._EXTRAS) | {"onnxruntime_ep_webgpu"}
+    # A model for WebGPU and `kv_events` name their extras themselves.
+    known = in_the_image() | set(output._EXTRAS) | {"onnxruntime_ep_webgpu", "zmq", "msgspec"}
     lacking = {}
     for command, function in COMMANDS.items():
         found, waiting = set[str](), [function.__module__.removeprefix("kvasir.")]

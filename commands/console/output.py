@@ -31,7 +31,7 @@ _BOX_WIDTH = 120  # columns: those of names, types and descriptions side by side
 # The extra that brings a package which partial installations lack; "" is the package alone.
 _EXTRAS = {"onnxruntime": "cpu", "tensorboard": "tensorboard", "matplotlib": ""}
 _EXTRAS |= dict.fromkeys(("torch", "gguf", "onnx", "onnx_ir", "safetensors"), "train")
-_EXTRAS |= {"huggingface_hub": "hub", "oras": "oci", "boto3": "s3"}
+_EXTRAS |= {"huggingface_hub": "hub", "oras": "oci", "boto3": "s3", "ray": "ray", "pyarrow": "ray"}
 
 
 class CommandGroup(TyperGroup):

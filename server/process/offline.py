@@ -14,8 +14,9 @@ import os
 import sys
 from asyncio import StreamReader, StreamReaderProtocol
 from asyncio.subprocess import PIPE
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any, NoReturn
 
 from pydantic_core import from_json
@@ -28,6 +29,8 @@ from kvasir.server.process.app import create_app
 from kvasir.server.process.engine_builder import check_model
 from kvasir.server.requests.registry import ModelRegistry
 from kvasir.server.settings import Settings, load_settings
+
+AnswerLine = Callable[[bytes | str], Awaitable[str]]
 
 _LONGEST = 2**30  # bytes of a line between the processes
 _END_SECONDS = 10  # for an engine without work to end
@@ -62,7 +65,7 @@ async def answer_all(
 
         def ask() -> bool:
             for custom_id, path, body in requests:
-                source.write(f"{json.dumps([custom_id, path, body.decode()])}\n".encode())
+                source.write(f"{asked_line(custom_id, path, body)}\n".encode())
                 return True
             return False
 
@@ -71,11 +74,7 @@ async def answer_all(
                 raise ChildProcessError(await log or "an engine was killed while it started")
             n_asked = sum(ask() for _ in range(int(line)))
             while n_asked and (line := await answers.readline()).endswith(b"\n"):
-                custom_id, status, request_id, body = from_json(line)
-                journal.append(custom_id, Reply(status, request_id, body.encode(), from_json(body)))
-                if journal.is_due:
-                    journal.sync()
-                progress("answering", len(journal.answered), journal.counts.total)
+                record(journal, line, progress)
                 n_asked += ask() - 1
             if n_asked:
                 cause = await log or "it was killed"
@@ -93,6 +92,20 @@ async def answer_all(
     journal.sync()
 
 
+def asked_line(custom_id: str, path: str, body: bytes) -> str:
+    """Return a request as a line that `open_model` takes."""
+    return json.dumps([custom_id, path, body.decode()])
+
+
+def record(journal: Journal, line: bytes | str, progress: Progress) -> None:
+    """Write the answer that a line of `open_model` has."""
+    custom_id, status, request_id, body = from_json(line)
+    journal.append(custom_id, Reply(status, request_id, body.encode(), from_json(body)))
+    if journal.is_due:
+        journal.sync()
+    progress("answering", len(journal.answered), journal.counts.total)
+
+
 async def _last_line(log: StreamReader) -> str:
     line = b""
     async for line in log:  # noqa: B007
@@ -100,35 +113,50 @@ async def _last_line(log: StreamReader) -> str:
     return line.decode(errors="replace").strip().removeprefix("kvasir: ")
 
 
-async def _answer_lines(settings: Settings) -> None:
-    """Answer the lines of standard input until it ends. Raises StartupError and OSError."""
+@asynccontextmanager
+async def open_model(settings: Settings) -> AsyncIterator[tuple[AnswerLine, int]]:
+    """Load a model without clients; yield how a line is answered, and how many at once.
+
+    Such are the lines between the processes. Raises StartupError.
+    """
+    settings = settings.model_copy(update=_OF_SERVERS)
     app = create_app(settings, check_model(settings, settings.model_name))
     models: ModelRegistry = app.state.models
-    answers, lines = Answers(app, None), StreamReader(limit=_LONGEST)
-    protocol = StreamReaderProtocol(lines)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
     async with app.router.lifespan_context(app):
         await app.state.loading
         for error in models.failures.values():
-            _fail(error)
-        _send(models.find().settings.max_num_seqs)
+            raise error
+        yield partial(_answer, Answers(app, None), models), models.find().settings.max_num_seqs
+
+
+async def _answer_lines(settings: Settings) -> None:
+    """Answer the lines of standard input until it ends. Raises StartupError and OSError."""
+    lines = StreamReader(limit=_LONGEST)
+    protocol = StreamReaderProtocol(lines)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
+    async with open_model(settings) as (answer, n_at_once):
+        _send(str(n_at_once))
+
+        async def reply_to(line: bytes) -> None:
+            _send(await answer(line))
+
         async with asyncio.TaskGroup() as group:
             while line := await lines.readline():
-                group.create_task(_answer(answers, models, line))
+                group.create_task(reply_to(line))
 
 
-async def _answer(answers: Answers, models: ModelRegistry, line: bytes) -> None:
+async def _answer(answers: Answers, models: ModelRegistry, line: bytes | str) -> str:
     """Answer a line, as often as it takes."""
     custom_id, path, body = from_json(line)
     while not isinstance(reply := await answers(path, body.encode(), ""), Reply):
         if "unhealthy" in models.states.values():
             _fail("it has failed or hangs")
         await asyncio.sleep(reply)
-    _send([custom_id, reply.status_code, reply.request_id, reply.body.decode()])
+    return json.dumps([custom_id, reply.status_code, reply.request_id, reply.body.decode()])
 
 
-def _send(value: Any) -> None:
-    sys.stdout.write(json.dumps(value) + "\n")
+def _send(line: str) -> None:
+    sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
@@ -144,6 +172,6 @@ def _fail(error: object) -> NoReturn:
 if __name__ == "__main__":
     try:
         given = load_settings(**json.loads(sys.argv[1]))
-        asyncio.run(_answer_lines(given.model_copy(update=_OF_SERVERS)))
+        asyncio.run(_answer_lines(given))
     except* (StartupError, OSError) as errors:
         _fail(errors.exceptions[0])

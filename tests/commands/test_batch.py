@@ -193,9 +193,17 @@ def test_a_model_that_cannot_be_loaded_is_an_error(tmp_path: Path) -> None:
     assert not any(path.read_bytes() for path in files(out))
 
 
-async def test_a_line_that_is_refused_for_load_is_tried_again(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_without_ray_its_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make ray-smoke` tests the command with it."""
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    asked = tmp_path / "asked.jsonl"
+    asked.write_bytes(LINES[0])
+    error = kvasir("batch", asked, tmp_path / "out", STDLIB, "--ray", "local", fails=True)
+    assert "this needs pyarrow; install it with: pip install" in error
+    assert "[ray]" in error
+
+
+async def test_a_line_that_is_refused_for_load_is_tried_again() -> None:
     tried: list[Reply | float] = [0.0, 0.0, Reply(200, "an-id", b'{"a": "\xc3\xa9"}', None)]
 
     class Busy(Answers):
@@ -205,5 +213,5 @@ async def test_a_line_that_is_refused_for_load_is_tried_again(
             return tried.pop(0)
 
     models = Mock(states={"a": "ready"})
-    await offline._answer(Busy(), models, b'["x", "/v1/completions", "{}"]')
-    assert json.loads(capsys.readouterr().out) == ["x", 200, "an-id", '{"a": "é"}']
+    answer = await offline._answer(Busy(), models, b'["x", "/v1/completions", "{}"]')
+    assert json.loads(answer) == ["x", 200, "an-id", '{"a": "é"}']
