@@ -88,6 +88,7 @@ RULES = {
 ONLY_IMPORTERS = {
     "onnxruntime": ("model/onnx/runtime.py",),
     "redis": ("server/state/link.py",),
+    "zmq": ("server/telemetry/kv_events.py",),
     "ray": ("integrations/node_share.py", "integrations/ray.py", "integrations/ray_batch.py"),
     "prometheus_client": ("server/telemetry/metrics.py",),
     "llguidance": ("server/engine/grammar/compiler.py", "server/engine/grammar/constraints.py"),

@@ -159,7 +159,7 @@ async def metrics(request: Request) -> Metrics:
 @router.head("/metrics/router", response_class=Metrics, **OPEN)
 @router.get("/metrics/router", response_class=Metrics, **OPEN)
 async def router_metrics(request: Request) -> Metrics:
-    """Return three gauges, for load balancers."""
+    """Return the load in three gauges, and the prefix cache, for load balancers."""
     return _metrics(request, only_load=True)
 
 

@@ -146,7 +146,8 @@ class MemoryBlocks(KVBlocks):
         for name, block in zip(names[n:], blocks[n:], strict=False):
             if name in self.cache.blocks or not self.files.read(name, self._parts(block)):
                 break
-            self.cache.blocks[name], self._names[block] = block, name
+            self.cache.put(name, block)
+            self._names[block] = name
             n += 1
         self.files.keep(names[:n], lambda place: self._parts(blocks[place]))
         return row, n * self.block_size

@@ -9,6 +9,7 @@ beside those of clients few may run, and the others end.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable
 from contextlib import suppress
 from time import perf_counter
 
@@ -33,6 +34,7 @@ class Scheduler:
 
     scoring_chunk_size: most of a prompt whose every position wants logits, as their buffer is
     bounded. prefill_capacity: prompt tokens that would have filled the last step with prompts.
+    on_blocks: told of a sequence for which the prefix cache may have changed.
     """
 
     def __init__(self, kv: KVStore, capacity: StepCapacity, *, scoring_chunk_size: int) -> None:
@@ -40,6 +42,7 @@ class Scheduler:
         self.capacity = capacity
         self.chunk_size = self.prefill_capacity = capacity.chunk_size
         self.scoring_chunk_size = scoring_chunk_size
+        self.on_blocks: Callable[[Sequence], None] = lambda _: None
         self.waiting: list[Sequence] = []  # the oldest first, by their queue keys
         self.order = PromptOrder(self._seconds_left)
         self._window: list[Sequence | None] = []  # the holder of each row
@@ -106,6 +109,7 @@ class Scheduler:
         sequence.n_computed = chunk.start + n_tokens
         if sequence.status is SequenceStatus.PREFILLING:
             self.kv.record_prefill(chunk.row, chunk.start, chunk.end, sequence.block_names)
+            self.on_blocks(sequence)
             if chunk.completes_prompt:
                 sequence.status = SequenceStatus.RUNNING
 
@@ -243,6 +247,7 @@ class Scheduler:
         names = self._reusable(sequence)
         for _ in range(sequence.params.n_rows):
             admitted = self.kv.admit(len(sequence.prompt_ids), sequence.n_after_prompt, names)
+            self.on_blocks(sequence)
             if admitted is None:
                 self._is_crowded = not sequence.is_background
                 for row in sequence.rows:

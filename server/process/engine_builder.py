@@ -157,7 +157,7 @@ def build_engine(
     speculate = runner.drafts_exactly if settings.speculate is None else settings.speculate
     if speculate and not runner.drafts_exactly:
         logger.info("speculation is on: the load may change answers, by rounding")
-    return Engine(
+    engine = Engine(
         runner,
         chunk_size=chunk_size,
         itl_target=None if target is None else target / 1e3,
@@ -165,6 +165,18 @@ def build_engine(
         library=library,
         adapters=getattr(runner, "adapters", None),
     )
+    if settings.kv_events is not None:
+        is_lone, cache = len(settings.models) == 1 and not settings.models_dir, engine.kv.cache
+        if not is_lone or not cache.capacity or engine.kv.state_bytes:
+            kind = "a lone decoder without recurrent layers, with a prefix cache"
+            raise ValueError(f"kv_events is for {kind}; leave it out")
+        try:
+            from kvasir.server.telemetry.kv_events import KVEvents  # noqa: PLC0415  imports zmq
+        except ImportError as error:
+            command = install_command("cpu", "kv-events")
+            raise ValueError(f"kv_events needs {error.name}; install it with: {command}") from None
+        engine.scheduler.on_blocks = KVEvents(settings.kv_events, settings.model_name, cache)
+    return engine
 
 
 def _read_layout(model_dir: ModelDirectory, library: Library | None) -> Layout:

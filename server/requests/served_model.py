@@ -162,6 +162,9 @@ class ServedModel:
             }
             if isinstance(engine := self.engine.engine, Engine):
                 self.metrics.state_bytes.set(engine.kv.state_bytes)
+                if (cache := engine.kv.cache).capacity:
+                    server = self.metrics.server
+                    server.show_cache(self.name, cache.block_size, cache.capacity)
                 fields["kv_cache"] = {
                     "bytes_per_token": engine.kv.token_bytes,
                     "prompt_bytes_per_token": engine.kv.prompt_token_bytes,

@@ -126,6 +126,18 @@ class ServerMetrics:
     def _read_load(self, index: int, combine: Callable[..., float]) -> float:
         return combine([load()[index] for load in self.loads] or [0.0])
 
+    def show_cache(self, model: str, block_size: int, n_blocks: int) -> None:
+        """Show the prefix cache of a model, whose blocks are of so many tokens.
+
+        Routers see the first one.
+        """
+        name, text = "cache_config_info", "The prefix cache, in blocks of so many tokens."
+        facts = {"block_size": block_size, "num_gpu_blocks": n_blocks}  # vLLM's names
+        if name not in self._families:
+            own = Gauge(name, text, list(facts), namespace="kvasir", registry=self._router)
+            own.labels(*facts.values()).set(1)
+        self.family(Gauge, name, text, list(facts)).labels(model, *facts.values()).set(1)
+
     def show_batches(
         self, read: Callable[[], tuple[float, ...]], unfinished: Callable[[], Mapping[str, float]]
     ) -> None:

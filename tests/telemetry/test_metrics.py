@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvasir.server.engine.batch import StepKind
 from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.sequence import FinishReason, Sequence
-from kvasir.server.telemetry.metrics import Metrics
+from kvasir.server.telemetry.metrics import Metrics, ServerMetrics
 from tests.kit.fake_runner import FakeRunner
 from tests.kit.serving import VOCAB_SIZE, Served, serving, small_tokenizer
 from tests.kit.serving import sample as value
@@ -197,3 +197,16 @@ async def test_several_tokens_of_a_step_are_counted_and_streamed_one_by_one(
     assert value(metrics, "inter_token_latency_seconds_count") == 29
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
     assert [event["choices"][0]["text"] for event in events] == ["a"] * 30
+
+
+def test_a_router_sees_the_first_prefix_cache_and_prometheus_all() -> None:
+    server = ServerMetrics()
+    server.show_cache("a", 64, 100)
+    server.show_cache("b", 16, 200)
+    facts = 'block_size="64"', 'num_gpu_blocks="100"'
+    router = server.render("", only_load=True)[0].decode()
+    assert f"kvasir_cache_config_info{{{','.join(facts)}}} 1.0\n" in router
+    assert router.count("kvasir_cache_config_info{") == 1
+    shown = server.render("")[0].decode()
+    assert 'kvasir_cache_config_info{block_size="16",model="b",num_gpu_blocks="200"} 1.0' in shown
+    assert shown.count("kvasir_cache_config_info{") == 2

@@ -90,7 +90,7 @@ class KVBlocks(KVStore):
         for n in range(start // self.block_size, min(end // self.block_size, len(names))):
             block = self._held[row][n]
             if names[n] not in self.cache.blocks and block not in self._names:
-                self.cache.blocks[names[n]] = block
+                self.cache.put(names[n], block)
                 self._names[block] = names[n]
 
     def free(self, row: int) -> None:
@@ -129,5 +129,5 @@ class KVBlocks(KVStore):
         if self._free:
             return self._free.pop()
         block, _ = self._idle.popitem(last=False)
-        del self.cache.blocks[self._names.pop(block)]
+        self.cache.drop(self._names.pop(block))
         return block

@@ -23,12 +23,17 @@ _BLOCKS_PER_STATE = 4  # of a prompt in chunks of 256 tokens
 
 
 class BlockCache(Generic[T]):
-    """At most `capacity` prompt blocks of `block_size` tokens, by name; 0 is off."""
+    """At most `capacity` prompt blocks of `block_size` tokens, by name; 0 is off.
+
+    changes: the names of blocks that were kept (True) or dropped (False), for who empties it; None
+    notes none.
+    """
 
     def __init__(self, capacity: int, block_size: int) -> None:
         self.capacity = capacity
         self.block_size = block_size
         self.blocks: OrderedDict[bytes, T] = OrderedDict()
+        self.changes: list[tuple[bytes, bool]] | None = None
 
     def names(self, prompt_ids: list[int], salt: bytes = b"") -> list[bytes]:
         """Name the whole blocks of a prompt, as many as can be cached.
@@ -48,6 +53,18 @@ class BlockCache(Generic[T]):
     def count(self, names: list[bytes]) -> int:
         """Count the blocks of a chain that are cached, from its first on."""
         return next((n for n, name in enumerate(names) if name not in self.blocks), len(names))
+
+    def put(self, name: bytes, block: T) -> None:
+        """Keep a block."""
+        self.blocks[name] = block
+        if self.changes is not None:
+            self.changes.append((name, True))
+
+    def drop(self, name: bytes) -> T:
+        """Forget a block, and return it."""
+        if self.changes is not None:
+            self.changes.append((name, False))
+        return self.blocks.pop(name)
 
 
 class PrefixCache(BlockCache[Floats]):
@@ -111,8 +128,9 @@ class PrefixCache(BlockCache[Floats]):
         self._touch(names[:n_cached])  # or the chain's own beginning could be dropped to make room
         for n, name in enumerate(names[n_cached:], n_cached):
             source = self._slice(row, n)
-            self.blocks[name] = block = self._allocate(source.shape)
+            block = self._allocate(source.shape)
             block[:] = source
+            self.put(name, block)
         if state is not None and names and self.n_states:
             self.states[names[-1]] = state
         self._touch(names)
@@ -129,9 +147,9 @@ class PrefixCache(BlockCache[Floats]):
         Spare blocks are allocated together: huge pages of large arrays are committed much faster.
         """
         if len(self.blocks) == self.capacity:
-            name, block = self.blocks.popitem(last=False)
+            name = next(iter(self.blocks))
             self.states.pop(name, None)
-            return block
+            return self.drop(name)
         if not self._spare:
             n_blocks = min(_BLOCKS_PER_ALLOCATION, self.capacity - len(self.blocks))
             self._spare.extend(np.empty((n_blocks, *shape), dtype=np.float32))

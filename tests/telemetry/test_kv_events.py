@@ -1,0 +1,165 @@
+"""What a router hears over ZMQ against the prefix cache itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvasir.model.directory import load_model_dir
+from kvasir.server.engine.kv.blocks import KVBlocks
+from kvasir.server.engine.kv.memory import KVShape
+from kvasir.server.engine.kv.prefix_cache import PrefixCache
+from kvasir.server.engine.kv.rows import KVRows
+from kvasir.server.engine.kv.store import KVStore
+from kvasir.server.engine.sampling.params import SamplingParams
+from kvasir.server.engine.scheduler import Scheduler
+from kvasir.server.engine.step_capacity import StepCapacity
+from kvasir.server.process.engine_builder import build_engine
+from kvasir.server.settings import load_settings
+from tests.kit.engine_driver import make_sequence
+
+kv_events = pytest.importorskip(
+    "kvasir.server.telemetry.kv_events", reason="needs the extra kv-events", exc_type=ImportError
+)
+zmq, msgpack = kv_events.zmq, kv_events.msgpack
+
+STDLIB = Path(__file__).parents[2] / "examples/stdlib"
+BLOCK, LONGEST, ROWS = 4, 64, 6
+N_REQUESTS = 2000
+
+
+def rows(n_cached: int) -> KVStore:
+    return KVRows(
+        KVShape(1, 1, 1),
+        max_num_seqs=ROWS,
+        max_model_len=LONGEST,
+        budget_tokens=10_000,
+        cache=PrefixCache(n_cached, BLOCK),
+    )
+
+
+def blocks(n_cached: int) -> KVStore:
+    return KVBlocks(n_blocks=n_cached, block_size=BLOCK, max_num_seqs=ROWS, max_model_len=LONGEST)
+
+
+class Subscriber:
+    """A router that listens, and what it believes to be cached: parents and tokens by number."""
+
+    def __init__(self) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.SUB)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.SUBSCRIBE, b"kv@")
+        self.index: dict[int, tuple[int | None, list[int]]] = {}
+        self.next_number = self.n_removed = 0
+        self.topic = b""
+
+    def read(self, n_messages: int) -> None:
+        """Take all messages up to a number of them."""
+        while self.next_number < n_messages:
+            self.topic, number, payload = self.socket.recv_multipart()
+            assert int.from_bytes(number, "big") == self.next_number
+            self.next_number += 1
+            _, events = msgpack.decode(payload)
+            for tag, *fields in events:
+                self._apply(tag, *fields)
+
+    def _apply(self, tag: str, *fields: Any) -> None:
+        if tag == "AllBlocksCleared":
+            self.index.clear()
+        elif tag == "BlockRemoved":
+            (number,), _medium = fields
+            del self.index[number]
+            self.n_removed += 1
+        else:
+            (number,), parent, tokens, size, _adapter, _medium = fields
+            assert tag == "BlockStored"
+            assert len(tokens) == size == BLOCK
+            assert parent is None or parent in self.index
+            assert number not in self.index
+            self.index[number] = parent, tokens
+
+    def prefix(self, number: int) -> list[int]:
+        """Return all tokens for which a block stands."""
+        parent, tokens = self.index[number]
+        return tokens if parent is None else self.prefix(parent) + tokens
+
+
+@contextmanager
+def subscribed(cache: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Subscriber]]:
+    """Yield a publisher and a subscriber, once the first knows of the second."""
+    monkeypatch.setattr(zmq, "PUB", zmq.XPUB)  # a PUB that can be asked who subscribes
+    publisher, subscriber = kv_events.KVEvents("tcp://127.0.0.1:*", "a-model", cache), Subscriber()
+    subscriber.socket.connect(publisher._socket.getsockopt(zmq.LAST_ENDPOINT))
+    try:
+        assert publisher._socket.recv() == b"\x01kv@"
+        yield publisher, subscriber
+    finally:
+        publisher._socket.close()
+        subscriber.context.destroy(0)
+
+
+@pytest.mark.parametrize("make", [rows, blocks])
+def test_the_index_of_a_subscriber_equals_the_cache(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After evictions; blocks with a salt, whose tokens are nobody else's to know, stay unsaid."""
+    generator = np.random.default_rng(3)
+    kv = make(ROWS * LONGEST // BLOCK + 20)
+    scheduler = Scheduler(kv, StepCapacity(16, 0.0), scoring_chunk_size=16)
+    secret = set[bytes]()
+    with subscribed(kv.cache, monkeypatch) as (publisher, subscriber):
+        scheduler.on_blocks = publisher
+        for i in range(N_REQUESTS):
+            beginning = np.random.default_rng(generator.integers(30)).integers(99, size=LONGEST)
+            prompt = beginning[: generator.integers(1, LONGEST - 10)].tolist()
+            prompt += generator.integers(99, size=generator.integers(8)).tolist()
+            sequence = make_sequence(i, prompt, SamplingParams(max_tokens=2))
+            if i % 5 == 0:
+                sequence.cache_salt = b"a key"
+                secret.update(kv.cache.names(prompt, b"a key"))
+            scheduler.add(sequence)
+            if generator.random() < 0.5:
+                step(scheduler)
+            if i % 250 == 0:
+                subscriber.read(publisher.n_sent)
+                known = {
+                    kv_events.number_of(name) for name in kv.cache.blocks if name not in secret
+                }
+                assert subscriber.index.keys() == known
+        while scheduler.held or scheduler.waiting:
+            step(scheduler)
+        subscriber.read(publisher.n_sent)
+        kept = {kv_events.number_of(name) for name in kv.cache.blocks if name not in secret}
+        assert subscriber.index.keys() == kept
+        for number in kept:
+            assert kv_events.number_of(kv.cache.names(subscriber.prefix(number))[-1]) == number
+    assert subscriber.topic.startswith(b"kv@")
+    assert subscriber.topic.endswith(b"@a-model")
+    assert secret & kv.cache.blocks.keys()
+    assert subscriber.n_removed > N_REQUESTS / 10
+
+
+def step(scheduler: Scheduler) -> None:
+    """Compute the prompts of a step; those that are complete end."""
+    for chunk in scheduler.schedule(0.0).prefills:
+        scheduler.record(chunk, chunk.count)
+        if chunk.completes_prompt:
+            scheduler.finish(chunk.sequence)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"kv_events": "tcp:/nowhere"}, "kv_events: tcp:/nowhere: "),
+        ({"kv_events": "tcp://*:0", "prefix_cache_memory": 0}, "kv_events is for a lone decoder "),
+    ],
+)
+def test_settings_that_cannot_be_met_are_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        build_engine(load_settings(model=[STDLIB], **options), load_model_dir(STDLIB))
