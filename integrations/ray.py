@@ -1,16 +1,8 @@
-"""The server as a deployment of Ray Serve, which counts its replicas, restarts and routes to them.
+"""The server as a deployment of Ray Serve: `serve run kvasir.integrations.ray:app model=DIR`.
 
-serve run kvasir.integrations.ray:app model=DIR max_num_seqs=32
-
-The arguments are settings of `kvasir serve`; `Kvasir.options(…).bind(…)` takes both them and the
-options of a deployment. A replica has as many threads as `num_cpus`, and as large a part of the
-memory.
+The arguments are settings of `kvasir serve`.
 """
 
-from __future__ import annotations
-
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
@@ -20,49 +12,31 @@ from ray.serve import Application
 from kvasir.integrations.node_share import of_this_node
 from kvasir.server.process.app import create_app
 from kvasir.server.process.engine_builder import check_model
-from kvasir.server.settings import Settings, load_settings
-
-_GRACE = 15.0  # seconds to the end of a replica after the longest stream may take
-_MOST_ONGOING = 10_000  # requests; the replica itself refuses what it has no room for
+from kvasir.server.settings import load_settings
 
 
-@serve.deployment(
-    max_ongoing_requests=_MOST_ONGOING,
-    graceful_shutdown_timeout_s=Settings.model_fields["drain_timeout"].default + _GRACE,
-)
+# A replica refuses what it has no room for, and ends its streams before it goes.
+@serve.deployment(max_ongoing_requests=10_000, graceful_shutdown_timeout_s=60)
 @serve.ingress()
 class Kvasir:
-    """A replica: ready once its models are loaded, ended once its streams have.
-
-    Raises StartupError for settings or models that cannot be served.
-    """
+    """A replica. Raises StartupError for settings or models that cannot be served."""
 
     def __init__(self, model: str, **settings: Any) -> None:
-        given = load_settings(model=[model], **settings)
-        self.settings = of_this_node(given)
+        self.settings = of_this_node(load_settings(model=[model], **settings))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the application, in the replica."""
-        settings = self.settings
-        models = {name: check_model(settings, name) for name in settings.models}
-        application = create_app(settings, models)
-        begin = application.router.lifespan_context
+        models = {name: check_model(self.settings, name) for name in self.settings.models}
+        self.built = create_app(self.settings, models)
+        return self.built
 
-        @asynccontextmanager
-        async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-            async with begin(app):
-                await app.state.loading
-                for error in app.state.models.failures.values():
-                    raise error
-                yield
+    async def check_health(self) -> None:
+        """Wait for the models: Serve asks before it calls a replica ready, and from then on.
 
-        application.router.lifespan_context = lifespan
-        self.models = application.state.models
-        return application
-
-    def check_health(self) -> None:
-        """Let Serve replace a replica whose engine failed. Raises RuntimeError for one."""
-        if "unhealthy" in self.models.states.values():
+        Raises RuntimeError for a replica that Serve should replace.
+        """
+        await self.built.state.loading
+        if {"failed", "unhealthy"} & {*self.built.state.models.states.values()}:
             raise RuntimeError("an engine has failed or hangs; its log says why")
 
 

@@ -65,7 +65,7 @@ async def answer_all(
 
         def ask() -> bool:
             for custom_id, path, body in requests:
-                source.write(f"{asked_line(custom_id, path, body)}\n".encode())
+                source.write(f"{json.dumps([custom_id, path, body.decode()])}\n".encode())
                 return True
             return False
 
@@ -90,11 +90,6 @@ async def answer_all(
     progress("loading the model", 0, 0)
     await asyncio.gather(*(run_engine() for _ in range(n_engines)))
     journal.sync()
-
-
-def asked_line(custom_id: str, path: str, body: bytes) -> str:
-    """Return a request as a line that `open_model` takes."""
-    return json.dumps([custom_id, path, body.decode()])
 
 
 def record(journal: Journal, line: bytes | str, progress: Progress) -> None:
