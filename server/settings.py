@@ -174,8 +174,8 @@ class Settings(BaseSettings):
     """File that holds the salt."""
     state_url: SecretStr | None = Field(
         None,
-        description="URL of a Redis or Valkey in which replicas count limits and keep responses "
-        "together, such as redis://host:6379/0. Default: each for itself, in memory.",
+        description="URL of a Redis or Valkey in which replicas count limits, keep responses and "
+        "answer batches together, such as redis://host:6379/0. Default: each for itself.",
     )
     state_url_file: Path | None = None
     """File that holds the state_url."""
@@ -202,7 +202,7 @@ class Settings(BaseSettings):
         "that its chat template names.",
     )  # fmt: skip
     batch_dir: Path | None = None
-    """Folder for /v1/files and /v1/batches, of this server alone. Default: neither is served."""
+    """Folder for /v1/files and /v1/batches; with state_url that of all replicas. Default: none."""
     batch_dir_bytes: ByteSize = Field(
         ByteSize(2 * 2**30),
         gt=0,

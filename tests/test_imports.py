@@ -67,7 +67,7 @@ RULES = {
     "server.state": ("model.platform", "server.errors"),
     "server.telemetry": ("model.platform", "server.errors", "server.engine"),
     "server.text": (*WITHOUT_TORCH, "server.engine.grammar"),
-    "server.batches": SHARED,
+    "server.batches": (*SHARED, "server.state"),
     "server.explain": (*SHARED, "server.engine", "server.text"),
     "server.requests": (
         *(*SHARED, "server.settings"),

@@ -103,6 +103,11 @@ tolerations: {{- toYaml . | nindent 2 }}
 {{- .Values.batches.claimName | default (printf "%s-batches" (include "kvasir.fullname" .)) }}
 {{- end }}
 
+{{/* Whether several servers answer the same batches. */}}
+{{- define "kvasir.sharesBatches" -}}
+{{- if and (or .Values.sharedState.url .Values.sharedState.secretName) (eq .Values.batches.accessMode "ReadWriteMany") }}true{{ end }}
+{{- end }}
+
 {{- define "kvasir.publicPaths" -}}
 prefixes: [/v1, /v2, /api, /static]
 exact: [/, /model, /generate, /generate_stream, /info, /embed, /embed_all, /similarity, /rerank, /predict, /score,

@@ -141,8 +141,12 @@ class StoredFile(File):
 
 
 class StoredBatch(Batch):
-    """A batch, with the name of the API key that it belongs to, and the ids of its files to be."""
+    """A batch, with the name of the API key that it belongs to, and the ids of its files to be.
+
+    parts: where parts of its requests begin in the file, if several servers answer them.
+    """
 
     owner: str
     answers: str
     failures: str
+    parts: list[int] = []

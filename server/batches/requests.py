@@ -12,6 +12,7 @@ from kvasir.server.batches.objects import Fault
 
 MAX_REQUESTS = 50_000  # of a batch, as OpenAI has it
 MOST_BLANK = 2**17  # bytes of blank lines: one with \r\n after each request, and some
+PART = 16  # requests that one server of several answers
 _MAX_FAULTS = 100  # that are reported
 _MAX_ID = 512  # characters of a custom id
 _MAX_QUOTED = 100  # characters of an unknown field
@@ -30,17 +31,23 @@ class RequestFile:
     """
 
     max_requests: float = MAX_REQUESTS
+    span: tuple[int, int | None] = 0, None  # of the file, where the lines are
 
     def __init__(self, path: Path, endpoints: Collection[str], parse: Parse, max_line: int) -> None:
         self._path, self._endpoints = path, endpoints
         self._parse, self._max_line = parse, max_line
+        self._at = 0  # where the present line begins
+        self.parts: list[int] = []  # where every `PART` requests begin, once `faults` has been read
 
     def faults(self, seen: set[int]) -> Iterator[Fault | None]:
         """Yield what is wrong with the file, and add the custom ids of its requests to `seen`."""
-        n_blank = n_faults = 0
+        n_blank = n_faults = n_requests = 0
         for number, raw in self._lines():
             is_blank = raw.isspace() and len(raw) <= self._max_line
             n_blank += is_blank * len(raw)
+            if not is_blank and n_requests % PART == 0:
+                self.parts.append(self._at)
+            n_requests += not is_blank
             fault = None if is_blank else self._fault(raw, seen)
             if is_over := len(seen) > self.max_requests:
                 message = f"A batch may have at most {self.max_requests} requests."
@@ -67,8 +74,10 @@ class RequestFile:
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         """Yield all lines with their numbers; of one that is too long, the beginning."""
         with self._path.open("rb") as file:
+            file.seek(self.span[0])
             for number in count(1):
-                raw = file.readline(self._max_line + 1)
+                self._at = file.tell()
+                raw = b"" if self._at == self.span[1] else file.readline(self._max_line + 1)
                 if not raw:
                     return
                 yield number, raw

@@ -15,17 +15,17 @@ import secrets
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from time import time
 from typing import TypeVar
 
 from pydantic import ValidationError
 
 from kvasir.model.platform.files import in_words, sync
 from kvasir.server.batches.objects import ENDED, StoredBatch, StoredFile
+from kvasir.server.batches.threads import in_thread
 from kvasir.server.errors import ConflictError, NotFoundError, RequestTooLargeError, StartupError
 
 MAX_BATCHES = 1000  # of each key; the oldest that has ended is forgotten for a new one
@@ -35,6 +35,7 @@ _RESERVE_BYTES = 2**18  # room of the disk for the ends of batches
 _GIVEN_BYTES = 2**14  # of it at once
 _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 Record = TypeVar("Record", StoredFile, StoredBatch)
+T = TypeVar("T")
 
 
 class BatchStore:
@@ -50,6 +51,9 @@ class BatchStore:
         self._max_bytes, self._is_shared = max_bytes, is_shared
         self._writing, self._counting = threading.RLock(), threading.Lock()
         self._used = Counter[str]()  # bytes, by owner
+        self._open(folder)
+
+    def _open(self, folder: Path) -> None:
         try:
             for part in (self._files, self._batches):
                 part.mkdir(parents=True, exist_ok=True)
@@ -79,6 +83,22 @@ class BatchStore:
     def close(self) -> None:
         """Let another process have the folder."""
         self._lock.close()
+
+    async def refresh(self) -> None:
+        """See what others have changed: here nobody."""
+
+    async def change(self, work: Callable[[], T]) -> T:
+        """Return the result of work that changes files or batches."""
+        return work()
+
+    async def add(self, written: Callable[[], StoredFile]) -> StoredFile:
+        """Return a file, once it is written. Raises OSError and RequestTooLargeError."""
+
+        def work() -> StoredFile:
+            self.describe(file := written())
+            return file
+
+        return await in_thread(None, work)
 
     def file(self, file_id: str, owner: str) -> StoredFile:
         """Return a file. Raises NotFoundError for one that is unknown or another key's."""
@@ -231,45 +251,6 @@ class BatchStore:
                     if not reserved or not left or error.errno not in _DISK_IS_FULL:
                         raise
                     os.ftruncate(self._lock.fileno(), max(0, left - _GIVEN_BYTES))
-
-
-class Content:
-    """A content that is uploaded before it is a file: `keep` it, and in any case `close` it."""
-
-    def __init__(self, store: BatchStore, owner: str) -> None:
-        self._store, self._owner = store, owner
-        self._id = f"file-{secrets.token_hex(12)}"
-        self._file = store.path(self._id).open("xb")
-        self.n_bytes = 0
-
-    def write(self, data: bytes) -> None:
-        """Append to the content. Raises OSError and RequestTooLargeError."""
-        self._store.take(len(data), self._owner)
-        self.n_bytes += len(data)
-        self._file.write(data)
-
-    def keep(self, filename: str) -> StoredFile:
-        """Return the file, once it is on the disk. Raises OSError and RequestTooLargeError."""
-        self._file.close()
-        sync(self._store.path(self._id))
-        file = StoredFile(
-            id=self._id,
-            bytes=self.n_bytes,
-            created_at=int(time()),
-            filename=filename,
-            purpose="batch",
-            owner=self._owner,
-        )
-        self._store.describe(file)
-        return file
-
-    def close(self) -> None:
-        """Remove the content, unless it was kept."""
-        with suppress(OSError):  # bytes that no longer fit on the disk
-            self._file.close()
-        if self._id not in self._store.files:
-            self._store.path(self._id).unlink(missing_ok=True)
-            self._store.take(-self.n_bytes, self._owner)
 
 
 def _replace(path: Path, content: bytes) -> None:

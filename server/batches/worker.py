@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from time import monotonic, time
-from typing import TypeVar, get_args
+from typing import ParamSpec, TypeVar, get_args
 
 from kvasir.model.platform.files import in_words
 from kvasir.server.batches.journal import Journal, Reply
@@ -19,6 +19,7 @@ from kvasir.server.batches.store import BatchStore
 from kvasir.server.batches.threads import in_thread
 from kvasir.server.errors import RequestTooLargeError
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 logger = logging.getLogger("kvasir")
@@ -61,7 +62,7 @@ class BatchWorker:
         self._threads = ThreadPoolExecutor(2, "batches")
         self._is_closed = False
         self.tasks: dict[str, asyncio.Task[None]] = {}
-        self._limits: dict[str, asyncio.Timeout] = {}
+        self._limits = defaultdict[str, set[asyncio.Timeout]](set)
         self.waiting: dict[str, int] = {}  # bytes of the answers for which batches have no room
 
     def start(self) -> None:
@@ -92,13 +93,17 @@ class BatchWorker:
     async def cancel(self, batch: StoredBatch) -> None:
         """End a batch as cancelled, on a full disk too; what is answered stays."""
         batch.enter("cancelling", self.clock())
-        limit = self._limits.get(batch.id)
-        if limit is not None and not limit.expired():
-            limit.reschedule(0)
+        self._stop(batch)
         if batch.id not in self.tasks:  # an error has stopped it
             self.begin(batch)
         with suppress(OSError):  # a crash before the end would undo it
             await in_thread(self._threads, self.store.save, batch, reserved=True)
+
+    def _stop(self, batch: StoredBatch) -> None:
+        """Answer no more of a batch."""
+        for limit in self._limits[batch.id]:
+            if not limit.expired():
+                limit.reschedule(0)
 
     async def close(self) -> None:
         """Stop, and leave unfinished batches to the next start."""
@@ -138,7 +143,8 @@ class BatchWorker:
                 logger.warning("a batch waits for room", extra={"fields": fields})
                 await asyncio.sleep(_PAUSE)
         except Exception as error:  # the batch goes on at the next start
-            logger.exception("the batch %s stopped", batch.id, exc_info=error)
+            if not self._is_closed:  # else there are no threads any more
+                logger.exception("the batch %s stopped", batch.id, exc_info=error)
         finally:
             self.waiting.pop(batch.id, None)
 
@@ -147,7 +153,7 @@ class BatchWorker:
         """Leave the block when the batch expires or is cancelled."""
         loop, seconds = asyncio.get_running_loop(), batch.expires_at - self.clock()
         limit = asyncio.timeout_at(loop.time() + (0 if batch.cancelling_at else seconds))
-        self._limits[batch.id] = limit
+        self._limits[batch.id].add(limit)
         try:
             async with limit:
                 yield limit
@@ -155,7 +161,7 @@ class BatchWorker:
             if not limit.expired():
                 raise
         finally:
-            del self._limits[batch.id]
+            self._limits[batch.id].remove(limit)
 
     async def _next(self, steps: Iterator[T | None]) -> T | None:
         """Return the next result of an iterator, or None at its end.
@@ -178,11 +184,7 @@ class BatchWorker:
     async def _attempt(self, batch: StoredBatch) -> None:
         """Bring a batch to its end. Raises OSError and RequestTooLargeError, also as a group."""
         async with self._until_end(batch):
-            while (n_bytes := self.waiting.get(batch.id)) is not None:
-                if await in_thread(self._threads, self.store.has_room, n_bytes, batch.owner):
-                    del self.waiting[batch.id]
-                else:
-                    await asyncio.sleep(_PAUSE)
+            await self._wait_for_room(batch)
             if batch.in_progress_at is None:
                 await self._validate(batch)
         if batch.status in ENDED:
@@ -194,38 +196,57 @@ class BatchWorker:
             if batch.in_progress_at is not None:
                 await self._next(journal.read())
                 batch.request_counts, batch.usage = journal.counts, journal.usage
-                ending = await self._answer_all(batch, journal)
+                requests = self._requests(batch)
+                ending = await self._answer_all(batch, journal, requests)
                 if ending == "completed":
                     batch.enter("finalizing", self.clock())
                 else:
-                    await self._next(self._leave_out(batch, journal, ending))
+                    await self._next(self._leave_out(batch, journal, requests, ending))
                 await in_thread(self._threads, journal.publish, self.store, batch, self.clock())
             await in_thread(self._threads, self._end, batch, ending)
         finally:
             journal.close()
 
+    async def _wait_for_room(self, batch: StoredBatch) -> None:
+        while (n_bytes := self.waiting.get(batch.id)) is not None:
+            if await in_thread(self._threads, self.store.has_room, n_bytes, batch.owner):
+                del self.waiting[batch.id]
+            else:
+                await asyncio.sleep(_PAUSE)
+
     async def _validate(self, batch: StoredBatch) -> None:
         """Check each line of a batch's file; let the batch go on, or end it as failed."""
         seen: set[int] = set()
-        faults: list[Fault] = []
+        faults, requests = list[Fault](), self._requests(batch)
         async with self._checking[batch.owner]:
-            steps = self._requests(batch).faults(seen)
+            steps = requests.faults(seen)
             while (fault := await self._next(steps)) is not None:
                 faults.append(fault)
-        batch.request_counts.total = len(seen)
+        await self._record(self._checked, batch, len(seen), faults, requests.parts)
+
+    async def _record(self, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Change the store. Raises OSError."""
+        await in_thread(self._threads, work, *args, **kwargs)
+
+    def _checked(
+        self, batch: StoredBatch, n_requests: int, faults: list[Fault], _parts: list[int]
+    ) -> None:
+        batch.request_counts.total = n_requests
         if faults:
-            await in_thread(self._threads, self._end, batch, "failed", Faults(data=faults))
+            self._end(batch, "failed", Faults(data=faults))
         elif batch.status == "validating":
             batch.enter("in_progress", self.clock())
-            await in_thread(self._threads, self.store.save, batch)
+            self.store.save(batch)
 
     def _requests(self, batch: StoredBatch) -> RequestFile:
         path = self.store.path(batch.input_file_id)
         return RequestFile(path, [batch.endpoint], self._parse, self._max_line)
 
-    async def _answer_all(self, batch: StoredBatch, journal: Journal) -> Status:
+    async def _answer_all(
+        self, batch: StoredBatch, journal: Journal, requests: RequestFile
+    ) -> Status:
         """Answer what is not answered, until the batch expires or is cancelled; return its end."""
-        lines = self._requests(batch).unanswered(journal.answered)
+        lines = requests.unanswered(journal.answered)
         async with self._until_end(batch) as limit, asyncio.TaskGroup() as group:
             while (line := await self._next(lines)) is not None:
                 await self._places.acquire()
@@ -252,10 +273,12 @@ class BatchWorker:
         if journal.is_due:
             await in_thread(self._threads, journal.sync)
 
-    def _leave_out(self, batch: StoredBatch, journal: Journal, ending: Status) -> Iterator[None]:
+    def _leave_out(
+        self, batch: StoredBatch, journal: Journal, requests: RequestFile, ending: Status
+    ) -> Iterator[None]:
         """Give each line without an answer an error, as far as there is room, one in a step."""
         try:
-            for line in self._requests(batch).unanswered(journal.answered):
+            for line in requests.unanswered(journal.answered):
                 if line is not None:
                     journal.leave_out(line[0], f"batch_{ending}", _ENDINGS[ending])
                     self._counted("failed")

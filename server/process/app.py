@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from threading import Thread
@@ -30,6 +31,8 @@ from kvasir.server.api.http.middleware import (
 from kvasir.server.api.openai.batches import Answers, parse_line
 from kvasir.server.api.openai.responses.store import ResponseStore
 from kvasir.server.api.routes import add_routes
+from kvasir.server.batches.shared_store import SharedStore
+from kvasir.server.batches.shared_worker import SharedWorker
 from kvasir.server.batches.store import BatchStore
 from kvasir.server.batches.worker import BatchWorker
 from kvasir.server.errors import StartupError
@@ -109,7 +112,7 @@ def create_app(
     app.state.explanations = {
         name: Explanations(served.model_dir) for name, served in models.served.items()
     }
-    app.state.batches = _batch_worker(app, keys if settings.has_keys else None)
+    app.state.batches = _batch_worker(app, keys if settings.has_keys else None, state)
     app.state.response_store = ResponseStore(state)
     add_routes(app)
     _add_middleware(app, keys)
@@ -208,18 +211,23 @@ async def _answering(batches: BatchWorker | None) -> AsyncIterator[None]:
         batches.store.close()
 
 
-def _batch_worker(app: FastAPI, keys: ApiKeys | None) -> BatchWorker | None:
+def _batch_worker(app: FastAPI, keys: ApiKeys | None, state: State) -> BatchWorker | None:
     """Return what answers the batches of an application; None if it serves none."""
     models: ModelRegistry = app.state.models
     settings, metrics = models.settings, models.metrics
     if settings.batch_dir is None:
         return None
-    store = BatchStore(
+    make_store: Callable[..., BatchStore] = BatchStore
+    make_worker: type[BatchWorker] = BatchWorker
+    if not isinstance(state, MemoryState):
+        shared: Any = state
+        make_store, make_worker = partial(SharedStore, shared), SharedWorker
+    store = make_store(
         settings.batch_dir,
         max_bytes=settings.batch_dir_bytes,
         is_shared=settings.api_key_file is not None,
     )
-    worker = BatchWorker(
+    worker = make_worker(
         store,
         Answers(app, keys),
         parse_line,

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import struct
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from secrets import token_hex
 from typing import Any
 
@@ -20,17 +20,21 @@ from kvasir.server.state.link import Link
 from kvasir.server.state.memory import MemoryState
 from kvasir.server.state.state import Key, Question, State, Stored, Taken
 
-LEASE_SECONDS = 15  # after which the requests of a dead replica no longer count
+LEASE_SECONDS = 15  # after which what a dead replica began no longer counts
+_KEPT_SECONDS, _RECORDS_BYTES = 7 * 24 * 3600, 2**21  # of a work; whose time records may take
 _STREAM_SECONDS = 60  # after which its streams are forgotten
 _RENEW_SECONDS = 5.0
 _START_SECONDS = _CLOSE_SECONDS = 1.0
 _ANSWER_SECONDS = 2.0  # of another replica, which may be busy
 _LONGEST_ID = 100  # characters; ours have fewer, and clients may send megabytes
-_SIZES = struct.Struct("<QQ")  # of a response, and of the items before it
 
 
 class RedisState(State):
-    """The state of all replicas with this URL. Raises StartupError for one that cannot be read."""
+    """The state of all replicas with this URL. Raises StartupError for one that cannot be read.
+
+    Beside it are records, whose version counts changes, and work of numbered parts, which replicas
+    claim; claims of a dead one end. Their methods raise UnavailableError, be it done or not.
+    """
 
     max_responses = 2**16
 
@@ -38,14 +42,14 @@ class RedisState(State):
         super().__init__(max_bytes)
         self._link = Link(url)
         self._redis = self._link.redis
-        names = ("take", "give_back", "enter", "renew", "put", "pop")
-        self._scripts = {
-            name: self._redis.register_script(getattr(scripts, name.upper())) for name in names
-        }
+        public = ((name, one) for name, one in vars(scripts).items() if name[0].isupper())
+        self._scripts = {name.lower(): self._redis.register_script(one) for name, one in public}
         self._channel = f"kvasir:replica:{token_hex(8)}"
         self._local = MemoryState(max_bytes)  # what is taken and stored while Redis is away
         self._owed = Counter[bytes]()  # tokens to give back, by account
         self._leases: dict[str, bytes] = {}  # accounts of the requests that run here
+        self._claims = set[tuple[str, int]]()  # parts of work that are done here
+        self.n_found = 0  # times that Redis came back, perhaps without its last changes
         self._asked: dict[str, asyncio.Future[bytes]] = {}
         self._listening: asyncio.Task[None] | None = None
         self._keeping: asyncio.Task[None] | None = None
@@ -138,12 +142,10 @@ class RedisState(State):
         response = stored.response
         if not isinstance(response, bytes):
             response = await asyncio.to_thread(b"".join, response)
-        sizes = _SIZES.pack(len(response), len(stored.items))
-        value = b"".join((sizes, response, stored.items, stored.output))
-        if len(value) - _SIZES.size > self.max_bytes:
-            return
-        args = *_names(key), self.max_bytes, self.max_responses, len(value) - _SIZES.size, value
-        await self._link.reply(self._script("put", "responses", *args), len(value))
+        n_bytes, value = len(response) + stored.n_read, stored.packed(response)
+        if n_bytes <= self.max_bytes:
+            args = *_names(key), self.max_bytes, self.max_responses, n_bytes, value
+            await self._link.reply(self._script("put", "responses", *args), n_bytes)
 
     async def get(self, key: Key) -> Stored | None:
         """See State."""
@@ -156,18 +158,57 @@ class RedisState(State):
         value: bytes | None = await self._link.reply(
             lambda: self._redis.hget("kvasir:responses", field), int(size)
         )
-        if value is None:
-            return None
-        n_response, n_items = _SIZES.unpack_from(value)
-        items_at = _SIZES.size + n_response
-        output_at = items_at + n_items
-        return Stored(value[_SIZES.size : items_at], value[items_at:output_at], value[output_at:])
+        return None if value is None else Stored.unpacked(value)
 
     async def pop(self, key: Key) -> bool:
         """See State."""
         if await self._local.pop(key):
             return True
         return bool(await self._link.reply(self._script("pop", "responses", *_names(key))))
+
+    async def pull(self, seen: int) -> tuple[int, dict[str, bytes]]:
+        """Return the version of the records and, if it is not the one seen, all of them by id."""
+        pull = self._script("pull", "records", seen)
+        version, found = await self._link.reply(pull, _RECORDS_BYTES)
+        return version, {found[i].decode(): found[i + 1] for i in range(0, len(found), 2)}
+
+    async def push(self, version: int, changes: Mapping[str, bytes]) -> bool:
+        """Change records if their version is still this one; b"" removes one. Return if it was."""
+        push = self._script("push", "records", version, *chain(*changes.items()))
+        return bool(await self._link.reply(push, _RECORDS_BYTES))
+
+    async def claim(self, work: str, n_parts: int) -> int | None:
+        """Return a part that nobody has claimed or finished; None if there is none."""
+        command = self._script("claim", f"work:{work}", n_parts, LEASE_SECONDS, _KEPT_SECONDS)
+        while (part := await self._link.reply(command)) is not None:
+            if (work, part) not in self._claims:  # else it goes on here, and was late to say so
+                self._claims.add((work, part))
+                return int(part)
+        return None
+
+    async def finish(self, work: str, part: int, amounts: Mapping[str, int]) -> None:
+        """End a part and add its amounts to those of its work, unless somebody has."""
+        args = part, *chain(*amounts.items())
+        await self._link.reply(self._script("finish", f"work:{work}", *args))
+        self._claims.discard((work, part))
+
+    async def release(self, work: str, part: int) -> None:
+        """Let others claim a part that is not finished. While Redis is away its claim ends."""
+        if (work, part) in self._claims:
+            self._claims.remove((work, part))
+            with suppress(UnavailableError):
+                await self._hold(work, part, -1)
+
+    async def _hold(self, work: str, part: int, seconds: int) -> None:
+        await self._link.reply(self._script("hold", f"work:{work}", part, seconds))
+
+    async def progress(self, works: Sequence[str]) -> list[Counter[str]]:
+        """Return the amounts of each work, and as `finished` the number of its parts."""
+        pipeline = self._redis.pipeline(transaction=False)
+        for work in works:
+            pipeline.hgetall(f"kvasir:work:{work}:done")
+        found = await self._link.reply(pipeline.execute)
+        return [Counter({name.decode(): int(n) for name, n in one.items()}) for one in found]
 
     async def announce(self, key: Key, formatter: Any) -> None:
         """See State."""
@@ -229,6 +270,7 @@ class RedisState(State):
 
     async def _restore(self) -> None:
         """Tell Redis what it has missed."""
+        self.n_found += 1
         if self._listening is not None:
             self._listening.cancel()
         self._listening = self.run(self._listen())
@@ -238,7 +280,9 @@ class RedisState(State):
             await self._local.pop(key)
 
     async def _renew(self) -> None:
-        """Tell Redis that the requests and streams of this replica go on."""
+        """Tell Redis that the requests, parts of work and streams of this replica go on."""
+        for work, part in list(self._claims):
+            await self._hold(work, part, LEASE_SECONDS)
         by_account = defaultdict[bytes, list[str]](list)
         for lease, account in self._leases.items():
             by_account[account].append(lease)

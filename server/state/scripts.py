@@ -110,3 +110,48 @@ for _, what in ipairs({'count', 'bytes'}) do
 end
 """
 )
+
+# The hash of records by id, beside it the number of their changes; a version that is known. Returns
+# the version and, if it is another one, ids and records.
+PULL = """
+local version = tonumber(redis.call('GET', KEYS[1] .. ':version') or 0)
+return {version, version == tonumber(ARGV[1]) and {} or redis.call('HGETALL', KEYS[1])}
+"""
+
+# The hash of records; the version that is to be changed, ids and records, '' for none. Returns 1.
+PUSH = """
+if (redis.call('GET', KEYS[1] .. ':version') or '0') ~= ARGV[1] then return 0 end
+for i = 2, #ARGV, 2 do
+  if ARGV[i + 1] == '' then redis.call('HDEL', KEYS[1], ARGV[i])
+  else redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+end
+return redis.call('INCR', KEYS[1] .. ':version') and 1
+"""
+
+# The sorted set of a work's claimed parts by the ends of their leases, beside it a hash {next,
+# finished, amounts}; number of parts, seconds of a lease, seconds for which both are kept.
+CLAIM = (
+    _NOW
+    + """
+local part = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, 1)[1]
+if not part then
+  part = tonumber(redis.call('HGET', KEYS[1] .. ':done', 'next') or 0)
+  if part >= tonumber(ARGV[1]) then return end
+  redis.call('HINCRBY', KEYS[1] .. ':done', 'next', 1)
+end
+redis.call('ZADD', KEYS[1], now + ARGV[2], part)
+redis.call('EXPIRE', KEYS[1], ARGV[3])
+redis.call('EXPIRE', KEYS[1] .. ':done', ARGV[3])
+return tonumber(part)
+"""
+)
+
+# The sorted set; part, names and amounts. Only what is still claimed counts.
+FINISH = """
+if redis.call('ZREM', KEYS[1], ARGV[1]) == 0 then return end
+redis.call('HINCRBY', KEYS[1] .. ':done', 'finished', 1)
+for i = 2, #ARGV, 2 do redis.call('HINCRBY', KEYS[1] .. ':done', ARGV[i], ARGV[i + 1]) end
+"""
+
+# The sorted set; part, seconds until its claim ends.
+HOLD = _NOW + "redis.call('ZADD', KEYS[1], 'XX', now + ARGV[2], ARGV[1])"

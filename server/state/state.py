@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
@@ -11,6 +12,7 @@ from weakref import WeakValueDictionary
 T = TypeVar("T")
 
 Key = tuple[bytes, str]  # of a response: the salt of the caller that it belongs to, and its id
+_SIZES = struct.Struct("<QQ")  # of a response, and of the items before it
 Question = Literal["get", "cancel"]  # about a response that is being streamed
 
 
@@ -38,6 +40,19 @@ class Stored(NamedTuple):
     def n_read(self) -> int:
         """The bytes that a follow-up reads."""
         return len(self.items) + len(self.output)
+
+    def packed(self, response: bytes) -> bytes:
+        """Return it as bytes, which `unpacked` reads; its response may have been in pieces."""
+        sizes = _SIZES.pack(len(response), len(self.items))
+        return b"".join((sizes, response, self.items, self.output))
+
+    @classmethod
+    def unpacked(cls, value: bytes) -> Stored:
+        """Return what was packed."""
+        n_response, n_items = _SIZES.unpack_from(value)
+        items_at = _SIZES.size + n_response
+        output_at = items_at + n_items
+        return cls(value[_SIZES.size : items_at], value[items_at:output_at], value[output_at:])
 
 
 class Taken(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -139,3 +140,53 @@ async def test_keys_without_a_salt_cannot_be_shared(shared: dict[str, Any]) -> N
     with pytest.raises(StartupError, match="state_url needs a salt"):
         async with serving(**shared | {"salt": None}):
             pass
+
+
+async def test_files_and_batches_are_those_of_all_replicas(
+    server: RedisServer, shared: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvasir.server.batches.shared_worker._TICK", 0.01)
+    shared |= {"batch_dir": tmp_path / "batches"}
+    async with serving(**shared) as one, serving(**shared) as other:
+
+        async def call(served: Served, method: str, path: str, **sent: Any) -> httpx.Response:
+            headers = {"authorization": f"Bearer {sent.pop('key', 'k2')}"}
+            return await served.client.request(method, path, headers=headers, **sent)
+
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
+        content = json.dumps(line | {"body": {"prompt": [5], "max_tokens": 1}})
+        form = {"data": {"purpose": "batch"}, "files": {"file": ("a", content)}}
+        file = (await call(one, "POST", "/v1/files", **form)).json()
+        assert (await call(other, "GET", "/v1/files")).json()["data"] == [file]
+        assert (await call(other, "GET", f"/v1/files/{file['id']}/content")).text == content
+        for served in (one, other):
+            served.runner.hold()
+        asked = {"input_file_id": file["id"], "endpoint": line["url"], "completion_window": "24h"}
+        begun = await call(other, "POST", "/v1/batches", json=asked)
+        path = f"/v1/batches/{begun.json()['id']}"
+        assert (await call(one, "GET", path)).json()["status"] in ("validating", "in_progress")
+        assert (await call(one, "GET", "/v1/batches")).json()["first_id"] == begun.json()["id"]
+        assert (await call(one, "DELETE", f"/v1/files/{file['id']}")).status_code == 409
+        for found in (path, f"/v1/files/{file['id']}"):
+            assert (await call(one, "GET", found, key="k1")).status_code == 404
+        assert (await call(one, "POST", f"{path}/cancel", key="k1")).status_code == 404
+        cancelled = await call(one, "POST", f"{path}/cancel")
+        assert cancelled.json()["status"] == "cancelling"
+        for served in (one, other):
+            served.runner.release()
+        while (batch := (await call(one, "GET", path)).json())["status"] == "cancelling":
+            await one.app.state.batches._ticked.wait()
+        assert batch["status"] == "cancelled"
+        assert (await call(one, "POST", f"{path}/cancel")).status_code == 409
+        assert (await call(one, "DELETE", f"/v1/files/{file['id']}")).status_code == 200
+        assert (await call(other, "GET", f"/v1/files/{file['id']}")).status_code == 404
+        server.stop()
+        for method, way, sent in (
+            *(("GET", "/v1/files", {}), ("GET", path, {}), ("POST", "/v1/files", form)),
+            *(("POST", "/v1/batches", {"json": asked}), ("POST", f"{path}/cancel", {})),
+        ):
+            refused = await call(one, method, way, **sent)
+            assert refused.status_code == 503
+            assert "cannot be reached" in refused.json()["error"]["message"]
+            assert refused.headers["retry-after"] == "1"
+        server.start()

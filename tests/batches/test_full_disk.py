@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from pydantic_core import from_json
 
+from kvasir.server.api.http.upload import Content
 from kvasir.server.batches import worker as batch_worker
 from kvasir.server.batches.journal import Reply
-from kvasir.server.batches.store import BatchStore, Content
+from kvasir.server.batches.store import BatchStore
 from tests.batches.test_store import ENDPOINT, check_whole, doubled, upload, worker
 
 FOREVER = 10**9

@@ -16,11 +16,12 @@ from typing import Any, Literal
 import pytest
 from pydantic_core import from_json
 
+from kvasir.server.api.http.upload import Content
 from kvasir.server.batches import worker as batch_worker
 from kvasir.server.batches.journal import Journal, Reply
 from kvasir.server.batches.objects import StoredBatch
 from kvasir.server.batches.requests import MOST_BLANK, Parse, RequestFile
-from kvasir.server.batches.store import WINDOW, BatchStore, Content
+from kvasir.server.batches.store import WINDOW, BatchStore
 from kvasir.server.batches.worker import Answer, BatchWorker
 from kvasir.server.errors import RequestTooLargeError, StartupError
 from tests.kit.fake_runner import TIMEOUT
@@ -52,7 +53,8 @@ def upload(store: BatchStore, owner: str = "") -> str:
     try:
         for line in LINES:
             content.write(json.dumps(line).encode() + b"\n")
-        return content.keep("a.jsonl").id
+        store.describe(file := content.written("a.jsonl"))
+        return file.id
     finally:
         content.close()
 

@@ -234,8 +234,11 @@ def wrong_replicas(chart: Chart) -> Iterator[str]:
     """Yield claims to which two pods may write, numbers that two scale, and blocked drains."""
     spec = chart.deployment["spec"]
     is_alone = spec.get("replicas") == 1 and spec["strategy"].get("type") == "Recreate"
+    modes = [claim["spec"]["accessModes"] for claim in chart.of("PersistentVolumeClaim")]
+    is_shared = "KVASIR_STATE_URL_FILE" in str(chart.container["env"])
+    is_shared &= modes == [["ReadWriteMany"]]
     for key, claim in walk(chart.pods[0]):
-        if key == "persistentVolumeClaim" and not (claim.get("readOnly") or is_alone):
+        if key == "persistentVolumeClaim" and not (claim.get("readOnly") or is_alone or is_shared):
             yield f"two pods may write to {claim['claimName']}: {spec['strategy']}"
     n_scalers, is_fixed = (
         len(chart.of("HorizontalPodAutoscaler", "ScaledObject")),

@@ -54,7 +54,7 @@ class RedisFleet(Fleet):
         with redis.Redis.from_url(self.url) as client:
             for key in client.scan_iter("kvasir:tokens:*"):
                 client.hincrbyfloat(key, "at", -seconds)
-            for key in client.scan_iter("kvasir:leases:*"):
+            for key in client.scan_iter("kvasir:*", _type="zset"):
                 for lease in client.zrange(key, 0, -1):
                     client.zincrby(key, -seconds, lease)
 

@@ -200,3 +200,65 @@ def test_an_address_that_is_none_is_refused_without_a_word_of_it(url: str) -> No
     with pytest.raises(StartupError, match="setting state_url: it must be") as caught:
         RedisState(url, 0)
     assert "secret" not in str(caught.value)
+
+
+async def test_of_racing_changes_to_records_one_happens(
+    server: RedisServer, replicas: RedisFleet
+) -> None:
+    first, second = (one for one in replicas.replicas if isinstance(one, RedisState))
+    assert await first.pull(-1) == (0, {})
+    pushed = await asyncio.gather(
+        *((first, second)[n % 2].push(0, {f"a{n}": b"1", "b": b"%d" % n}) for n in range(10))
+    )
+    assert sum(pushed) == 1
+    winner = pushed.index(True)
+    found = {f"a{winner}": b"1", "b": b"%d" % winner}
+    assert await second.pull(0) == (1, found)
+    assert await second.pull(1) == (1, {})
+    assert await second.push(1, {"b": b""})
+    assert await first.pull(1) == (2, {f"a{winner}": b"1"})
+    n_found = first.n_found
+    server.stop()
+    with pytest.raises(UnavailableError):
+        await first.pull(2)
+    server.start()
+    await first._link.found.wait()
+    assert first.n_found == n_found + 1  # it may have lost changes
+    assert await first.pull(-1) == (2, {f"a{winner}": b"1"})
+
+
+async def test_each_part_of_a_work_is_claimed_and_counted_once(replicas: RedisFleet) -> None:
+    first, second = (one for one in replicas.replicas if isinstance(one, RedisState))
+    claims = [(first, second)[n % 2].claim("w", 8) for n in range(12)]
+    claimed = await asyncio.gather(*claims)
+    assert sorted(part for part in claimed if part is not None) == [*range(8)]
+    mine = [(n % 2, part) for n, part in enumerate(claimed) if part is not None]
+    late = sorted(part for n, part in mine if n == 0)
+    replicas.advance(LEASE_SECONDS - 1)
+    await second._renew()  # and the first does not
+    replicas.advance(2)
+    again = [await second.claim("w", 8) for _ in range(9)]
+    assert sorted(part for part in again if part is not None) == late
+    for part in late:  # both have done it
+        for replica in (first, second):
+            await replica.finish("w", part, {"n": 10})
+    assert await first.progress(["w", "none"]) == [
+        {"finished": len(late), "n": 10 * len(late), "next": 8},
+        {},
+    ]
+    n, given = next(one for one in mine if one[0] == 1)
+    await second.release("w", given)
+    assert await first.claim("w", 8) == given
+    assert await first.claim("w", 8) is None
+    for n, part in mine:
+        await (first, second)[n].finish("w", part, {"n": 1})
+    assert (await first.progress(["w"]))[0]["finished"] == 8
+
+
+async def test_a_late_replica_does_not_do_a_part_twice_at_once(replicas: RedisFleet) -> None:
+    first, _ = (one for one in replicas.replicas if isinstance(one, RedisState))
+    assert [await first.claim("w", 2) for _ in range(2)] == [0, 1]
+    replicas.advance(LEASE_SECONDS + 1)
+    assert await first.claim("w", 2) is None
+    await first.finish("w", 0, {})
+    assert (await first.progress(["w"]))[0]["finished"] == 1

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from time import time
 
 from fastapi import Request
 from python_multipart import MultipartParser
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 
+from kvasir.model.platform.files import sync
+from kvasir.server.batches.objects import StoredFile
+from kvasir.server.batches.store import BatchStore
 from kvasir.server.batches.threads import in_thread
 from kvasir.server.errors import InvalidRequestError
 
@@ -112,3 +117,40 @@ async def read_form(request: Request, write: Callable[[bytes], object]) -> Form:
     if not form.is_complete:
         raise InvalidRequestError("the form is cut off: its last boundary is missing")
     return form
+
+
+class Content:
+    """A content that is uploaded before it is a file: describe it, and in any case `close` it."""
+
+    def __init__(self, store: BatchStore, owner: str) -> None:
+        self._store, self._owner = store, owner
+        self._id = f"file-{secrets.token_hex(12)}"
+        self._file = store.path(self._id).open("xb")
+        self.n_bytes = 0
+
+    def write(self, data: bytes) -> None:
+        """Append to the content. Raises OSError and RequestTooLargeError."""
+        self._store.take(len(data), self._owner)
+        self.n_bytes += len(data)
+        self._file.write(data)
+
+    def written(self, filename: str) -> StoredFile:
+        """Return the file to be described, whose content is on the disk. Raises OSError."""
+        self._file.close()
+        sync(self._store.path(self._id))
+        return StoredFile(
+            id=self._id,
+            bytes=self.n_bytes,
+            created_at=int(time()),
+            filename=filename,
+            purpose="batch",
+            owner=self._owner,
+        )
+
+    def close(self) -> None:
+        """Remove the content, unless it was described."""
+        with suppress(OSError):  # bytes that no longer fit on the disk
+            self._file.close()
+        if self._id not in self._store.files:
+            self._store.path(self._id).unlink(missing_ok=True)
+            self._store.take(-self.n_bytes, self._owner)

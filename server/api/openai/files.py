@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path as FilePath
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -12,17 +13,17 @@ from starlette.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
 from kvasir.server.api.http.responses import errors, state_of
-from kvasir.server.api.http.upload import read_form
+from kvasir.server.api.http.upload import Content, read_form
 from kvasir.server.api.schemas import ResponseBody
 from kvasir.server.batches.objects import File
-from kvasir.server.batches.store import BatchStore, Content
+from kvasir.server.batches.store import BatchStore
 from kvasir.server.batches.threads import in_thread
 from kvasir.server.errors import InvalidRequestError, NotFoundError
 
 router = APIRouter()
 
 Item = TypeVar("Item", bound=Any)
-ERRORS = errors(400, 401, 403, 404, 429)
+ERRORS = errors(400, 401, 403, 404, 429, 503)
 CHANGE_ERRORS = ERRORS | errors(409, 413, 507)
 _UPLOAD = {
     "type": "object",
@@ -57,9 +58,10 @@ class DeletedFile(ResponseBody):
     deleted: Literal[True] = True
 
 
-def store_of(request: Request) -> BatchStore:
-    """Return the store, which is there while these routes are."""
+async def store_of(request: Request) -> BatchStore:
+    """Return the store, which is there while these routes are. Raises UnavailableError."""
     store: BatchStore = request.app.state.batches.store
+    await store.refresh()
     return store
 
 
@@ -106,7 +108,7 @@ async def upload(request: Request, store: Store, owner: Owner) -> File:
             raise InvalidRequestError(f"purpose: it must be batch, not {given!r}", param="purpose")
         if not content.n_bytes or form.filename is None:
             raise InvalidRequestError("file: it is missing or empty", param="file")
-        return await in_thread(None, content.keep, form.filename)
+        return await store.add(partial(content.written, form.filename))
     finally:
         await in_thread(None, content.close)
 
@@ -153,6 +155,5 @@ async def content(file_id: FileId, store: Store, owner: Owner) -> FileResponse:
 @router.delete("/v1/files/{file_id}", responses=CHANGE_ERRORS)
 async def delete(file_id: FileId, store: Store, owner: Owner) -> DeletedFile:
     """Delete a file, unless a batch still reads it."""
-    stored = store.file(file_id, owner)
-    store.delete(stored)
-    return DeletedFile(id=stored.id)
+    await store.change(lambda: store.delete(store.file(file_id, owner)))
+    return DeletedFile(id=file_id)

@@ -1,0 +1,339 @@
+"""Batches of several servers with one Redis and one folder: each line is answered once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from pydantic_core import from_json
+
+from kvasir.server.api.http.upload import Content
+from kvasir.server.batches import requests, shared_worker
+from kvasir.server.batches.journal import Reply
+from kvasir.server.batches.objects import ENDED, StoredBatch
+from kvasir.server.batches.shared_store import SharedStore
+from kvasir.server.batches.shared_worker import SharedWorker
+from kvasir.server.batches.store import WINDOW
+from kvasir.server.batches.worker import Answer
+from kvasir.server.errors import UnavailableError
+from kvasir.server.state import link
+from kvasir.server.state.redis_state import RedisState
+from tests.batches.test_store import ENDPOINT, NOW
+from tests.kit.fake_runner import TIMEOUT
+from tests.kit.redis_server import RedisServer, needs_redis, redis_server
+
+pytestmark = needs_redis
+
+N_LINES = 40
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def server(started: RedisServer, monkeypatch: pytest.MonkeyPatch) -> RedisServer:
+    monkeypatch.setattr(link, "_SLICES", 100 * TIMEOUT)  # on a busy machine
+    monkeypatch.setattr(requests, "PART", 3)
+    monkeypatch.setattr(shared_worker, "_TICK", 0.01)
+    monkeypatch.setattr("kvasir.server.batches.worker._PAUSE", 0.01)
+    with redis.Redis.from_url(started.url) as client:
+        client.flushall()
+    return started
+
+
+class Member:
+    """A server of the fleet: its state, its store and its worker. It answers by doubling."""
+
+    def __init__(self, server: RedisServer, folder: Path) -> None:
+        self.state = RedisState(server.url, 0)
+        self.store = SharedStore(self.state, folder, max_bytes=10**6)
+        self.answered = Counter[int]()
+        self.answer: Answer = self.double
+        self.now = NOW
+        self.worker = SharedWorker(
+            *(self.store, self.ask, from_json),
+            n_at_once=4,
+            max_line=1000,
+            count=lambda _: None,
+            clock=lambda: self.now,
+        )
+
+    async def ask(self, path: str, body: bytes, owner: str) -> Reply | float:
+        return await self.answer(path, body, owner)
+
+    async def double(self, _path: str, body: bytes, _owner: str) -> Reply | float:
+        n = from_json(body)["prompt"]
+        self.answered[n] += 1
+        content = {"n": 2 * n, "usage": {"prompt_tokens": 1, "completion_tokens": 2}}
+        return Reply(400 if n % 10 == 5 else 200, "r", json.dumps(content).encode(), content)
+
+    async def start(self) -> None:
+        await self.state.start()
+        self.worker.start()
+
+    async def close(self) -> None:
+        await self.worker.close()
+        await self.state.close()
+
+    async def die(self) -> None:
+        """End without a word to Redis: claims stay as they are."""
+        self.state._claims.clear()
+        await self.close()
+
+
+Fleet = Callable[[int], Awaitable[list[Member]]]
+
+
+@pytest.fixture
+async def fleet(server: RedisServer, tmp_path: Path) -> AsyncIterator[Fleet]:
+    members: list[Member] = []
+
+    async def begin(n: int) -> list[Member]:
+        members.extend(new := [Member(server, tmp_path) for _ in range(n)])
+        for member in new:
+            await member.start()
+        return new
+
+    yield begin
+    for member in members:
+        await member.close()
+
+
+async def upload(member: Member, lines: int = N_LINES, owner: str = "") -> str:
+    content = Content(member.store, owner)
+    try:
+        for n in range(lines):
+            line = {"custom_id": str(n), "method": "POST", "url": ENDPOINT, "body": {"prompt": n}}
+            content.write(json.dumps(line).encode() + b"\n" + b"\n" * (n % 3))
+        return (await member.store.add(lambda: content.written("a"))).id
+    finally:
+        content.close()
+
+
+async def begun(member: Member) -> StoredBatch:
+    file = member.store.file(await upload(member), "")
+    return await member.worker.create(file, ENDPOINT, None)
+
+
+async def ended(members: list[Member], batch_id: str) -> StoredBatch:
+    """Wait until all servers have seen that a batch has ended."""
+    for member in members:
+        await member.store.refresh()
+        while member.store.batches[batch_id].status not in ENDED:
+            await member.worker._ticked.wait()
+    for member in members:
+        if batch_id in member.worker.tasks:
+            await member.worker.tasks[batch_id]
+    await members[0].store.refresh()
+    return members[0].store.batches[batch_id]
+
+
+def expire_claims(server: RedisServer) -> None:
+    """Let the leases of all claims end."""
+    with redis.Redis.from_url(server.url) as client:
+        for key in client.scan_iter("kvasir:work:*", _type="zset"):
+            for part in client.zrange(key, 0, -1):
+                client.zadd(key, {part: 1})
+
+
+def lines_of(member: Member, file_id: str | None) -> list[dict[str, Any]]:
+    if file_id is None:
+        return []
+    return [json.loads(line) for line in member.store.path(file_id).read_text().splitlines()]
+
+
+def check_whole(member: Member, batch: StoredBatch) -> None:
+    """Compare a batch with what the service answers, each line once and in order."""
+    assert batch.status == "completed"
+    output = lines_of(member, batch.output_file_id)
+    failures = lines_of(member, batch.error_file_id)
+    bad = [n for n in range(N_LINES) if n % 10 == 5]
+    assert [int(line["custom_id"]) for line in failures] == bad
+    assert sorted(int(line["custom_id"]) for line in output + failures) == [*range(N_LINES)]
+    assert all(one["response"]["body"]["n"] == 2 * int(one["custom_id"]) for one in output)
+    counts = batch.request_counts
+    assert (counts.total, counts.failed) == (N_LINES, len(bad))
+    assert counts.completed == N_LINES - len(bad)
+    assert batch.usage.output_tokens == 2 * (N_LINES - len(bad))
+    files = member.store.files.values()
+    contents = sum(file.bytes for file in files)
+    assert member.store.n_bytes == contents + 4096 * (len(files) + len(member.store.batches))
+
+
+async def test_servers_share_a_batch_and_answer_each_line_once(fleet: Fleet) -> None:
+    members = await fleet(3)
+    gate = asyncio.Event()
+    arrived = [asyncio.Event() for _ in members]
+    for member, event in zip(members, arrived, strict=True):
+
+        async def answer(
+            *args: Any, member: Member = member, event: asyncio.Event = event
+        ) -> Reply | float:
+            event.set()
+            await gate.wait()
+            return await member.double(*args)
+
+        member.answer = answer
+    batch = await begun(members[0])
+    for event in arrived:
+        await event.wait()
+    gate.set()
+    check_whole(members[0], await ended(members, batch.id))
+    total = sum((member.answered for member in members), Counter[int]())
+    assert total == Counter(range(N_LINES))
+    assert not [*members[0].store.part(batch, "").parent.iterdir()]
+    assert all(member.answered for member in members)
+
+
+@pytest.mark.parametrize("seed", range(25))
+async def test_claims_may_end_and_servers_die_at_any_time(
+    server: RedisServer, fleet: Fleet, seed: int
+) -> None:
+    """A server whose claim has ended is slow, not dead, and writes what another one writes, too."""
+    chance = random.Random(seed)
+    members = await fleet(3)
+    for member in members:
+
+        async def answer(*args: Any, member: Member = member) -> Reply | float:
+            for _ in range(chance.randrange(60)):
+                await asyncio.sleep(0)
+            if chance.random() < 0.1:
+                expire_claims(server)
+            return 0.0 if chance.random() < 0.1 else await member.double(*args)
+
+        member.answer = answer
+    batch = await begun(members[0])
+    for _ in range(2):
+        for _ in range(chance.randrange(30)):
+            await members[-1].worker._ticked.wait()
+        await members.pop(chance.randrange(len(members))).die()
+        expire_claims(server)
+        members += await fleet(1)
+        await members[-1].store.refresh()
+    check_whole(members[-1], await ended(members[::-1], batch.id))
+
+
+async def holding(member: Member) -> tuple[asyncio.Event, asyncio.Event]:
+    """Let a server answer nothing until the second event; the first tells that it was asked."""
+    asked, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def answer(*args: Any) -> Reply | float:
+        asked.set()
+        await goes_on.wait()
+        return await member.double(*args)
+
+    member.answer = answer
+    return asked, goes_on
+
+
+async def test_what_a_slow_server_writes_late_counts_no_more(
+    server: RedisServer, fleet: Fleet
+) -> None:
+    (slow,) = await fleet(1)
+    asked, goes_on = await holding(slow)
+    batch = await begun(slow)
+    await asked.wait()
+    (fast,) = await fleet(1)
+    expire_claims(server)
+    await fast.store.refresh()
+    while len(fast.answered) < N_LINES:
+        expire_claims(server)
+        await fast.worker._ticked.wait()
+    goes_on.set()
+    check_whole(fast, await ended([slow, fast], batch.id))
+    assert fast.answered == Counter(range(N_LINES))
+    assert 0 < len(slow.answered) < N_LINES / 2
+
+
+@pytest.mark.parametrize("ending", ["cancelled", "expired"])
+@pytest.mark.parametrize("has_died", [False, True])
+async def test_a_batch_that_ends_early_answers_each_line_or_says_why_not(
+    server: RedisServer, fleet: Fleet, ending: str, *, has_died: bool
+) -> None:
+    one, other = await fleet(2)
+    batch = await begun(one)
+    asked = [(await holding(member))[0] for member in (one, other)]
+    for event in asked:
+        await event.wait()
+    if ending == "cancelled":
+        await other.worker.cancel(other.store.batch(batch.id, ""))
+    else:
+        one.now = other.now = NOW + WINDOW
+        for member in (one, other):  # as when their clocks come to it
+            member.worker._stop(member.store.batches[batch.id])
+    left = [other]
+    if has_died:
+        await one.die()
+        expire_claims(server)
+    else:
+        left.append(one)
+    found = await ended(left, batch.id)
+    assert found.status == ending
+    output, failures = lines_of(other, found.output_file_id), lines_of(other, found.error_file_id)
+    assert sorted(int(line["custom_id"]) for line in output + failures) == [*range(N_LINES)]
+    assert {line["error"] and line["error"]["code"] for line in failures} <= {
+        None,
+        f"batch_{ending}",
+    }
+    assert failures
+
+
+async def test_a_batch_goes_on_after_redis_was_away(server: RedisServer, fleet: Fleet) -> None:
+    one, other = await fleet(2)
+    held = [await holding(member) for member in (one, other)]
+    batch = await begun(one)
+    for asked, _ in held:
+        await asked.wait()
+    server.stop()
+    try:
+        for _, goes_on in held:
+            goes_on.set()
+        for member in (one, other):
+            while member.state.is_up:
+                await member.worker._ticked.wait()
+        with pytest.raises(UnavailableError, match="cannot be reached"):
+            await one.store.refresh()
+        with pytest.raises(UnavailableError, match="cannot be reached"):
+            await one.worker.cancel(batch)
+        with pytest.raises(UnavailableError, match="cannot be reached"):
+            await upload(other)
+        assert batch.status == "in_progress"
+    finally:
+        server.start()
+    for member in (one, other):
+        await member.state._link.found.wait()
+    check_whole(other, await ended([one, other], batch.id))
+
+
+async def test_a_batch_whose_file_is_wrong_fails_on_all_servers(fleet: Fleet) -> None:
+    one, other = await fleet(2)
+    content = Content(one.store, "")
+    content.write(b"{}\n")
+    file = await one.store.add(lambda: content.written("a"))
+    batch = await one.worker.create(file, ENDPOINT, None)
+    found = await ended([other, one], batch.id)
+    assert found.status == "failed"
+    assert found.errors is not None
+    assert found.errors.data[0].line == 1
+
+
+async def test_a_full_folder_holds_a_batch_up_and_loses_nothing(fleet: Fleet) -> None:
+    one, other = await fleet(2)
+    more = await upload(one, lines=60)
+    batch = await begun(one)
+    one.store._max_bytes = other.store._max_bytes = one.store.n_bytes + 50
+    while not (one.worker.waiting or other.worker.waiting):
+        await one.worker._ticked.wait()
+    await other.store.change(lambda: other.store.delete(other.store.file(more, "")))
+    check_whole(one, await ended([one, other], batch.id))
+    assert set(one.answered + other.answered) == {*range(N_LINES)}
