@@ -18,7 +18,9 @@ from tests.deploy.compose_files import interpolate
 from tests.deploy.mutations import MUTATIONS, caught_by
 from tests.deploy.validate import FILE_CHECKS
 
-PLAIN = re.compile(r"docker-compose.*|Dockerfile|helm/(Chart|values-gpu)\.yaml|.*\.schema\.json")
+PLAIN = re.compile(
+    r"docker-compose.*|Dockerfile|helm/(Chart|values-gpu|kserve)\.yaml|.*\.schema\.json"
+)
 OF_FILES = [one for one in MUTATIONS if PLAIN.fullmatch(one["file"]) and "Kuber" not in one["name"]]
 
 

@@ -20,6 +20,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from kvasir.server.settings import PREFIX, Settings
 from tests.deploy import helm_schema, helm_values, monitoring
 from tests.deploy.chart import Chart, one
 from tests.deploy.chart_relations import chart_faults
@@ -38,7 +41,7 @@ from tests.deploy.checking import (
 from tests.deploy.compose_files import compose_faults
 from tests.deploy.dockerfile import image_faults, read_stages
 from tests.deploy.server_container import PATHS
-from tests.deploy.shapes import walk
+from tests.deploy.shapes import SHAPES, misfits, walk
 
 KUBERNETES = "1.34"  # the newest version for which kubernetes-validate has all schemas
 TAG = re.compile(r"\bkvasir(?:-load)?:([0-9][\w.]*)")
@@ -57,7 +60,7 @@ def versions_agree(root: Path) -> str:
     tags = [("Chart.yaml", load(root / "helm/Chart.yaml")["appVersion"])]
     gpu = load(root / "helm/values-gpu.yaml")["image"]["tag"]
     tags += [("values-gpu.yaml", gpu.removesuffix("-cuda"))]
-    for path in sorted(root.glob("docker-compose*.yml")):
+    for path in [*sorted(root.glob("docker-compose*.yml")), root / "helm/kserve.yaml"]:
         tags += [(path.name, tag) for tag in TAG.findall(path.read_text(encoding="utf-8"))]
     for name, tag in tags:
         if tag != version:
@@ -129,7 +132,10 @@ def kubernetes_knows_the_objects(root: Path) -> str:
 
     oldest = max("1.25", load(root / "helm/Chart.yaml")["kubeVersion"][2:6])  # of all schemas
     n_checked = 0
-    for path, objects in examples(root).items():
+    spec = kserve_objects(root)[0]["spec"]
+    pod = {name: spec[name] for name in ("containers", "volumes")}
+    of_kserve = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "kserve"}, "spec": pod}
+    for path, objects in [*examples(root).items(), (root / "helm/kserve.yaml", [of_kserve])]:
         versions = {KUBERNETES, KUBERNETES if "model-image" in path.name else oldest}
         for document, version in product(objects, versions):
             try:
@@ -170,6 +176,34 @@ def other_charts_fit(root: Path) -> str:
     if rule["name"]["as"] != metric:
         raise FailedError(f"adapter-values.yaml names {rule['name']['as']}, the HPA {metric}")
     return f"the router selects {', '.join(servers['matchLabels'].values())}; the HPA has {metric}"
+
+
+def kserve_finds_the_model(root: Path) -> str:
+    """Check KServe's objects: their fields, settings, and that the service finds its runtime."""
+    runtime, service = kserve_objects(root)
+    for document in (runtime, service):
+        kind = f"{document['apiVersion']}/{document['kind']}"
+        fail_on_first(misfits(document, SHAPES["objects"][kind], kind))
+    (container,), predictor = runtime["spec"]["containers"], service["spec"]["predictor"]
+    settings = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields}
+    if unknown := {one["name"] for one in container["env"]} - settings:
+        raise FailedError(f"there are no settings {unknown}")
+    formats = [one["name"] for one in runtime["spec"]["supportedModelFormats"]]
+    model, drain = predictor["model"], Settings.model_fields["drain_timeout"].default
+    if (
+        model["runtime"] != runtime["metadata"]["name"]
+        or model["modelFormat"]["name"] not in formats
+    ):
+        raise FailedError(f"no runtime fits {model}")
+    needed = container["lifecycle"]["preStop"]["sleep"]["seconds"] + drain + 20
+    if predictor["terminationGracePeriodSeconds"] < needed:
+        raise FailedError(f"a pod needs {needed:g} s to end")
+    return f"the service {service['metadata']['name']} runs on {model['runtime']}"
+
+
+def kserve_objects(root: Path) -> list[dict[str, Any]]:
+    text = (root / "helm/kserve.yaml").read_text(encoding="utf-8")
+    return list(yaml.safe_load_all(text))
 
 
 def wrong_values_are_refused(root: Path) -> str:
@@ -232,7 +266,7 @@ def compose_is_valid(root: Path) -> str:
 # The first ones need no tool.
 FILE_CHECKS: list[Callable[[Path], str]] = [
     versions_agree, schema_is_closed, values_are_documented, image_is_complete,
-    compose_fits_the_server, monitoring.alerts_come_in_time,
+    compose_fits_the_server, monitoring.alerts_come_in_time, kserve_finds_the_model,
 ]  # fmt: skip
 CHECKS: list[Callable[[Path], str]] = [
     *FILE_CHECKS, upgrades_work, chart_fits_the_server, values_have_effects, other_charts_fit,
