@@ -21,8 +21,8 @@ HEAD = """# Kvasir's chart
 image, which [you build and push](../docs/operations.md#install). Each file in `ci/` shows a
 feature, and `values-gpu.yaml` a GPU. `router-values.yaml` is for the chart of llm-d's router, and
 `adapter-values.yaml` for the chart of prometheus-adapter, which serves the metric of a
-HorizontalPodAutoscaler; `kserve.yaml` is for clusters with KServe, without this chart. `kvasir serve --help` lists all settings,
-[docs/api.md](../docs/api.md#limits) those that affect requests.
+HorizontalPodAutoscaler; `kserve.yaml` is for clusters with KServe, without this chart. `kvasir
+serve --help` lists all settings, [docs/api.md](../docs/api.md#limits) those that affect requests.
 [docs/operations.md](../docs/operations.md) covers sizing, routing, upgrades and a runbook for each
 alert.
 
