@@ -56,6 +56,8 @@ ARCHITECTURES = {
     "dots1": gguf.MODEL_ARCH.DOTS1,
     "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
     "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
+    "lfm2": gguf.MODEL_ARCH.LFM2,
+    "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
 }
 # Architectures whose norms llama.cpp finds by the key of layer norms.
 _LAYER_NORMS = ("cohere", "cohere2", "nemotron", "olmo", "phi", "stablelm", "starcoder2")
@@ -122,9 +124,15 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
     inner = 4 * config.hidden_size if kind == "gpt2" else config.intermediate_size
     writer.add_feed_forward_length(inner)
     writer.add_head_count(heads)
-    if hasattr(config, "num_key_value_heads"):
+    if kind.startswith("lfm2"):
+        n = config.num_key_value_heads
+        writer.add_head_count_kv([n * (layer != "conv") for layer in config.layer_types])
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+    elif hasattr(config, "num_key_value_heads"):
         writer.add_head_count_kv(config.num_key_value_heads)
-    if hasattr(config, "rms_norm_eps") and kind not in _LAYER_NORMS:
+    if kind.startswith("lfm2"):
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+    elif hasattr(config, "rms_norm_eps") and kind not in _LAYER_NORMS:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     else:
         named = {"gpt2": "layer_norm_epsilon", "starcoder2": "norm_epsilon"}
@@ -199,7 +207,7 @@ def _write_experts(writer: gguf.GGUFWriter, config: Any) -> None:
             writer.add_expert_shared_feed_forward_length
         ),
         ("n_shared_experts",): writer.add_expert_shared_count,
-        ("first_k_dense_replace",): writer.add_leading_dense_block_count,
+        ("first_k_dense_replace", "num_dense_layers"): writer.add_leading_dense_block_count,
         ("routed_scaling_factor",): writer.add_expert_weights_scale,
         ("n_group",): writer.add_expert_group_count,
         ("topk_group",): writer.add_expert_group_used_count,
@@ -210,7 +218,7 @@ def _write_experts(writer: gguf.GGUFWriter, config: Any) -> None:
         ]
         if values:
             write(values[0])
-    if config.model_type in ("glm4_moe", "dots1", "minimax_m2"):
+    if config.model_type in ("glm4_moe", "dots1", "minimax_m2", "lfm2_moe"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if config.model_type in ("glm4_moe", "dots1"):
         writer.add_expert_weights_norm(config.norm_topk_prob)
@@ -261,6 +269,8 @@ def _converted(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             tensor = tensor.t()
         if kind == "gpt_neox" and "query_key_value" in name:
             tensor = tensor.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+        if name.endswith("conv.conv.weight"):
+            tensor = tensor[:, 0]
         if kind == "nemotron" and name.endswith("norm.weight"):
             tensor = tensor + 1.0
         yield from _of_experts(kind, name, tensor)
@@ -283,6 +293,7 @@ def _of_experts(kind: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Ten
             yield name.replace("shared_mlp.input_linear", f"mlp.shared_expert.{part}_proj"), half
     else:
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        name = name.replace("feed_forward.expert_bias", "feed_forward.expert_bias.bias")
         if kind.startswith("granite"):
             name = name.replace(".router.weight", ".router.layer.weight")
             name = name.replace("shared_mlp.output_linear", "mlp.shared_expert.down_proj")

@@ -96,6 +96,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron": ("nemotron", {"head_dim": 16}),
     "olmoe": ("olmoe", {"num_key_value_heads": 4}),
     "dots1": ("dots1", {"sliding_window": None, "num_key_value_heads": 4}),
+    "lfm2": ("lfm2", {"block_auto_adjust_ff_dim": False}),
+    "lfm2_moe": ("lfm2_moe", {"routed_scaling_factor": 1.0}),
     "mixtral": ("mixtral", {"sliding_window": None}),
     "qwen3_moe": ("qwen3_moe with shares of all experts", {"norm_topk_prob": True}),
 }

@@ -10,7 +10,7 @@ from typing import Any
 _SAME = (
     *("llama", "smollm3", "qwen2", "qwen3", "phi3", "gpt2", "gemma", "gemma2", "granite", "olmo"),
     *("olmo2", "stablelm", "starcoder2", "glm4", "exaone4", "cohere2", "seed_oss", "ernie4_5"),
-    *("nemotron", "arcee", "olmoe", "dots1"),
+    *("nemotron", "arcee", "olmoe", "dots1", "lfm2"),
 )
 ARCHITECTURES = {  # general.architecture: the model_type of its config.json
     **{name: name for name in _SAME},
@@ -26,11 +26,17 @@ ARCHITECTURES = {  # general.architecture: the model_type of its config.json
     "glm4moe": "glm4_moe",
     "hunyuan-moe": "hunyuan_v1_moe",
     "minimax-m2": "minimax_m2",
+    "lfm2moe": "lfm2_moe",
 }
 # Whose converter makes neighbours of the two channels of a rotary pair.
 NEIGHBOURS = {"llama", "smollm3", "granite", "granitemoe", "arcee", "olmo"}
-# Whose norm before the feed-forward has the name of one after attention.
-NAMED_AFTER = {"seed_oss", "gpt-oss", "glm4moe"}
+RENAMED = {  # our module and an architecture: its name there
+    **{
+        ("blocks.*.feed_forward_norm", kind): "post_attention_norm"
+        for kind in ("seed_oss", "gpt-oss", "glm4moe")
+    },
+    **{("norm", kind): "token_embd_norm" for kind in ("lfm2", "lfm2moe")},
+}
 REQUIRED = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -65,7 +71,8 @@ OF_SOME = {  # keys whose defaults are those of their families
     "n_shared_experts": "expert_shared_count",
     "routed_scaling_factor": "expert_weights_scale",
     "norm_topk_prob": "expert_weights_norm",
-    "first_k_dense_replace": "leading_dense_block_count",
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), "leading_dense_block_count"),
+    "conv_L_cache": "shortconv.l_cache",
     "n_group": "expert_group_count",
     "topk_group": "expert_group_used_count",
 }
@@ -104,6 +111,9 @@ MODULES: dict[str, tuple[str, ...]] = {  # our module: tensors, where there is o
     "blocks.*.attention.key_norm": ("attn_k_norm",),
     "blocks.*.attention.output": ("attn_output",),
     "blocks.*.attention.sinks": ("attn_sinks",),
+    "blocks.*.recurrence.input": ("shortconv.in_proj",),
+    "blocks.*.recurrence.convolution": ("shortconv.conv",),
+    "blocks.*.recurrence.output": ("shortconv.out_proj",),
     "blocks.*.attention_output_norm": ("post_attention_norm",),
     "blocks.*.feed_forward_norm": ("ffn_norm",),
     "blocks.*.feed_forward.up": ("ffn_up", "ffn_gate", "ffn_up"),

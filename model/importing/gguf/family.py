@@ -26,13 +26,13 @@ from kvasir.model.importing.gguf.architectures import (
     EXPERT_WIDTH,
     KNOWN,
     MODULES,
-    NAMED_AFTER,
     NEIGHBOURS,
     NEUTRAL,
     OF_SOME,
     OPTIONAL,
     PATTERN,
     PERIODS,
+    RENAMED,
     REQUIRED,
     SHARED_WIDTH,
 )
@@ -66,7 +66,7 @@ def read_family(
             f"it describes a model of general.architecture {kind!r}; supported are "
             f"{', '.join(sorted(ARCHITECTURES))}"
         )
-    tensors = {tensor.name: _as_row(tensor) for tensor in gguf.tensors}
+    tensors = {tensor.name: _as_published(tensor) for tensor in gguf.tensors}
     values = _values(kind, gguf.values, tensors)
     family, rope = DECODERS[_model_type(kind, values)], values["rope_parameters"]
     longrope = [tensors.pop(name, None) for name in _LONGROPE]
@@ -156,6 +156,12 @@ def _add_unsaid(kind: str, values: dict[str, Any]) -> None:
         n_layers, n_more = (values.get(f"{kind}.{name}") for name in ("block_count", _FURTHER))
         if type(n_layers) is int and type(n_more) is int and 0 < n_more < n_layers:
             values[f"{kind}.block_count"] = n_layers - n_more
+    elif kind in ("lfm2", "lfm2moe"):  # whose layers of convolutions have no heads of keys
+        values["block_auto_adjust_ff_dim"] = False
+        counts = values[key := f"{kind}.attention.head_count_kv"]
+        if isinstance(counts, list) and counts:
+            values["layer_types"] = ["full_attention" if count else "conv" for count in counts]
+            values[key] = max(counts)
     elif kind in _GEMMA_27B:
         largest = values[f"{kind}.block_count"] == _GEMMA_27B[kind]
         length = {f"{kind}.attention.key_length": None} if largest else {}
@@ -211,8 +217,8 @@ def _places(family: Family, module: str, kind: str) -> tuple[str, ...]:
     names = MODULES[module]
     if module.endswith((".qkv", "forward.up")):
         names = names[1:] if several else names[:1]
-    if module == _SECOND_NORM and kind in NAMED_AFTER:
-        names = ("post_attention_norm",)
+    if (renamed := RENAMED.get((module, kind))) is not None:
+        names = (renamed,)
     places = tuple(f"blk.*.{name}" if module.startswith("blocks.") else name for name in names)
     if module == _SECOND_NORM:  # one norm may serve both sublayers
         first, own = family.source(_FIRST_NORM).modules, family.source(module).modules[0].split("|")
@@ -241,11 +247,17 @@ def _source(family: Family, module: str, kind: str) -> Source:
     )
 
 
-def _as_row(tensor: StoredTensor) -> StoredTensor:
-    """Return the gate of a shared expert as a row [1, d_model], where a file has a vector."""
-    if not tensor.name.endswith("ffn_gate_inp_shexp.weight") or len(tensor.shape) != 1:
-        return tensor
-    return replace(tensor, shape=(1, *tensor.shape), read=lambda: tensor.read()[None])
+def _as_published(tensor: StoredTensor) -> StoredTensor:
+    """Return a tensor with the dimensions of size 1 that llama.cpp's converter leaves out.
+
+    The gate of a shared expert is [1, d_model], and a convolution [channels, 1, kernel].
+    """
+    if tensor.name.endswith("ffn_gate_inp_shexp.weight") and len(tensor.shape) == 1:
+        return replace(tensor, shape=(1, *tensor.shape), read=lambda: tensor.read()[None])
+    if tensor.name.endswith("shortconv.conv.weight") and len(tensor.shape) == 2:
+        channels, kernel = tensor.shape
+        return replace(tensor, shape=(channels, 1, kernel), read=lambda: tensor.read()[:, None])
+    return tensor
 
 
 def _join_neighbours(tensors: list[Tensor], config: TransformerConfig) -> Tensor:
