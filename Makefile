@@ -68,8 +68,8 @@ dashboard-smoke: $(VENV)/.dev  ## Run each query of the dashboards on a Promethe
 	KVASIR_SPECULATE=true KVASIR_BATCH_DIR=build/dashboard-batches \
 		$(BIN)/python -m kvasir.server.process.local_server $(MODEL) $(BIN)/python -m tests.deploy.dashboard_smoke $(SECONDS)
 
-rolling-restart: $(VENV)/.serve  ## Restart two servers behind nginx; nothing may fail
-	$(BIN)/python -m tests.deploy.rolling_restart $(MODEL)
+rolling-restart: $(VENV)/.serve  ## Restart servers behind nginx; ARGS=10000: three, with Redis and a batch
+	$(BIN)/python -m tests.deploy.rolling_restart $(MODEL) $(ARGS)
 
 ray-smoke: build/ray/.ready  ## Run batches and a server on a local Ray; kill an actor
 	build/ray/bin/python -m tests.deploy.ray_smoke $(MODEL)

@@ -14,13 +14,13 @@ from tests.deploy.server_container import ServerContainer
 from tests.deploy.shapes import SHAPES, misfits
 
 BASE = "docker-compose.yml"
-OVERLAYS = ("docker-compose.gpu.yml", "docker-compose.key.yml", "docker-compose.models.yml")
+OVERLAYS = tuple(f"docker-compose.{name}.yml" for name in ("gpu", "key", "models", "shared"))
 VARIABLE = re.compile(r"\$\{\w+(?::?([-+])([^{}]*))?\}")
 PATH = re.compile(r"(?<![\w/.:])/[a-z][\w./-]*")  # in a container, not in a URL
 ADDRESS = re.compile(r"(?:http://|[\"'])([a-z][a-z.]*):(\d+)")
 # What programs read or write without being told.
 UNTOLD = {
-    "server": "/models/stdlib", "prometheus": "/prometheus",
+    "server": "/models/stdlib", "prometheus": "/prometheus", "redis": "/data",
     "grafana": "/etc/grafana/provisioning/(datasources|dashboards)/.+[.]yaml",
 }  # fmt: skip
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -69,7 +69,8 @@ def document_faults(document: dict[str, Any], root: Path) -> Iterator[str]:
     path, limit = tested.groups() if tested else ("", "0")
     yield from ServerContainer(
         stage.environment | server["environment"], [*stage.copies.values(), *mounts(server)],
-        ["/tmp"], {8000}, {"healthcheck": path}, seconds(server["stop_grace_period"]),  # noqa: S108
+        ["/tmp", *named_volumes(server)],  # noqa: S108
+        {8000}, {"healthcheck": path}, seconds(server["stop_grace_period"]),
     ).faults()  # fmt: skip
     waits = [float(limit), *(seconds(health[name]) for name in ("timeout", "interval"))]
     start = [seconds(health[name]) for name in ("start_interval", "start_period")]
@@ -126,13 +127,17 @@ def path_faults(service: dict[str, Any], told: str, untold: str, root: Path) -> 
             yield f"{source} does not exist"
 
 
+def named_volumes(service: dict[str, Any]) -> list[str]:
+    """Return where a service may write what outlives it."""
+    return [one.split(":")[1] for one in service.get("volumes", ()) if isinstance(one, str)]
+
+
 def mounts(service: dict[str, Any]) -> dict[str, str]:
     """Return where something is mounted in a service, each with its source on the disk, or ""."""
     found = {f"/run/secrets/{name}": "" for name in service.get("secrets", ())}
     found |= {one["target"]: "" for one in service.get("configs", ())}
+    found |= dict.fromkeys(named_volumes(service), "")
     for one in service.get("volumes", ()):
-        if isinstance(one, str):
-            found[one.split(":")[1]] = ""
-        else:
+        if not isinstance(one, str):
             found[one["target"]] = "" if "bind" in one else one["source"]
     return found

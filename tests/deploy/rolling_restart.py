@@ -4,6 +4,11 @@ Clients stream completions meanwhile. A draining server answers new requests wit
 retries on the other server; running streams end first. Prints the requests sent, completed and
 failed, the streams that ran at each SIGTERM, and the number of retries. Exit code 1 if any request
 failed, or none was retried.
+
+With a number of lines behind DIRECTORY there are three servers with a Redis, which answer a batch
+of so many lines beside the streams. Before the restarts one is killed, and Redis is stopped for a
+while, and both again when half of the lines are answered and no streams are left. Only streams of
+the killed server may fail, and each line is answered once.
 """
 
 from __future__ import annotations
@@ -17,14 +22,17 @@ import sys
 import tempfile
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
+from time import monotonic
 from urllib.request import urlopen
 
 from kvasir.loadtest.client import Answer, Target, complete
+from tests.deploy.batch_job import Job
 from tests.faults.server_process import ServerProcess
+from tests.kit.redis_server import RedisServer, redis_server
 
 N_CLIENTS = 8
 # Long and different enough that some stream runs whenever a server is stopped.
@@ -41,8 +49,7 @@ http {{
   uwsgi_temp_path {folder}; scgi_temp_path {folder};
   upstream kvasir {{
     least_conn;
-    server 127.0.0.1:{first} max_fails=0;
-    server 127.0.0.1:{second} max_fails=0;
+    {servers}
   }}
   server {{
     listen 127.0.0.1:{port};
@@ -52,6 +59,7 @@ http {{
       proxy_http_version 1.1;
       proxy_buffering off;
       proxy_read_timeout 1h;
+      client_max_body_size 200m;
       # No part of a refused request has run, so a POST may be retried on the other server.
       proxy_next_upstream error http_503 non_idempotent;
     }}
@@ -63,13 +71,14 @@ http {{
 class Server:
     """`kvasir serve` on a port that it keeps over restarts."""
 
-    def __init__(self, directory: Path, port: int) -> None:
+    def __init__(self, directory: Path, port: int, *options: str) -> None:
         self._directory, self._port = directory, port
+        self._options = "--threads", "1", *options
         self._process: ServerProcess | None = None
 
     async def start(self) -> None:
         """Start the server and wait until it is ready."""
-        start = partial(ServerProcess, self._port, "--threads", "1", directory=self._directory)
+        start = partial(ServerProcess, self._port, *self._options, directory=self._directory)
         self._process = await asyncio.to_thread(start)
 
     async def n_running(self) -> int:
@@ -84,6 +93,11 @@ class Server:
             return None
         self._process.popen.terminate()
         return await asyncio.to_thread(self._process.wait)
+
+    async def kill(self) -> None:
+        """Send SIGKILL."""
+        assert self._process is not None
+        await asyncio.to_thread(self._process.close)
 
 
 async def stream_tokens(target: Target, n_tokens: int, **fields: int) -> Answer:
@@ -123,10 +137,11 @@ class Load:
 
 
 @asynccontextmanager
-async def nginx(folder: Path, first: int, second: int) -> AsyncIterator[str]:
-    """Run a proxy of two ports and yield its URL. `tries.log` gets the statuses of each request."""
+async def nginx(folder: Path, *ports: int) -> AsyncIterator[str]:
+    """Run a proxy of ports and yield its URL. `tries.log` gets the statuses of each request."""
     port, config = free_port(), folder / "nginx.conf"
-    text = NGINX.format(folder=folder, first=first, second=second, port=port)
+    servers = " ".join(f"server 127.0.0.1:{one} max_fails=0;" for one in ports)
+    text = NGINX.format(folder=folder, servers=servers, port=port)
     config.write_text(text, encoding="utf-8")
     command = ("nginx", "-c", config, "-p", folder)
     process = await asyncio.create_subprocess_exec(*command, stderr=DEVNULL)
@@ -159,9 +174,41 @@ def free_port() -> int:
             return port
 
 
+async def disturb_alone(server: Server, job: Job, redis: RedisServer) -> None:
+    """Kill a server, and stop Redis for a while, when half of the batch is answered."""
+    await job.half()
+    print(f"at SIGKILL and the end of Redis: {await job.counts()}")  # noqa: T201
+    await server.kill()
+    redis.stop()
+    await asyncio.sleep(5)
+    redis.start()
+    await server.start()
+
+
+async def disturb(servers: list[Server], load: Load, job: Job, redis: RedisServer) -> int:
+    """Kill a server, and stop Redis for a while. Return how many streams may fail."""
+    while not (await job.counts())["completed"]:
+        await load.wait_for(1)
+    print(f"at SIGKILL: {await job.counts()}")  # noqa: T201
+    n_running = await servers[-1].n_running()
+    await servers[-1].kill()
+    await load.wait_for(BETWEEN)
+    await servers[-1].start()
+    redis.stop()
+    n_ended, begun_at = len(load.answers), monotonic()
+    refused = await job.answer()
+    await load.wait_for(3 * BETWEEN)
+    redis.start()
+    seconds, n_ended = monotonic() - begun_at, len(load.answers) - n_ended
+    print(f"Redis away for {seconds:.0f} s: {n_ended} streams ended")  # noqa: T201
+    print(f"  the batch: {refused.status_code} {refused.json()}")  # noqa: T201
+    while (await job.answer()).status_code == 503:
+        await load.wait_for(1)
+    return n_running
+
+
 async def restart_each(servers: list[Server], load: Load) -> tuple[list[int], list[int | None]]:
     """Restart servers under load; return the streams that ran at each SIGTERM, and exit codes."""
-    clients = [asyncio.create_task(load.client()) for _ in range(N_CLIENTS)]
     running, codes = [], []
     await load.wait_for(BETWEEN)
     for server in servers:
@@ -172,20 +219,31 @@ async def restart_each(servers: list[Server], load: Load) -> tuple[list[int], li
         await load.wait_for(BETWEEN)
         await server.start()
         await load.wait_for(BETWEEN)
-    load.is_stopping = True
-    await asyncio.gather(*clients)
     return running, codes
 
 
-async def main(directory: Path) -> int:
-    ports = free_port(), free_port()
-    servers = [Server(directory, port) for port in ports]
-    with tempfile.TemporaryDirectory() as folder:
+async def main(directory: Path, n_lines: int = 0) -> int:
+    n_may_fail, is_right, options = 0, True, list[str]()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        if n_lines:
+            redis = stack.enter_context(redis_server(Path(folder)))
+            options = ["--state-url", redis.url, "--batch-dir", f"{folder}/batches"]
+        ports = [free_port() for _ in range(3 if n_lines else 2)]
+        servers = [Server(directory, port, *options) for port in ports]
         try:
             await asyncio.gather(*(server.start() for server in servers))
             async with nginx(Path(folder), *ports) as url:
-                load = Load(url)
+                load, job = Load(url), Job(url, n_lines)
+                clients = [asyncio.create_task(load.client()) for _ in range(N_CLIENTS)]
+                if n_lines:
+                    await job.begin()
+                    n_may_fail = await disturb(servers, load, job, redis)
                 running, codes = await restart_each(servers, load)
+                load.is_stopping = True
+                await asyncio.gather(*clients)
+                if n_lines:
+                    await disturb_alone(servers[0], job, redis)
+                    is_right = await job.is_right()
         finally:
             stopped = await asyncio.gather(*(server.stop() for server in servers))
         tries = (Path(folder) / "tries.log").read_text(encoding="utf-8").splitlines()
@@ -198,10 +256,10 @@ async def main(directory: Path) -> int:
         print(f"  {failed.count(error)} x {error}")  # noqa: T201
     print(f"running at SIGTERM: {running}; 503 and retried: {n_retried}")  # noqa: T201
     print(f"exit codes of the servers: {codes}")  # noqa: T201
-    return int(bool(failed) or any(codes) or not n_retried)
+    return int(n_failed > n_may_fail or any(codes) or not n_retried or not is_right)
 
 
 if __name__ == "__main__":
     if shutil.which("nginx") is None:
         sys.exit("this needs nginx, which Debian has as nginx-light")
-    sys.exit(asyncio.run(main(Path(sys.argv[1]))))
+    sys.exit(asyncio.run(main(Path(sys.argv[1]), *map(int, sys.argv[2:]))))
