@@ -16,12 +16,13 @@ from kvasir.export.graphs.attention import write_attention_graph
 from kvasir.export.graphs.decoder import export_graph
 from kvasir.export.graphs.encoder import export_encoder_graph
 from kvasir.export.graphs.paged import KV_DTYPES, check_pageable, export_paged_graph, speed_notes
-from kvasir.export.graphs.source import export_source_graph
+from kvasir.export.graphs.source import export_source_graph, join_layers
 from kvasir.export.rounding.activations import Activations
 from kvasir.export.rounding.adapters import with_factors
 from kvasir.export.rounding.formulas import BITS
 from kvasir.export.rounding.kv_cache import KVScales
 from kvasir.export.rounding.smoothing import smooth
+from kvasir.export.rounding.weights import Weights
 from kvasir.export.verification.paged_session import require_device
 from kvasir.export.verification.plan import SampleText
 from kvasir.export.verification.samples import make_sample, sample_calibration
@@ -165,6 +166,7 @@ def _write_graphs(
             weights = smooth(*rounded, keeps_values=is_decoder and is_cached)
         inputs = None if activations is None else activations.inputs
         arguments, steps = (config, weights, part / GRAPH_FILE, target.precision), scales.steps()
+        scaled = Weights(weights)
         if target.device != "cpu":
             in_cache = target.kv_cache, steps, progress, target.device
             export_paged_graph(*arguments, *in_cache, inputs=inputs)
@@ -173,9 +175,10 @@ def _write_graphs(
         else:
             prompts = target.int8_prompts
             scaled = export_graph(*arguments, steps, progress, int8_prompts=prompts, inputs=inputs)
-            if checkpoint.adapters is not None and config.encoder is None:
-                layout = with_factors(checkpoint.adapters(), scaled, activations)
-                layout.save(part / ADAPTERS_FILE)
+        if checkpoint.adapters is not None and target.device == "cpu":
+            layout = with_factors(checkpoint.adapters(), scaled, activations)
+            layout = layout if config.encoder is None else join_layers(layout)
+            layout.save(part / ADAPTERS_FILE)
         if config.encoder is not None:
             file = part / ENCODER_GRAPH_FILE
             export_source_graph(config, weights, file, target.precision, progress)

@@ -1,8 +1,4 @@
-"""The table of adapters that `Linear` and `Linear4` read, and where layers are in it."""
-
-from __future__ import annotations
-
-from dataclasses import dataclass
+"""The table of adapters that `Linear` and `Linear4` read, in numbers."""
 
 import numpy as np
 
@@ -11,11 +7,3 @@ TABLE_NUMBERS = 6  # of a part: addresses of A and B, rank, first output, output
 LANES = 16  # to whose multiples A's ranks are padded
 _TWO = np.array([[1, 1], [1, -1]], dtype=np.float32)
 HADAMARD = np.kron(_TWO, np.kron(_TWO, _TWO))  # of the eight parts of mixed inputs
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A layer's place in the table: its first part; and whether its inputs are mixed."""
-
-    first: int
-    is_mixed: bool

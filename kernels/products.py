@@ -34,7 +34,7 @@ _IN_BLOCKS = {"bits": 4, "block_size": NIBBLE_BLOCK, "accuracy_level": 4}
 def int8_product(values: Values, product: NodeProto) -> None:
     """Make rounding, MatMulIntegerToFloat and the scale of each token a `Linear`."""
     quantized, matrix, one, scales, zero_point = inputs_of(product, 5)  # no zero points, no bias
-    x, scale, block = _rounded(values, quantized)
+    x, scale, block = rounded(values, quantized)
     transposed = values.operator(matrix) == "Transpose"
     if transposed:
         transpose = values.maker(matrix, "Transpose")
@@ -57,7 +57,7 @@ def int8_product(values: Values, product: NodeProto) -> None:
     _become(target, "Linear", (x, matrix, scales), transposed=int(transposed), block=0, mixed=0)
 
 
-def _rounded(values: Values, quantized: str) -> tuple[str, str, int]:
+def rounded(values: Values, quantized: str) -> tuple[str, str, int]:
     """Return x, the scale s = max|x| / 127, and inputs for each, of round(x / s) + 128 as uint8.
 
     Zero points are one for each token, and ONNX Runtime wants as many scales, so the axis of both
@@ -92,13 +92,13 @@ def _scale_all_outputs(values: Values, split: NodeProto, scale: str) -> None:
     if [node.op_type for node in computing] == ["Reshape"]:
         product = values.reader(computing[0].output[0], "MatMul")
         gated = values.reader(product.output[0], "Reshape").output[0]
-        _before_mixing(values, gated)
+        before_mixing(values, gated)
     readers = sorted((n.op_type, n.output[0]) for n in values.readers(gated))
     readers = [pair for pair in readers if pair[0] != "Shape"]
     operators = [operator for operator, _ in readers]
     require(operators == ["Abs", "QuantizeLinear"], "what is gated is not rounded alone")
     (_, magnitudes), (_, quantized) = readers
-    own_scale = _rounded(values, quantized)[1]
+    own_scale = rounded(values, quantized)[1]
     values.reader(values.reader(magnitudes, "ReduceMax").output[0], "Mul")
     lowered = values.reader(quantized, "MatMulIntegerToFloat").output[0]
     rescaling = values.reader(lowered, "Mul")
@@ -132,11 +132,11 @@ def mixing(values: Values, linear: NodeProto) -> None:
     """Put the mixing of what a product reads into the product."""
     require(linear.op_type == "Linear", "inputs in blocks are not mixed")
     require(not attribute(linear, "mixed"), "its inputs are mixed already")
-    linear.input[0] = _before_mixing(values, linear.input[0])
+    linear.input[0] = before_mixing(values, linear.input[0])
     set_attributes(linear, mixed=1)
 
 
-def _before_mixing(values: Values, mixed: str) -> str:
+def before_mixing(values: Values, mixed: str) -> str:
     """Return x of H x, in which x has eight parts."""
     product, joined = inputs_of(values.maker(mixed, "Reshape"), 2)
     matrix, parts = inputs_of(values.maker(product, "MatMul"), 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -63,7 +63,9 @@ def pack(
 
 
 def encode_sources(
-    session: Any, sources: Sequence[Sequence[int]]
+    session: Any,
+    sources: Sequence[Sequence[int]],
+    further_inputs: Mapping[str, NDArray[Any]] | None = None,
 ) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
     """Run an encoder's session; return what the decoder reads of each source.
 
@@ -72,7 +74,7 @@ def encode_sources(
     """
     inputs, ends = pack(sources)
     names = [value.name for value in session.get_outputs()]
-    made = dict(zip(names, session.run(names, inputs), strict=True))
+    made = dict(zip(names, session.run(names, inputs | (further_inputs or {})), strict=True))
     nothing = np.zeros((len(inputs["input_ids"]), 0, 1, 1), dtype=np.float32)
     keys_values, states = made.get(SOURCE_OUTPUT, nothing), made.get(START_OUTPUT, nothing)
     starts = [0, *ends[:-1]]

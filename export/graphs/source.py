@@ -9,16 +9,20 @@ first token, float [tokens, n_layer · 2 · width].
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from kvasir.export.graphs.decoder import load_weights
 from kvasir.export.graphs.encoder import PackedGraph, export_packed
 from kvasir.export.rounding.weights import Weights
+from kvasir.model.adapters.layout import Layer, Layout, Part
 from kvasir.model.config import Lstm, TransformerConfig
 from kvasir.model.directory import ENCODER_GRAPH_FILE
 from kvasir.model.network.skeleton import make_skeleton
@@ -90,6 +94,24 @@ def encoder_weights(
             if name.format(0) in weights:
                 makers[f"{output}.{kind}"] = partial(stack, name)
     return LazyWeights(makers)
+
+
+def join_layers(layout: Layout) -> Layout:
+    """Return a layout of an encoder-decoder, with what makes an output for all layers as one."""
+    layers = dict(layout.layers)
+    for output, part in _OF_LAYER.items():
+        of_layer = re.compile(re.escape(part.format("N", "weight")).replace("N", r"\d+"))
+        made = [layers.pop(name) for name in layout.layers if of_layer.fullmatch(name)]
+        if not made:
+            continue
+        first, parts = 0, list[Part]()
+        for layer in made:
+            parts += [replace(one, first=first + one.first) for one in layer.parts]
+            first += len(layer.outputs)
+        outputs = np.concatenate([layer.outputs for layer in made])
+        # What smooths sources is the same for all.
+        layers[f"encoder.{output}.weight"] = Layer(tuple(parts), outputs, made[0].inputs)
+    return replace(layout, layers=layers)
 
 
 def load_both_weights(config: TransformerConfig, path: Path) -> Mapping[str, Tensor]:

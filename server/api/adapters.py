@@ -19,7 +19,7 @@ from kvasir.server.requests.adapters.bank import AdapterBank
 
 
 class _Route(AdminRoute):
-    key, tasks = "adapter_admin_key", ("generate",)
+    key = "adapter_admin_key"
 
 
 router = APIRouter(route_class=_Route)

@@ -43,8 +43,7 @@ def open_decoder(
 ) -> OnnxRunner | PagedRunner:
     """Load a decoder, by operators of our own if there are such for all of it.
 
-    layout: of adapters, which only our own operators take; None is without. options: OnnxRunner's.
-    Raises as it does, and ValueError for a layout where stock operators have to do.
+    layout: of adapters; None is without. options: OnnxRunner's. Raises as it does.
     """
     if config.recurrence is not None:
         logger.info("attention and recurrences of %s are ONNX Runtime's", graph.parent.name)
@@ -54,10 +53,8 @@ def open_decoder(
         try:
             return open_packed_runner(graph, config, library, layout=layout, **options)
         except Mismatch as mismatch:
-            if layout is not None:
-                raise ValueError(f"its graph takes no adapters: {mismatch}") from None
             logger.info("attention of %s is ONNX Runtime's: %s", graph.parent.name, mismatch)
-    return OnnxRunner(graph, config, library=library, **options)
+    return OnnxRunner(graph, config, library=library, layout=layout, **options)
 
 
 def open_packed_runner(
@@ -79,18 +76,12 @@ def open_packed_runner(
     keeps none. Raises Mismatch for a graph that the operators do not compute, and ValueError as
     OnnxRunner.
     """
-    from kvasir.kernels.adapt import add_adapters  # noqa: PLC0415  imports onnx
     from kvasir.kernels.page import BLOCK_SIZE, page  # noqa: PLC0415  imports onnx
 
     longest = check_max_model_len(max_model_len, config)
     adapters = None if layout is None else GraphAdapters(layout)
-
-    def finish(model: Any) -> None:
-        if adapters is not None:
-            adapters.places.update(add_adapters(model, adapters.n_parts))
-
     session = open_session(
-        graph, threads or usable_cpus(), library=library, rewrite=page, finish=finish
+        graph, threads or usable_cpus(), library=library, rewrite=page, adapters=adapters
     )
     check_shape(session, config)
     block_bytes = sum(kv.bytes_per_item for kv in kv_inputs(session))

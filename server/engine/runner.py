@@ -12,7 +12,7 @@ alone in a block, except prompts of one token: those are never with others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -21,10 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvasir.kernels.library import Library
+from kvasir.model.adapters.layout import Layout
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import DECODE_INPUT, NEW_TOKENS_INPUT, present_name
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.model.platform.machine import available_memory, usable_cpus
+from kvasir.server.engine.adapters.loaded import Adapter
+from kvasir.server.engine.adapters.stock import graph_adapters
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.kv.memory import KVShape, RowMemory
 from kvasir.server.engine.kv.prefix_cache import BLOCK_SIZE, PrefixCache
@@ -48,6 +51,7 @@ class RowWork(NamedTuple):
     start: int
     n_logits: int
     moves_state: bool = True
+    adapter: Adapter | None = None
 
 
 _NOBODY = RowWork([0], 0, 0, moves_state=False)
@@ -59,7 +63,7 @@ class OnnxRunner:
     kv_cache_bytes: None is half of the memory that is free once the model is loaded, divided by
     n_models, the number of models that share it.
     prefix_cache_bytes: beside it; None is a tenth of it. threads: None is all usable processors.
-    library: see `open_session`.
+    library: see `open_session`. layout: of adapters, if there may be some.
 
     Raises ValueError for a limit that the model or the machine cannot meet.
     """
@@ -79,11 +83,15 @@ class OnnxRunner:
         prefix_cache_bytes: int | None = 0,
         threads: int | None = None,
         library: Library | None = None,
+        layout: Layout | None = None,
     ) -> None:
+        self.adapters = graph_adapters(layout, library)
         self.max_model_len = check_max_model_len(max_model_len, config)
         self.vocab_size = config.vocab_size
         self.model_seconds = self.decode_seconds = 0.0  # spent in ONNX Runtime so far
-        self._session = open_session(graph, threads or usable_cpus(), library=library)
+        self._session = open_session(
+            graph, threads or usable_cpus(), library=library, adapters=self.adapters
+        )
         check_shape(self._session, config)
         n_bytes = kv_cache_bytes
         if n_bytes is None:
@@ -134,7 +142,9 @@ class OnnxRunner:
             n_rows = batch.decodes[-1].row + 1
             n_rows += self._leaves_one_alone(n_rows)
             window = [
-                RowWork([s.last_token_id], s.n_computed, int(s in decoding), s in decoding)
+                RowWork(
+                    [s.last_token_id], s.n_computed, int(s in decoding), s in decoding, s.adapter
+                )
                 if s
                 else _NOBODY
                 for s in [*batch.window, None][:n_rows]
@@ -143,10 +153,13 @@ class OnnxRunner:
         prompts = group_neighbours(batch.prefills, self._pad_into_one_run)
         for chunks in (*prompts, *([chunk] for chunk in batch.drafts)):
             # Prompts are padded on the right; a row's next tokens overwrite what padding writes.
-            work = [RowWork(chunk.token_ids, chunk.start, chunk.n_logits) for chunk in chunks]
+            work = [
+                RowWork(each.token_ids, each.start, each.n_logits, adapter=each.sequence.adapter)
+                for each in chunks
+            ]
             runs = [work]
             if len(work) == 1 and chunks[0].count > 1 and self._leaves_one_alone(chunks[0].count):
-                runs = [[part] for part in _split_last_two(*work[0][:3])]
+                runs = [[part] for part in _split_last_two(work[0])]
             for work in runs:
                 n_done += self._run(*self._place(chunks[0]), work, n_done)
         return Logits.of(self._logits[:n_done])
@@ -165,7 +178,7 @@ class OnnxRunner:
         ids: list[int] = []
         positions: list[int] = []
         indices: list[int] = []
-        for tokens, start, n_logits, _ in work:
+        for tokens, start, n_logits, *_ in work:
             n_padding = longest - len(tokens)
             ids += tokens
             indices += range(len(ids) - n_logits, len(ids))
@@ -178,6 +191,8 @@ class OnnxRunner:
         binding.input_ids[: len(ids)] = ids
         binding.position_ids[: len(ids)] = positions
         binding.n_new[:] = [len(row.tokens) * row.moves_state for row in work]
+        if self.adapters is not None:
+            binding.take(self.adapters.inputs([row.adapter for row in work]))
         ends = [row.start + len(row.tokens) for row in work]
         seconds = binding.run(ends, longest, indices, self._logits, first_logit)
         self.model_seconds += seconds
@@ -221,11 +236,12 @@ def lone_token_differs(decode: Callable[[int, int, int, int], object], logits: F
     return not np.array_equal(logits[:4], logits[4:8])
 
 
-def _split_last_two(tokens: list[int], start: int, n_logits: int) -> list[RowWork]:
+def _split_last_two(work: RowWork) -> list[RowWork]:
     """Split a chunk into all but its last two tokens, and those."""
-    n_last = min(2, n_logits)
-    first = RowWork(tokens[:-2], start, n_logits - n_last)
-    return [first, RowWork(tokens[-2:], start + len(tokens) - 2, n_last)]
+    tokens, n_last = work.tokens, min(2, work.n_logits)
+    first = work._replace(tokens=tokens[:-2], n_logits=work.n_logits - n_last)
+    start = work.start + len(tokens) - 2
+    return [first, work._replace(tokens=tokens[-2:], start=start, n_logits=n_last)]
 
 
 class RowBinding:
@@ -278,6 +294,11 @@ class RowBinding:
             bound = "cpu", 0, np.float32, (batch, *state.shape[1:]), state[row].ctypes.data
             self._io.bind_input(name, *bound)
             self._io.bind_output(present_name(name), *bound)
+
+    def take(self, inputs: Mapping[str, NDArray[Any]]) -> None:
+        """Bind further inputs of the next run."""
+        for name, array in inputs.items():
+            self._io.bind_cpu_input(name, array)
 
     def run(
         self, ends: list[int], sequence: int, indices: list[int], logits: Floats, first_logit: int

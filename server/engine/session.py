@@ -12,6 +12,7 @@ from kvasir.kernels.library import Library
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import CACHE_OUTPUTS, STATE_OUTPUTS, present_name, state_names
 from kvasir.model.onnx.runtime import onnxruntime, open_cpu_session
+from kvasir.server.engine.adapters.loaded import GraphAdapters
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -32,15 +33,16 @@ def open_session(
     *,
     library: Library | None = None,
     rewrite: Callable[[ModelProto], ModelProto] | None = None,
-    finish: Callable[[ModelProto], None] | None = None,
+    adapters: GraphAdapters | None = None,
+    of_sources: bool = False,
     plans_memory: bool = True,
     fits_16_bits: bool = False,
 ) -> onnxruntime.InferenceSession:
     """Open a session on the CPU.
 
     spin_microseconds: how long an idle thread keeps its processor. library: of the operators to use
-    in place of ONNX Runtime's; None is none. rewrite, finish: what is done to the graph before and
-    after they are.
+    in place of ONNX Runtime's; None is none. rewrite: what is done to the graph before they are.
+    adapters: learn how the graph reads them. of_sources: see GraphAdapters.attach.
     """
     entries: dict[str, object] = {
         "session.intra_op.allow_spinning": int(spin_microseconds > 0),
@@ -48,18 +50,19 @@ def open_session(
         "session.force_spinning_stop": 1,  # no thread spins between two runs
     }
     source: Path | bytes = graph
-    if library is not None:
+    if library is not None or adapters is not None:
         import onnx  # noqa: PLC0415  slow to import
 
         from kvasir.kernels.fuse import fuse  # noqa: PLC0415  imports onnx
         from kvasir.kernels.graph import Mismatch  # noqa: PLC0415  imports onnx
 
         model = onnx.load(graph, load_external_data=False)
-        model, report = fuse(model if rewrite is None else rewrite(model))
-        if rewrite is not None and report.left:
-            raise Mismatch(next(iter(report.left.values())))
-        if finish is not None:
-            finish(model)
+        if library is not None:
+            model, report = fuse(model if rewrite is None else rewrite(model))
+            if rewrite is not None and report.left:
+                raise Mismatch(next(iter(report.left.values())))
+        if adapters is not None:
+            adapters.attach(model, of_sources=of_sources)
         source = model.SerializeToString()
         entries["session.model_external_initializers_file_folder_path"] = graph.parent
     return open_cpu_session(

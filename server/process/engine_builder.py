@@ -114,6 +114,7 @@ def build_encoder_engine(
             f"{n_types} types; mend the tokenizer's post-processor, and export the model again"
         )
     library = find_library(settings, model_dir)
+    layout = _read_layout(model_dir, library) if settings.has_adapters else None
     runner = EncoderRunner(
         model_dir.graph_path,
         model_dir.config,
@@ -121,6 +122,7 @@ def build_encoder_engine(
         threads=settings.threads,
         fits_16_bits=model_dir.manifest.fits_16_bits,
         library=library,
+        layout=layout,
     )
     if clock is not None:
         clock.lap("session")
@@ -129,6 +131,7 @@ def build_encoder_engine(
         token_budget=settings.chunk_size or TOKEN_BUDGET,
         max_num_seqs=settings.max_num_seqs,
         library=library,
+        adapters=runner.adapters,
     )
 
 
@@ -184,14 +187,11 @@ def _read_layout(model_dir: ModelDirectory, library: Library | None) -> Layout:
     config, manifest, reason = model_dir.config, model_dir.manifest, ""
     if manifest.device != "cpu":
         reason = f"it was exported for {manifest.device}; export it for the CPU"
-    elif config.encoder is not None or config.n_experts or config.recurrence is not None:
+    elif config.n_experts or config.recurrence is not None:
         kind = "experts" if config.n_experts else "recurrent layers"
-        kind = kind if config.encoder is None else "an encoder"
-        reason = f"it has {kind}; serve a decoder without"
-    elif manifest.precision == "fp32":
-        reason = "its weights are fp32; export it in int8 or int4"
-    elif library is None:
-        reason = "they need Kvasir's own operators, and the log says why there are none"
+        reason = f"it has {kind}; serve a model without"
+    elif find_spec("onnx") is None:
+        reason = f"that needs onnx; install it with: {install_command('cpu')}"
     elif ADAPTERS_FILE not in manifest.files:
         reason = (
             f"it has no {ADAPTERS_FILE}, being of an older Kvasir or a GGUF file; export the model "
@@ -199,6 +199,8 @@ def _read_layout(model_dir: ModelDirectory, library: Library | None) -> Layout:
         )
     if reason:
         raise ValueError(f"it takes no adapters: {reason}, or leave adapters out")
+    if library is None:
+        logger.info("adapters of %s are computed by ONNX Runtime, slowly", model_dir.path.name)
     return Layout.load(model_dir.path / ADAPTERS_FILE)
 
 
@@ -233,7 +235,13 @@ def _open_runner(
 
         encoder, fits = model_dir.path / ENCODER_GRAPH_FILE, model_dir.manifest.fits_16_bits
         runner = Seq2SeqRunner(
-            encoder, model_dir.graph_path, config, fits_16_bits=fits, library=library, **sizes
+            encoder,
+            model_dir.graph_path,
+            config,
+            fits_16_bits=fits,
+            library=library,
+            layout=layout,
+            **sizes,
         )
         clock.lap("session_and_warm_up")
         return runner

@@ -15,7 +15,6 @@ from kvasir.model.directory import ModelDirectory
 from kvasir.model.platform.machine import available_memory
 from kvasir.model.platform.suggestions import did_you_mean
 from kvasir.server.engine.adapters.loaded import GraphAdapters
-from kvasir.server.engine.engine import Engine
 from kvasir.server.errors import (
     InvalidRequestError,
     ModelNotFoundError,
@@ -72,7 +71,8 @@ class ModelRegistry:
         self.failures: dict[str, StartupError] = {}  # of models that could not be loaded
         self.on_load_failure: Callable[[StartupError], None] = logger.error
         staying = [name for name in model_dirs if name not in settings.folder_models]
-        adapted = next((name for name in staying if _may_write(model_dirs[name])), None)
+        writers = (name for name in staying if _may_write(model_dirs[name]))
+        adapted = next(writers, next(iter(staying), None))
         plain = settings.model_copy(update={"adapter": None, "adapter_dir": None})
         budget = settings.models_memory or available_memory()
         kv_bytes = settings.kv_cache_memory or budget // (2 * len(model_dirs))
@@ -109,7 +109,7 @@ class ModelRegistry:
         # By name: the folder and the number of loads by request at which it was read.
         self._views: dict[str, tuple[tuple[Path, int], AdaptedModel | None]] = {}
         if settings.has_adapters and adapted is None:
-            raise StartupError("adapters are for a model that writes text, and none is served")
+            raise StartupError("adapters are for a model that is named, not for those of a folder")
         if settings.has_adapters and adapted in self.served:
             self._adapted = self.served[adapted]
             self.bank = AdapterBank(
@@ -205,7 +205,7 @@ class ModelRegistry:
 
     def _graph(self) -> GraphAdapters | None:
         engine = self._adapted.engine.engine
-        return engine.adapters if isinstance(engine, Engine) else None
+        return None if engine is None else engine.adapters
 
     @property
     def usable(self) -> list[ServedModel]:

@@ -128,6 +128,7 @@ class EmbeddingRequest(_Request):
 
     inputs: list[Encoding]
     output: Output = "pooled"
+    adapter: Adapter | None = None  # see CompletionRequest
 
     @property
     def work(self) -> Work:
@@ -162,6 +163,7 @@ class EmbeddingRequest(_Request):
                 self.request_id,
                 priority=self.priority,
                 deadline=self.deadline,
+                adapter=self.adapter,
                 type_ids=text.type_ids,
                 wants_tokens=self.output == "tokens",
             )

@@ -13,6 +13,7 @@ from threading import Thread, current_thread, main_thread
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from fastapi import FastAPI
 
@@ -29,6 +30,7 @@ from kvasir.server.settings import load_settings
 from tests.kernels.graphs import needs_library
 from tests.kit.adapters import change_tensors, save_adapter, set_config
 from tests.kit.huggingface_checkpoints import make_model, save_checkpoint, save_tokenizer
+from tests.kit.huggingface_models import make_encoder, save
 from tests.kit.serving import fake_model_dir, running
 
 pytestmark = needs_library
@@ -308,20 +310,18 @@ async def test_an_adapters_own_template_and_sampling_are_used(
 
 
 @pytest.mark.parametrize(
-    ("changes", "settings", "reason"),
+    ("changes", "reason"),
     [
-        ({"precision": "fp32"}, {}, "its weights are fp32; export it in int8 or int4"),
-        ({"device": "cuda"}, {}, "it was exported for cuda"),
-        ({"files": {}}, {}, "it has no adapters.safetensors, being of an older Kvasir"),
-        ({}, {"kernels": "off"}, "they need Kvasir's own operators"),
+        ({"device": "cuda"}, "it was exported for cuda"),
+        ({"files": {}}, "it has no adapters.safetensors, being of an older Kvasir"),
     ],
 )
 def test_a_model_that_takes_no_adapters_says_so_at_the_start(
-    changes: dict[str, Any], settings: dict[str, Any], reason: str, exported: Path, root: Path
+    changes: dict[str, Any], reason: str, exported: Path, root: Path
 ) -> None:
     found = load_model_dir(exported / "base")
     manifest = found.manifest.model_copy(update=changes)
-    known = load_settings(model=exported / "base", adapter_dir=root, **settings)
+    known = load_settings(model=exported / "base", adapter_dir=root)
     with pytest.raises((ValueError, StartupError), match=f"it takes no adapters: {reason}"):
         build_engine(known, replace(found, manifest=manifest))
 
@@ -336,6 +336,42 @@ def test_so_does_a_model_with_other_layers(
     known = load_settings(model=exported / "base", adapter_dir=root)
     with pytest.raises(ValueError, match=f"it takes no adapters: it has {reason}"):
         build_engine(known, replace(load_model_dir(exported / "base"), config=config))
+
+
+async def test_without_our_operators_adapters_are_slower_and_the_log_says_so(
+    exported: Path, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with serving(exported, adapter_dir=root, kernels="off") as (app, client):
+        found = {name: await complete(client, name) for name in ("base", "poet", "clerk")}
+        assert len({*found.values()}) == 3
+        assert app.state.models.served["base"].kernels is None
+    said = [line for line in caplog.messages if "adapters" in line]
+    assert said == ["adapters of base are computed by ONNX Runtime, slowly"]
+
+
+async def test_a_model_of_vectors_takes_adapters(root: Path, tmp_path: Path) -> None:
+    """By every route of encoders; an answer that is known by its text is the model's own."""
+    model = make_encoder("modernbert")
+    export_checkpoint(save(tmp_path / "source", model), tmp_path / "base", precision="int8")
+    save_adapter(root / "lawyer", model, seed=3, task_type="FEATURE_EXTRACTION")
+    async with serving(tmp_path, adapter_dir=root) as (_, client):
+
+        async def vector(path: str, **body: Any) -> Any:
+            response = await client.post(path, json=body)
+            assert response.status_code == 200, response.text
+            return response.json()
+
+        found = {
+            name: (await vector("/v1/embeddings", model=name, input=PROMPT))["data"][0]["embedding"]
+            for name in ("base", "lawyer", "base")
+        }
+        assert found["base"] != found["lawyer"]
+        (ollamas,) = (await vector("/api/embed", model="lawyer", input=PROMPT))["embeddings"]
+        own = np.array(found["lawyer"])
+        np.testing.assert_allclose(ollamas, own / np.linalg.norm(own), rtol=1e-5)
+        refused = await client.post("/v1/embeddings", json={"model": "poet", "input": PROMPT})
+        assert refused.status_code == 503  # of another model: it does not fit
 
 
 async def test_a_wrong_adapter_of_the_settings_ends_the_start(exported: Path, root: Path) -> None:
@@ -371,7 +407,7 @@ async def test_a_line_of_a_batch_names_an_adapter(
 
 
 def test_adapters_are_of_the_first_model_that_writes_text(tmp_path: Path) -> None:
-    """If that cannot be loaded, of none."""
+    """Without one, of the first. If that cannot be loaded, of none."""
     known = load_settings(model=("a=x", "b=y"), adapter_dir=tmp_path)
     text, damaged = fake_model_dir(), StartupError("damaged")
     pooling = Pooling(kind="mean")
@@ -379,6 +415,7 @@ def test_adapters_are_of_the_first_model_that_writes_text(tmp_path: Path) -> Non
     cases: list[tuple[dict[str, ModelDirectory | StartupError], dict[str, bool]]] = [
         ({"a": text, "b": text}, {"a": True, "b": False}),
         ({"a": vectors, "b": text}, {"a": False, "b": True}),
+        ({"a": vectors}, {"a": True}),
         ({"a": damaged, "b": text}, {"b": False}),
     ]
     for found, has_adapters in cases:
@@ -386,5 +423,3 @@ def test_adapters_are_of_the_first_model_that_writes_text(tmp_path: Path) -> Non
         served = models.served.items()
         assert {name: one.settings.has_adapters for name, one in served} == has_adapters
         assert (models.bank is not None) == any(has_adapters.values())
-    with pytest.raises(StartupError, match="none is served"):
-        ModelRegistry(known, {"a": vectors})

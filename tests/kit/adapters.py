@@ -22,7 +22,7 @@ ALL = "all-linear"
 def save_adapter(folder: Path, model: nn.Module, *, seed: int = 0, **options: Any) -> Any:
     """Save a random adapter of a model; return peft's model, which has it."""
     values: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ALL}
-    config = peft.LoraConfig(task_type="CAUSAL_LM", **values | options)
+    config = peft.LoraConfig(**{"task_type": "CAUSAL_LM"} | values | options)
     generator = torch.Generator().manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -5,26 +5,26 @@ Memory lives as long as something refers to the adapter: its sequences, and the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvasir.kernels.adapter_table import (
-    ADAPTERS,
-    HADAMARD,
-    LANES,
-    TABLE,
-    TABLE_NUMBERS,
-    Place,
-)
+from kvasir.kernels.adapter_table import ADAPTERS, HADAMARD, LANES, TABLE, TABLE_NUMBERS
 from kvasir.model.adapters.config import AdapterError, refuse
-from kvasir.model.adapters.layout import Layout
+from kvasir.model.adapters.layout import Layout, Part
 from kvasir.model.adapters.peft import Factors, read_adapter
 
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+_ENCODER = "encoder."  # begins the names of layers in an encoder-decoder's graph of sources
 _LARGEST = np.float32((2 - 2**-7) * 2.0**127)  # of 16 bits; larger ones may become infinite
 
 
@@ -32,85 +32,119 @@ _LARGEST = np.float32((2 - 2**-7) * 2.0**127)  # of 16 bits; larger ones may bec
 class Adapter:
     """A loaded adapter. table: int64 [parts of the graph, TABLE_NUMBERS].
 
-    digest: of its content. base: the model that it names. n_bytes: of its matrices, which are held
-    for their addresses.
+    digest: of its content. base: the model that it names. matrices: of layers, whose addresses the
+    table has.
     """
 
     name: str
     digest: bytes
     base: str | None
     table: NDArray[np.int64]
-    n_bytes: int
-    matrices: tuple[NDArray[np.uint16], ...]
+    matrices: Mapping[str, Sequence[NDArray[Any]]]
+
+    @property
+    def n_bytes(self) -> int:
+        """The size of its matrices."""
+        return sum(matrix.nbytes for each in self.matrices.values() for matrix in each)
 
 
 @dataclass(frozen=True)
 class GraphAdapters:
-    """The places of adapters in a graph, and the layout by which it reads them.
+    """Adapters as a model's graphs read them: the layout, and which layers' inputs are mixed.
 
-    places: of each layer in the graph's table, once a session has opened it. Matrices keep the
-    upper 16 bits of their numbers, rounded.
+    Matrices keep the upper 16 bits of their numbers, rounded.
     """
 
     layout: Layout
-    places: dict[str, Place] = field(default_factory=dict)
+    mixed: dict[str, bool] = field(default_factory=dict)
 
     @cached_property
-    def n_parts(self) -> dict[str, int]:
-        """The number of each layer's parts."""
-        return {name: len(layer.parts) for name, layer in self.layout.layers.items()}
+    def parts(self) -> dict[str, tuple[int, int]]:
+        """Each layer's first part in the table, and their number."""
+        counts = [len(layer.parts) for layer in self.layout.layers.values()]
+        firsts = accumulate(counts, initial=0)
+        return dict(zip(self.layout.layers, zip(firsts, counts, strict=False), strict=True))
+
+    def attach(self, model: ModelProto, *, of_sources: bool = False) -> None:
+        """Let a graph read adapters, before a session opens it.
+
+        of_sources: it is an encoder-decoder's encoder. Raises ValueError for a graph that cannot.
+        """
+        from kvasir.kernels.graph import Mismatch  # noqa: PLC0415  imports onnx
+
+        own = (name for name in self.layout.layers if name.startswith(_ENCODER) is of_sources)
+        try:
+            self._add(model, {name.removeprefix(_ENCODER): name for name in own})
+        except Mismatch as mismatch:
+            raise ValueError(f"its graph takes no adapters: {mismatch}") from None
+
+    def _add(self, model: ModelProto, names: Mapping[str, str]) -> None:
+        """Add adapters to a graph; names: of layers, by those of its weights."""
+        from kvasir.kernels.adapt import add_adapters  # noqa: PLC0415  imports onnx
+
+        mixed = add_adapters(model, {own: self.parts[name] for own, name in names.items()})
+        self.mixed.update({names[own]: is_mixed for own, is_mixed in mixed.items()})
 
     def load(self, folder: Path, name: str, most_bytes: int) -> Adapter:
         """Read a folder of peft. Raises AdapterError for one that does not fit."""
         given = read_adapter(folder, name, self.layout, most_bytes)
-        n_parts = sum(self.n_parts.values())
-        table = np.zeros((n_parts, TABLE_NUMBERS), dtype=np.int64)
-        matrices: list[NDArray[np.uint16]] = []
+        table = np.zeros((sum(n for _, n in self.parts.values()), TABLE_NUMBERS), dtype=np.int64)
+        matrices = defaultdict[str, list[NDArray[Any]]](list)
+        for layer, i, part, low_a, low_b in self._parts_of(name, given.modules):
+            a = _columns(low_a, is_mixed=self.mixed.get(layer, False))
+            first, b = _panels(part.first, low_b)
+            if not all(np.abs(matrix).max() <= _LARGEST for matrix in (a, b)):
+                raise AdapterError(
+                    f"adapter {name!r}: {part.module} is too large once the model's factors "
+                    "are in it; expected numbers that fit bfloat16"
+                )
+            pair = _upper(a), _upper(b)
+            matrices[layer] += pair
+            addresses = (matrix.ctypes.data for matrix in pair)
+            width = part.first - first + len(part.rows)
+            table[self.parts[layer][0] + i] = [*addresses, b.shape[1], first, width, 1]
+        return Adapter(name, given.digest, given.base, table, matrices)
+
+    def _parts_of(
+        self, name: str, modules: Mapping[str, Factors]
+    ) -> Iterator[tuple[str, int, Part, NDArray[np.float32], NDArray[np.float32]]]:
+        """Yield parts that an adapter has, with their layers and their places in these.
+
+        And with A [rank, n_in] and B [outputs, rank], which have the graph's factors. Raises
+        AdapterError for a rank that operators do not take.
+        """
         for layer_name, layer in self.layout.layers.items():
-            place = self.places[layer_name]
-            for i, part in enumerate(layer.parts, place.first):
-                if (low := given.modules.get(part.module)) is None:
+            for i, part in enumerate(layer.parts):
+                if (low := modules.get(part.module)) is None:
                     continue
                 outputs = layer.outputs[part.first : part.first + len(part.rows)] * low.scaling
-                most = len(layer.inputs) + len(layer.outputs)  # operators take no more
+                most = len(layer.inputs) + len(layer.outputs)
                 if (rank := len(low.a)) > most:
                     raise refuse(name, f"r of {part.module}", str(rank), f"at most {most}")
-                a = _columns(low, layer.inputs, is_mixed=place.is_mixed)
-                first, b = _panels(part.first, low.b[part.rows] * outputs[:, None])
-                if not all(np.abs(matrix).max() <= _LARGEST for matrix in (a, b)):
-                    raise AdapterError(
-                        f"adapter {name!r}: {part.module} is too large once the model's factors "
-                        "are in it; expected numbers that fit bfloat16"
-                    )
-                pair = _upper(a), _upper(b)
-                matrices += pair
-                addresses = (matrix.ctypes.data for matrix in pair)
-                width = part.first - first + len(part.rows)
-                table[i] = [*addresses, b.shape[1], first, width, 1]
-        n_bytes = sum(matrix.nbytes for matrix in matrices)
-        return Adapter(name, given.digest, given.base, table, n_bytes, tuple(matrices))
+                yield layer_name, i, part, low.a * layer.inputs, low.b[part.rows] * outputs[:, None]
 
     def inputs(
-        self, adapters: Sequence[Adapter | None], counts: NDArray[np.int64]
-    ) -> dict[str, NDArray[np.int64]]:
-        """Return the graph's inputs of a run of sequences, of so many tokens each.
+        self, adapters: Sequence[Adapter | None], counts: NDArray[np.int64] | None = None
+    ) -> dict[str, NDArray[Any]]:
+        """Return the graph's inputs of a run of sequences.
 
-        No entries are no adapters, which takes the operators no time.
+        counts: of their packed tokens; None of rows, which have as many each. No entries are no
+        adapters, which takes the operators no time.
         """
         used = list(dict.fromkeys(adapter for adapter in adapters if adapter is not None))
         places = {adapter: i for i, adapter in enumerate(used)}
         index = [-1 if adapter is None else places[adapter] for adapter in adapters]
         if not used:
-            none = np.zeros((0, sum(self.n_parts.values()), TABLE_NUMBERS), dtype=np.int64)
+            n_parts = sum(n for _, n in self.parts.values())
+            none = np.zeros((0, n_parts, TABLE_NUMBERS), dtype=np.int64)
             return {ADAPTERS: none.ravel(), TABLE: none}
-        table = np.stack([adapter.table for adapter in used])
-        return {ADAPTERS: np.repeat(np.array(index, dtype=np.int64), counts), TABLE: table}
+        entries = np.repeat(np.array(index, dtype=np.int64), 1 if counts is None else counts)
+        return {ADAPTERS: entries, TABLE: np.stack([adapter.table for adapter in used])}
 
 
-def _columns(low: Factors, inputs: NDArray[np.float32], *, is_mixed: bool) -> NDArray[np.float32]:
-    """Return A [n_in, rank padded] of inputs as the product reads them."""
-    rank, n_in = low.a.shape
-    a = low.a * inputs
+def _columns(a: NDArray[np.float32], *, is_mixed: bool) -> NDArray[np.float32]:
+    """Return A [n_in, rank padded], of A [rank, n_in], for inputs as the product reads them."""
+    rank, n_in = a.shape
     if is_mixed:  # W x = (W H / 8) (H x)
         parts = a.reshape(rank, 2, 2, 2, -1)
         for axis in (1, 2, 3):  # a product with HADAMARD would round as this CPU's library does

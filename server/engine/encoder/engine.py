@@ -12,6 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from kvasir.server.engine.adapters.loaded import GraphAdapters
 from kvasir.server.engine.batch import StepStats
 from kvasir.server.engine.encoder.sequence import EncoderOutput, EncoderSequence
 from kvasir.server.engine.sampling.params import Floats
@@ -29,7 +30,7 @@ class EncoderEngine:
     """Continuous batching of texts: those that arrive during a step can run in the next.
 
     token_budget: most tokens of a run, unless one text has more. max_num_seqs: most texts of a
-    run. library: see `Engine`. clock: seconds.
+    run. library, adapters: see `Engine`. clock: seconds.
     """
 
     def __init__(
@@ -39,12 +40,14 @@ class EncoderEngine:
         token_budget: int,
         max_num_seqs: int,
         library: Library | None = None,
+        adapters: GraphAdapters | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.runner = runner
         self.max_model_len = runner.max_model_len
         self.max_num_seqs = max_num_seqs
         self.library = library
+        self.adapters = adapters
         self._token_budget = token_budget
         self._clock = clock
         self._waiting: list[EncoderSequence] = []  # in the order of their queue keys

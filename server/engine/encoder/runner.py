@@ -11,11 +11,15 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 
+import numpy as np
+
 from kvasir.kernels.library import Library
+from kvasir.model.adapters.layout import Layout
 from kvasir.model.config import TransformerConfig
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.model.packing import HIDDEN_OUTPUT, VECTORS_OUTPUT, pack
 from kvasir.model.platform.machine import return_freed_memory, usable_cpus
+from kvasir.server.engine.adapters.stock import graph_adapters
 from kvasir.server.engine.encoder.sequence import EncoderSequence
 from kvasir.server.engine.model_runner import check_max_model_len
 from kvasir.server.engine.sampling.params import Floats
@@ -27,8 +31,8 @@ class EncoderRunner:
 
     The second one is opened when runs first overlap, and closed when the engine is idle. If the
     files have changed since, the first session runs these too. max_runs: at a time, each with one
-    thread. fits_16_bits: as the manifest has it. library: see `open_session`. Raises ValueError for
-    a limit that the model cannot meet.
+    thread. fits_16_bits: as the manifest has it. library, layout: see OnnxRunner. Raises ValueError
+    for a limit that the model cannot meet.
     """
 
     def __init__(
@@ -40,12 +44,19 @@ class EncoderRunner:
         threads: int | None = None,
         fits_16_bits: bool = False,
         library: Library | None = None,
+        layout: Layout | None = None,
     ) -> None:
+        self.adapters = graph_adapters(layout, library)
         self.max_model_len = check_max_model_len(max_model_len, config)
         self.max_runs = threads or usable_cpus()
         # Hardly two runs have the same shapes.
         self._open = partial(
-            open_session, graph, library=library, plans_memory=False, fits_16_bits=fits_16_bits
+            open_session,
+            graph,
+            library=library,
+            adapters=self.adapters,
+            plans_memory=False,
+            fits_16_bits=fits_16_bits,
         )
         self._files = [graph, graph.with_name(f"{graph.name}.data")]
         self._file_ids = self._read_file_ids()
@@ -63,6 +74,9 @@ class EncoderRunner:
         if self._n_types:  # of a lone type, a tokenizer may still number others
             types = [text.type_ids if self._n_types > 1 else None for text in texts]
         inputs, ends = pack([text.prompt_ids for text in texts], types)
+        if self.adapters is not None:
+            of_texts = [text.adapter for text in texts]
+            inputs |= self.adapters.inputs(of_texts, np.diff(ends, prepend=0))
         names = [VECTORS_OUTPUT]
         if any(text.wants_tokens for text in texts):
             names.append(HIDDEN_OUTPUT)
@@ -77,6 +91,8 @@ class EncoderRunner:
         """Close the session for several runs, and return what the other one keeps for its runs."""
         self._single = None
         inputs, _ = pack([[0]], [None] if self._n_types else None)
+        if self.adapters is not None:
+            inputs |= self.adapters.inputs([None], np.ones(1, dtype=np.int64))
         self._all.run([VECTORS_OUTPUT], inputs, shrinking())
         return_freed_memory()
 

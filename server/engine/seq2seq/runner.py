@@ -8,15 +8,20 @@ in the decode run, a token a step: first its given beginning, then new tokens.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvasir.kernels.library import Library
+from kvasir.model.adapters.layout import Layout
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import cache_names
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.model.packing import SOURCE_OUTPUT, encode_sources
 from kvasir.model.platform.machine import available_memory, usable_cpus
+from kvasir.server.engine.adapters.loaded import Adapter
+from kvasir.server.engine.adapters.stock import graph_adapters
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.encoder.engine import MAX_PADDING
 from kvasir.server.engine.kv.memory import KVShape
@@ -26,6 +31,14 @@ from kvasir.server.engine.runner import TOKEN_BLOCK, RowBinding, lone_token_diff
 from kvasir.server.engine.sampling.logits import Logits
 from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.engine.session import check_shape, open_session
+
+
+class _Token(NamedTuple):
+    """A row's token, and its place in the target."""
+
+    id: int
+    place: int
+    adapter: Adapter | None = None
 
 
 class Seq2SeqRunner:
@@ -50,18 +63,26 @@ class Seq2SeqRunner:
         threads: int | None = None,
         fits_16_bits: bool = False,
         library: Library | None = None,
+        layout: Layout | None = None,
     ) -> None:
         assert config.encoder is not None
+        self.adapters = graph_adapters(layout, library)
         self.max_model_len = check_max_model_len(max_model_len, config)
         longest = config.encoder.max_model_len
         self.max_source_len = min(longest, max_model_len or longest)
         self.vocab_size = config.vocab_size
         self.decode_seconds = 0.0
         threads = threads or usable_cpus()
+        how: dict[str, Any] = {"library": library, "adapters": self.adapters}
         self._encoder = open_session(
-            encoder, threads, library=library, plans_memory=False, fits_16_bits=fits_16_bits
+            encoder,
+            threads,
+            of_sources=True,
+            plans_memory=False,
+            fits_16_bits=fits_16_bits,
+            **how,
         )
-        self._decoder = open_session(decoder, threads, library=library)
+        self._decoder = open_session(decoder, threads, **how)
         check_shape(self._decoder, config)
         shape = KVShape(*config.cache_shape)
         n_bytes = kv_cache_bytes
@@ -88,7 +109,8 @@ class Seq2SeqRunner:
         self._bindings: dict[int, _SourceBinding] = {}  # by rows
         self._never_alone = False
         self._never_alone = lone_token_differs(self._decode_one, self._logits)
-        encode_sources(self._encoder, [[0, 0]])  # warm up, as the trial the decoder
+        warmed, of_none = [[0, 0]], self._adapter_inputs([None], np.array([2]))
+        encode_sources(self._encoder, warmed, of_none)  # as the trial warms the decoder up
         self.decode_seconds = 0.0
 
     def run(self, batch: StepBatch) -> Logits:
@@ -101,14 +123,24 @@ class Seq2SeqRunner:
 
     def _encode(self, chunks: list[Chunk]) -> None:
         """Encode whole sources in one run, and write what it makes to their rows."""
-        made = encode_sources(self._encoder, [chunk.sequence.prompt_ids for chunk in chunks])
+        sources = [chunk.sequence.prompt_ids for chunk in chunks]
+        adapters, lengths = (
+            [chunk.sequence.adapter for chunk in chunks],
+            np.array([*map(len, sources)]),
+        )
+        made = encode_sources(self._encoder, sources, self._adapter_inputs(adapters, lengths))
         for chunk, (keys_values, states) in zip(chunks, made, strict=True):
             self.kv.sources.array[:, chunk.row, :, : chunk.count] = keys_values
             self.kv.targets.write_states(chunk.row, states)
 
+    def _adapter_inputs(
+        self, adapters: list[Adapter | None], lengths: NDArray[np.int64] | None = None
+    ) -> dict[str, NDArray[Any]]:
+        return {} if self.adapters is None else self.adapters.inputs(adapters, lengths)
+
     def _decode(self, chunks: list[Chunk]) -> int:
         """Run a token of each target; write the logits in the chunks' order, and count them."""
-        tokens: dict[int, tuple[int, int]] = {}  # by row: a token and its place in the target
+        tokens: dict[int, _Token] = {}  # by row
         wanted: list[int] = []  # rows
         for chunk in chunks:
             sequence, place = chunk.sequence, chunk.start - len(chunk.sequence.prompt_ids)
@@ -121,12 +153,13 @@ class Seq2SeqRunner:
                     self.kv.copy(sequence.rows[source], sequence.rows[target], start, place)
             rows = sequence.rows[: len(token_ids)]
             tokens |= {
-                row: (token_id, place) for row, token_id in zip(rows, token_ids, strict=True)
+                row: _Token(token_id, place, sequence.adapter)
+                for row, token_id in zip(rows, token_ids, strict=True)
             }
             wanted += rows[: chunk.n_logits]
         return self._run(tokens, wanted, 0)
 
-    def _run(self, tokens: dict[int, tuple[int, int]], wanted: list[int], first_logit: int) -> int:
+    def _run(self, tokens: dict[int, _Token], wanted: list[int], first_logit: int) -> int:
         """Run the rows from 0 on; write the logits of those `wanted` from `first_logit` on.
 
         Other rows get a token that their next one overwrites, and keep their states.
@@ -136,16 +169,17 @@ class Seq2SeqRunner:
         if n_rows not in self._bindings:
             self._bindings[n_rows] = _SourceBinding(self._decoder, self.kv, n_rows)
         binding = self._bindings[n_rows]
-        pairs = [tokens.get(row, (0, 0)) for row in range(n_rows)]
-        binding.input_ids[:] = [token_id for token_id, _ in pairs]
-        binding.position_ids[:] = [place for _, place in pairs]
+        of_rows = [tokens.get(row, _Token(0, 0)) for row in range(n_rows)]
+        binding.input_ids[:] = [token.id for token in of_rows]
+        binding.position_ids[:] = [token.place for token in of_rows]
         binding.n_new[:] = [row in tokens for row in range(n_rows)]
-        ends = [place + 1 for _, place in pairs]
+        binding.take(self._adapter_inputs([token.adapter for token in of_rows]))
+        ends = [token.place + 1 for token in of_rows]
         self.decode_seconds += binding.run(ends, 1, wanted, self._logits, first_logit)
         return len(wanted)
 
     def _decode_one(self, token_id: int, position: int, n_rows: int, first_logit: int) -> None:
-        tokens = {0: (token_id, position), 1: (0, 0)}
+        tokens = {0: _Token(token_id, position), 1: _Token(0, 0)}
         self.kv.targets.write_states(0, None)
         self._run({row: tokens[row] for row in range(n_rows)}, [0], first_logit)
 

@@ -17,10 +17,12 @@ from kvasir.model.directory import (
 )
 from kvasir.model.platform.files import parse_object
 from kvasir.model.records import GenerationDefaults
+from kvasir.server.engine.adapters.loaded import Adapter
+from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.errors import StartupError
 from kvasir.server.requests.adapters.bank import AdapterBank
 from kvasir.server.requests.completion import Completion
-from kvasir.server.requests.request import CompletionRequest
+from kvasir.server.requests.request import CompletionRequest, EmbeddingRequest
 from kvasir.server.requests.served_model import ServedModel, chat_format
 
 
@@ -50,12 +52,24 @@ class AdaptedModel(ServedModel):
     @asynccontextmanager
     async def complete(self, request: CompletionRequest) -> AsyncIterator[Completion]:
         """See ServedModel. The adapter is loaded first, if need be; see AdapterBank.hold."""
+        async with (
+            self._holding() as adapter,
+            super().complete(replace(request, adapter=adapter)) as completion,
+        ):
+            yield completion
+
+    async def embed(self, request: EmbeddingRequest) -> list[Floats]:
+        """See ServedModel, and `complete`."""
+        async with self._holding() as adapter:
+            return await super().embed(replace(request, adapter=adapter))
+
+    @asynccontextmanager
+    async def _holding(self) -> AsyncIterator[Adapter]:
         self.admission.check_open()
         async with self._bank.hold(self.name) as adapter:
             self._digest = adapter.digest
             self.metrics.server.adapted(self.name)
-            async with super().complete(replace(request, adapter=adapter)) as completion:
-                yield completion
+            yield adapter
 
 
 def _with_own_files(base: ModelDirectory, name: str, folder: Path) -> ModelDirectory:
