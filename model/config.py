@@ -35,7 +35,7 @@ FeedForward = Literal[
 ]
 Router = Literal["softmax", "sigmoid", "sparse_mixer"]
 Chosen = Literal["scores", "logits"]
-CrossAttention = Literal["dot", "none"]
+CrossAttention = Literal["dot", "additive", "none"]
 Activation = Literal["identity", "tanh", "relu", "gelu", "gelu_tanh"]
 LabelActivation = Literal["identity", "sigmoid", "softmax"]
 Size = Annotated[int, Field(strict=True, gt=0, le=2**31 - 1)]
@@ -300,8 +300,9 @@ class TransformerConfig:
     encoder: a source goes through it, and each block attends to its vectors between attention and
     feed-forward. With shared_embedding both have one table of tokens. A target begins with
     target_prefix, which no source decides: a token that starts it, and perhaps one of its language.
-    cross_attention: "none" leaves a decoder of LSTM layers what these begin with (Sutskever et al.
-    2014).
+    cross_attention: of a decoder of LSTM layers it may be "additive", whose scores are
+    v · tanh(W s + U h) (Bahdanau et al. 2015), or "none", which leaves the layers what they begin
+    with (Sutskever et al. 2014).
     n_kv_head: n_head of them is multi-head attention, 1 is multi-query (Shazeer 2019), a number
     between is grouped-query (Ainslie et al. 2023). qk_norm: RMSNorm over each head of queries and
     keys (Henry et al. 2020), or, with `qk_norm_across_heads`, over all of a token's heads together
@@ -450,6 +451,8 @@ class TransformerConfig:
     @property
     def query_scale(self) -> float:
         """The factor of query · key."""
+        if self.cross_attention == "additive":  # the only attention there is
+            return 1.0
         own = self.latents and self.latents.key_dim + (self.rotary_dim or 0)
         return self.attention_scale or 1.0 / math.sqrt(own or self.head_dim)
 

@@ -106,9 +106,11 @@ def _recurrence(config: Any) -> Iterator[Rule]:
     backwards = is_lstm and not config.causal
     allowed = "an lstm without both_ways outside an encoder"
     yield "recurrence", backwards or not getattr(config.recurrence, "both_ways", False), allowed
-    allowed = "dot without an encoder and recurrent layers of lstm"
+    allowed = "additive or none with an encoder and recurrent layers of lstm, and dot without"
     own = is_lstm and config.encoder is not None
-    yield "cross_attention", own or config.cross_attention == "dot", allowed
+    yield "cross_attention", own != (config.cross_attention == "dot"), allowed
+    alone = config.cross_attention != "additive" or config.n_head == config.n_kv_head
+    yield "n_kv_head", alone, "n_head with additive cross_attention"
 
 
 def _positions(config: Any) -> Iterator[Rule]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from typing import Any
 
 from kvasir.model.config import ConfigError, Lstm, Mamba2, Pooling, RopeScaling, TransformerConfig
@@ -19,6 +19,16 @@ def _with_encoder(sizes: tuple[int, ...], **fields: Any) -> TransformerConfig:
     encoder = TransformerConfig(**_shape(*sizes), **fields, causal=False)
     # Token 0 ends the texts of a tokenizer that is trained here, and starts targets.
     return TransformerConfig(**_shape(*sizes), **fields, encoder=encoder, target_prefix=(0,))
+
+
+def _with_lstm(cross_attention: str, *, both_ways: bool) -> TransformerConfig:
+    """Return a decoder of two layers of LSTM with an encoder of as many numbers."""
+    shape = _shape(2048, 1024, 2, 1, 1, 192, 192, 192)
+    shape |= {"position": "none", "recurrent_layers": (0, 1), "layers_without_feed_forward": (0, 1)}
+    read = Lstm(width=192 // (1 + both_ways), both_ways=both_ways)
+    encoder = TransformerConfig(**shape, recurrence=read, causal=False)
+    own: dict[str, Any] = {"cross_attention": cross_attention, "recurrence": Lstm(width=192)}
+    return TransformerConfig(**shape, **own, encoder=encoder, target_prefix=(0,))
 
 
 PRESETS = {
@@ -62,16 +72,8 @@ PRESETS = {
         norm="layernorm",
         norm_placement="post",
     ),
-    "tiny-lstm": replace(
-        _with_encoder(
-            (2048, 1024, 2, 1, 1, 192, 192, 192),
-            position="none",
-            recurrence=Lstm(width=192),
-            recurrent_layers=(0, 1),
-            layers_without_feed_forward=(0, 1),
-        ),
-        cross_attention="none",
-    ),  # Sutskever et al. 2014, with residuals and norms
+    "tiny-lstm": _with_lstm("none", both_ways=False),  # after Sutskever et al. 2014
+    "tiny-lstm-attention": _with_lstm("additive", both_ways=True),  # after Bahdanau et al. 2015
     "transformer-base": _with_encoder(
         (37000, 1024, 6, 8, 8, 64, 512, 2048),
         position="sinusoidal",

@@ -46,13 +46,14 @@ class Exported:
 
 
 KINDS = ("sinusoidal fp32", "relative int8", "none fp32", "none int8")
+KINDS += ("additive fp32", "additive int8")
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
     kind, precision = request.param.split()
     if kind in ("none", "additive"):
-        model = small_model(small_lstm_config((3, 7), cross_attention=kind), seed=1)
+        model = small_model(small_lstm_config((3, 7), cross_attention=kind), seed=11)
     else:
         config = small_config((3, 7))
         assert config.encoder is not None

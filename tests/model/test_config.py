@@ -143,7 +143,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         PAIR | {"recurrence": LSTM | {"both_ways": True}, "recurrent_layers": (0, 1)},
         "recurrence must be an lstm without both_ways outside an encoder",
     ),
-    (PAIR | {"cross_attention": "none"}, "cross_attention must be dot without an encoder and"),
+    (PAIR | {"cross_attention": "none"}, "cross_attention must be additive or none with an encod"),
+    (
+        PAIR | {"recurrence": LSTM, "recurrent_layers": (0, 1)},
+        "cross_attention must be additive or",
+    ),
     ({**RECURRENT, "position": "alibi"}, "position must be one without biases on scores"),
     ({**RECURRENT, "position": "relative"}, "position must be one without biases on scores"),
 ]

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from kvasir.export.directory import export_checkpoint
 from kvasir.model.checkpoint import load_checkpoint
 from kvasir.model.config import Lstm
+from kvasir.model.network.cross_attention import CrossAttention, Source
 from kvasir.model.network.positions import Positions
 from kvasir.model.network.recurrent.lstm import LstmMixer
 from kvasir.model.reference import generate
@@ -83,8 +84,39 @@ def test_a_decoder_in_pieces_has_the_state_of_the_whole() -> None:
     assert all(map(torch.equal, state, mixer.mix(x, state, torch.zeros(2))[1]))
 
 
+@torch.no_grad()
+def test_additive_attention_is_the_formula() -> None:
+    """Σ softmax(v · tanh(W s + U h)) V h, a head and a pair of vectors at a time."""
+    torch.manual_seed(2)
+    config = small_lstm_config(cross_attention="additive")
+    assert config.encoder is not None
+    attention = CrossAttention(config, config.encoder)
+    assert attention.score is not None
+    x, hidden, lengths = torch.randn(2, 3, 16), torch.randn(2, 5, 16), torch.tensor([5, 2])
+    query, key, value = attention.query.weight, *attention.key_value.weight.chunk(2)
+    for row, n in enumerate(lengths.tolist()):
+        for place in range(3):
+            read = []
+            for head in range(2):
+                own = slice(8 * head, 8 * head + 8)
+                scores = [
+                    attention.score[head] @ (query[own] @ x[row, place] + key[own] @ h).tanh()
+                    for h in hidden[row, :n]
+                ]
+                weights = torch.stack(scores).softmax(dim=0)
+                read.append(weights @ (hidden[row, :n] @ value[own].T))
+            expected = attention.output(torch.cat(read))
+            made = attention(x, Source(hidden, lengths))[row, place]
+            torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-6)
+    hidden[1, 2:] = torch.nan
+    again = attention(x, Source(hidden, lengths))[1]
+    alone = attention(x[1:], Source(hidden[1:, :2], lengths[1:]))[0]
+    torch.testing.assert_close(again, alone, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("preset", ["tiny-lstm", "tiny-lstm-attention"])
 def test_a_preset_is_trained_exported_and_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server's greedy answers are those of the network, whatever the company."""
     monkeypatch.chdir(tmp_path)
@@ -94,7 +126,7 @@ def test_a_preset_is_trained_exported_and_served(
     shape = [f"--set={name}=32" for name in ("d_model", "head_dim")]
     shape += ['--set=recurrence={"kind": "lstm", "width": 32}', "--set=vocab_size=290"]
     options = ["--context=16", "--batch-size=16", "--steps=12", "--learning-rate=0.01"]
-    trained("pairs.tsv", "--preset=tiny-lstm", *shape, *options, "--warmup=2", "--out=run")
+    trained("pairs.tsv", f"--preset={preset}", *shape, *options, "--warmup=2", "--out=run")
     export_checkpoint(Path("run"), Path("made"), precision="fp32")
     checkpoint = load_checkpoint(Path("run"))
     sources = [source for source, _ in pairs[::7]]
