@@ -71,6 +71,9 @@ dashboard-smoke: $(VENV)/.dev  ## Run each query of the dashboards on a Promethe
 rolling-restart: $(VENV)/.serve  ## Restart servers behind nginx; ARGS=10000: three, with Redis and a batch
 	$(BIN)/python -m tests.deploy.rolling_restart $(MODEL) $(ARGS)
 
+fleet-check: $(VENV)/.dev  ## Compare simulated fleets with real servers; draw docs/fleet.png
+	$(BIN)/python -m tests.deploy.fleet_check docs/fleet.png $(ARGS)
+
 ray-smoke: build/ray/.ready  ## Run batches and a server on a local Ray; kill an actor
 	build/ray/bin/python -m tests.deploy.ray_smoke $(MODEL)
 
@@ -242,4 +245,4 @@ build/agent-clients/.ready:
 		openai-agents==0.24.0 'pydantic-ai-slim[openai]==2.68.0'
 	@touch $@
 
-.PHONY: rounding ray-smoke families newcomer demo docs compose-check browser-test overload soak cold-start dashboard-smoke conformance faults attack image-check rolling-restart loadtest validate help serve test lint train export bench gpu-check gpu-wheels webgpu-check example example-seq2seq
+.PHONY: rounding fleet-check ray-smoke families newcomer demo docs compose-check browser-test overload soak cold-start dashboard-smoke conformance faults attack image-check rolling-restart loadtest validate help serve test lint train export bench gpu-check gpu-wheels webgpu-check example example-seq2seq

@@ -30,14 +30,9 @@ def batch(
     requests: Path = Argument(help="Lines of custom_id, method, url and body; - reads a pipe."),
     output: Path = Argument(help="File of answers; - writes them to a pipe at the end."),
     model: Path = Argument(help="A model directory or reference; NAME=DIR gives it a name."),
-    engines: int | None = Option(
-        None, min=1, max=256, help="Processes; threads and memory are divided. Default: 1."
-    ),
+    engines: int | None = Option(None, min=1, max=256, help="Processes that share this machine."),
     ray: str | None = Option(
-        None,
-        metavar="ADDRESS",
-        help="Run them as actors of Ray: of the cluster here (auto), of a new one (local), or of "
-        "that address. Default of --engines: as many as have room.",
+        None, metavar="ADDRESS", help="Run them as actors of Ray; auto finds it, local starts it."
     ),
     cache_dir: CacheDir = None,
     as_json: Json = False,

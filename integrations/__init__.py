@@ -1,4 +1,1 @@
-"""Engines of others that run ours: Ray, with Serve for requests and Data for files of them.
-
-May import what serves, `server` and `model`; the packages of others are extras.
-"""
+"""Engines of others that run ours: Ray. May import `server` and `model.platform`."""

@@ -42,4 +42,4 @@ class Kvasir:
 
 def app(settings: dict[str, Any]) -> Application:
     """Return the application for `serve run` and configuration files."""
-    return Kvasir.bind(**settings)
+    return Kvasir.bind(**settings)  # type: ignore[attr-defined]

@@ -25,8 +25,7 @@ from kvasir.server.process.offline import open_model, record
 from kvasir.server.settings import Settings
 
 _BLOCKS_AT_ONCE = 2  # of an actor: while the last answers of one come, another begins
-_BLOCKS_PER_ACTOR = 4  # at least, for all to end at about the same time
-_MOST_PER_ROW = 4  # requests of a block for each that runs at once
+_BLOCKS = 4  # for each actor at least, for all to end at about the same time
 _MOST_RETRIES = 5  # of a block whose actor dies, before it is taken for the cause
 
 
@@ -77,9 +76,7 @@ def answer_on_ray(
         logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # our error says it
         size, needs = _actors(settings, n_engines, device)
         n_left = journal.counts.total - len(journal.answered)
-        n_lines = min(
-            -(-n_left // (_BLOCKS_PER_ACTOR * size)), _MOST_PER_ROW * settings.max_num_seqs
-        )
+        n_lines = min(-(-n_left // (_BLOCKS * size)), 4 * settings.max_num_seqs)
         try:
             answers = ray.data.from_arrow_refs(list(_blocks(requests, n_lines))).map_batches(
                 Engine,

@@ -103,7 +103,8 @@ def ask(url: str, session: str = "", **body: Any) -> IO[bytes]:
     """Send a completion, and return its answer, which may still be coming."""
     headers = {"Content-Type": "application/json", "X-Session-Id": session}
     request = Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)  # noqa: S310
-    return urlopen(request, timeout=120)  # noqa: S310
+    response: IO[bytes] = urlopen(request, timeout=120)  # noqa: S310
+    return response
 
 
 def check_serve(model: str) -> None:
@@ -113,7 +114,10 @@ def check_serve(model: str) -> None:
     url = f"http://127.0.0.1:{port}"
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     router = RequestRouterConfig(request_router_class=SESSIONS)
-    options = Kvasir.options(ray_actor_options={"num_cpus": 0.4}, request_router_config=router)
+    deployment: Any = Kvasir  # as a decorator made it
+    options = deployment.options(
+        ray_actor_options={"num_cpus": 0.4}, request_router_config=router, version="1"
+    )
     serve.run(options.options(num_replicas=2).bind(model=model, max_num_seqs=16))
     replicas = workers("ServeReplica")
     assert len(replicas) == 2
