@@ -28,7 +28,7 @@ from tests.faults.server_process import ServerProcess
 
 MIXES = {
     "own beginnings": Mix(),
-    "8 beginnings of 512 tokens": Mix(n_turns=3, asked=48, beginning=512, n_beginnings=8),
+    "7 beginnings of 512 tokens": Mix(n_turns=3, asked=48, beginning=512, n_beginnings=7),
 }
 PER_REPLICA, SIZES = 16, (1, 3, 10, 30, 100, 300, 1000)
 MEMORY = "24MiB"
