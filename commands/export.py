@@ -30,7 +30,7 @@ from kvasir.commands.console.output import (
 )
 from kvasir.commands.console.progress import ProgressBar, loading
 from kvasir.commands.pull import on_this_machine
-from kvasir.model.records import GenerationDefaults, SpanFigures, Verification
+from kvasir.model.records import GenerationDefaults, LayerFigures, SpanFigures, Verification
 
 _TEXT = Option(None, help="Text for perplexity. Default: held-out text, or English.")
 _SOURCE = "A training run, a checkpoint, a Hugging Face folder, a .gguf file, or hf://org/name."
@@ -124,6 +124,7 @@ def evaluate(
     directory: ModelDirectory,
     against: Path | None = Option(None, help="What it was exported from."),
     text: Path | None = _TEXT,
+    by_layer: bool = Option(False, "--by-layer", help="Measure each layer alone too."),
     plot: Path | None = Option(None, help="A picture to write: the loss by position."),
     as_json: Json = False,
 ) -> None:
@@ -135,7 +136,9 @@ def evaluate(
         from kvasir.export.evaluation import verify_directory
 
     with one_line_errors(), ProgressBar(quiet=as_json, takes_minutes=True) as progress:
-        manifest, measured, problem = verify_directory(directory, against, text, progress)
+        manifest, measured, problem = verify_directory(
+            directory, against, text, progress, by_layer=by_layer
+        )
     columns = {"manifest": manifest.verification} | ({"measured": measured} if measured else {})
     parts = _tables(directory.name, **columns)
     if measured is None:
@@ -145,6 +148,8 @@ def evaluate(
     with one_line_errors():
         if figures.by_position:
             parts.append(_by_position(figures.by_position))
+        if figures.by_layer:
+            parts.append(_by_layer(figures.by_layer))
         if plot is not None:
             from kvasir.commands.console.pictures import draw_losses
 
@@ -176,8 +181,22 @@ def _by_position(spans: Sequence[SpanFigures]) -> Table:
     return make_table("by position", ("position", "tokens", "mean kl", "kl 99", "agreement"), rows)
 
 
+def _by_layer(layers: Sequence[LayerFigures]) -> Table:
+    rows = [
+        (
+            "embedding" if of.layer is None else f"layer {of.layer}",
+            *(f"{of.mean_kl:.2e}", f"{of.error:.2%}", f"{of.gain:.4f}"),
+        )
+        for of in layers
+    ]
+    return make_table("by layer, alone", ("", "mean kl", "error", "gain"), rows)
+
+
 def _tables(title: str, **columns: Verification) -> list[Table | Text]:
     """Return a table of measurements, a column for each set; below, the text of each perplexity."""
+    for name, column in list(columns.items()):
+        if column.own is not None:
+            columns[f"{name} (own operators)"] = column.own
     rows = []
     for key, form in _FORMATS.items():
         values = [getattr(column, key) for column in columns.values()]

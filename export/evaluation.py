@@ -6,6 +6,7 @@ from pathlib import Path
 
 from kvasir.export.graphs.decoder import load_weights
 from kvasir.export.graphs.source import load_both_weights
+from kvasir.export.rounding.formulas import BITS
 from kvasir.export.verification.paged_session import PagedSession
 from kvasir.export.verification.samples import make_sample
 from kvasir.export.verification.segments import SegmentedGraph
@@ -24,13 +25,16 @@ def verify_directory(
     source: Path | None = None,
     text: Path | None = None,
     progress: Progress = no_progress,
+    *,
+    by_layer: bool = False,
 ) -> tuple[Manifest, Verification | None, VerificationError | None]:
     """Check a model directory's hashes and measure its figures now.
 
     The reference is the checkpoint or else the decoder rebuilt from the graph's own weights;
     figures are None where rounding has left neither. The last item says why the graph must not be
-    served, if it must not. Raises ModelDirectoryError, CheckpointError (also for one that the
-    directory was not made from), VerificationError as `measure`, and ValueError.
+    served, if it must not. by_layer: measure each layer alone too. Raises ModelDirectoryError,
+    CheckpointError (also for one that the directory was not made from), VerificationError as
+    `measure`, and ValueError.
     """
     progress("reading the model", 0, 0)
     model_dir = load_model_dir(directory)
@@ -59,7 +63,13 @@ def verify_directory(
         sample = make_sample(checkpoint, text, precision)
         verifier = Verifier(config, checkpoint.weights, sample, device)
     graph = model_dir.graph_path
-    return manifest, *measure(checkpoint, verifier, graph, device, precision, progress)
+    figures, problem = measure(checkpoint, verifier, graph, device, precision, progress)
+    if by_layer:
+        if verifier is None or config.encoder is not None or device != "cpu":
+            raise ValueError("only decoders on cpu are measured by layer; leave --by-layer out")
+        layers = verifier.by_layer(SegmentedGraph(graph, config))
+        figures = figures.model_copy(update={"by_layer": layers})
+    return manifest, figures, problem
 
 
 def measure(
@@ -82,9 +92,14 @@ def measure(
     on_cpu = device == "cpu"
     graph = SegmentedGraph(path, config) if on_cpu else PagedSession.open(path, config, device)
     figures = verifier.verify(graph.logits, progress)
+    packed = PagedSession.find(path, config) if on_cpu and precision in BITS else None
+    if packed is not None:
+        figures = figures.model_copy(update={"own": verifier.verify(packed.logits, progress)})
     is_far = precision == "fp32" and figures.max_logit_error > MAX_LOGIT_ERROR
     try:
         check(figures, precision, verifier.float32_error(progress) if is_far else 0.0)
+        if figures.own is not None:
+            check(figures.own, precision)
     except VerificationError as error:
         return figures, error
     return figures, None

@@ -31,6 +31,19 @@ class SpanFigures(Record):
     greedy_agreement: float
 
 
+class LayerFigures(Record):
+    """What one layer costs if all else is PyTorch's; layer: None is the embedding.
+
+    error: the deviation of what it adds from what PyTorch adds, relative to that. gain: the share
+    of PyTorch's that is in what it adds; only a wrong scale makes it another than about 1.
+    """
+
+    layer: int | None
+    mean_kl: float
+    error: float
+    gain: float
+
+
 class Verification(Record):
     """Figures that `export` measured: ONNX Runtime against PyTorch, over the same given tokens.
 
@@ -53,6 +66,8 @@ class Verification(Record):
 
     exact_match_torch, exact_match_onnx: of an encoder-decoder, the share of the pairs of `text`
     whose target is the greedy answer; exact_match_error is as retrieval_error.
+
+    own: by operators of our own where these compute the model, which the other figures are not.
     """
 
     mean_kl: float | None = None
@@ -76,10 +91,14 @@ class Verification(Record):
     longest: int | None = None
     error_growth: float | None = None
     by_position: list[SpanFigures] | None = None
+    by_layer: list[LayerFigures] | None = None
+    own: Verification | None = None
 
     @property
     def verdict(self) -> str:
-        """A sentence on what is lost."""
+        """A sentence on what is lost, by those operators that lose more."""
+        if self.own is not None and (self.own.mean_kl or 0.0) > (self.mean_kl or 0.0):
+            return self.own.verdict
         if self.mean_cosine is not None:
             return (
                 f"the mean cosine of its vectors and PyTorch's is {self.mean_cosine:.5f}, "

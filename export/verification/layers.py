@@ -5,7 +5,7 @@ Weights are read when they are needed, in whatever type they are stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from itertools import groupby
@@ -107,6 +107,21 @@ class LayeredDecoder:
                     for place, key, value in zip(group, *cache, strict=True):
                         observe(layer, place, LayerCache(key, value))
         return [x for batch in hidden for x in batch]
+
+    @torch.inference_mode()
+    def states(self, x: Ids | Tensor, first: int = 0) -> Iterator[Tensor]:
+        """Yield a row's vectors [tokens, d_model] before layer `first`, and after each from it on.
+
+        x: tokens, or the vectors before layer `first`.
+        """
+        if not isinstance(x, Tensor):
+            x = self._embed(self._weights["embedding.weight"], torch.from_numpy(x)[None])[0]
+        yield x
+        for layer in range(first, self.config.n_layer):
+            block = make_block(self.config, layer)
+            self._load(block, f"blocks.{layer}")
+            x = self._compute(block, x[None], None)[0][0]
+            yield x
 
     @torch.inference_mode()
     def encode(

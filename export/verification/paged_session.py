@@ -1,4 +1,4 @@
-"""The exported graph for a GPU in one session, whose rows are packed into blocks run by run."""
+"""The graph in one session, its rows packed into blocks: by GPUs, or operators of our own."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kvasir.model.directory import INVERSE_TEMPERATURES_INPUT, KV_BLOCK_SIZE, De
 from kvasir.model.platform.progress import Progress, no_progress, with_progress
 from kvasir.server.engine.gpu.model import DeviceModel
 from kvasir.server.engine.gpu.session import BACKENDS
+from kvasir.server.engine.packed import find_packed_model
 from kvasir.server.engine.sampling.logits import Candidates
 
 __all__ = ["PagedSession", "require_device"]
@@ -50,6 +51,12 @@ class PagedSession:
         backend = BACKENDS[device]
         session = backend.open_session(path)
         return cls(config, partial(DeviceModel, session, bind_blocks=backend.bind_blocks))
+
+    @classmethod
+    def find(cls, path: Path, config: TransformerConfig) -> PagedSession | None:
+        """Load a graph over rows for operators of our own; None if they do not compute it."""
+        found = find_packed_model(path, config)
+        return None if found is None else cls(config, *found)
 
     def logits(self, cases: Sequence[Case], progress: Progress = no_progress) -> Iterator[Floats]:
         """Yield the logits [wanted, vocab] of each step of all cases."""

@@ -7,7 +7,7 @@ all cases before the next is loaded, since their tokens are given. An encoder be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,6 +133,22 @@ class SegmentedGraph:
         for arrays in pending:
             (logits,) = session.run(["logits"], {name: arrays[name] for name in names})
             yield logits
+
+    def layers_alone(self, row: Ids, exact: Iterable[Floats]) -> Iterator[Floats]:
+        """Yield what the embedding, and then each layer, makes of what PyTorch has made before it.
+
+        exact: PyTorch's vectors [tokens, d_model] of the row after each. Layers decode. Raises
+        ValueError where layers hand on other vectors too.
+        """
+        case = Case(row[None], [Step(len(row), [len(row)], decode=True)])
+        (arrays,) = pending = [case.steps[0].inputs(case.rows)]
+        for segment, vectors in zip(self._segments, exact, strict=False):
+            self._run(self._open(segment, pending), segment, case, pending)
+            made = [name for name in segment.hands_on if arrays[name].size == vectors.size]
+            if len(made) != 1:
+                raise ValueError("its layers hand on more than one vector a token: none is alone")
+            yield arrays[made[0]].reshape(vectors.shape)
+            arrays[made[0]] = vectors.reshape(arrays[made[0]].shape)
 
     def _encode(self, cases: Sequence[Case], progress: Progress) -> list[Arrays]:
         """Return what the decoder reads of the sources of each case."""

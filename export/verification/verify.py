@@ -18,13 +18,13 @@ from kvasir.export.rounding.activations import Activations
 from kvasir.export.verification.layers import LayeredDecoder, Observer
 from kvasir.export.verification.pair_plan import PairPlan, SamplePairs
 from kvasir.export.verification.plan import Plan, SampleText
-from kvasir.export.verification.segments import Case, Floats
-from kvasir.export.verification.tally import NO_LABEL, SPAN, Tally
+from kvasir.export.verification.segments import Case, Floats, SegmentedGraph
+from kvasir.export.verification.tally import NO_LABEL, SPAN, Tally, divergences
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import Device
 from kvasir.model.network.attention import LayerCache
 from kvasir.model.platform.progress import Progress, no_progress
-from kvasir.model.records import Verification
+from kvasir.model.records import LayerFigures, Verification
 
 MAX_LOGIT_ERROR = 1e-3  # fp32, relative to the standard deviation of the logits
 MOST_OF_NOISE = 4.0  # times float32's own error, where that is larger: kernels sum in other orders
@@ -126,6 +126,27 @@ class Verifier:
                 largest = float(np.maximum(largest, error))
                 deviation = max(deviation, logits.std().item())
         return largest / deviation if deviation else 0.0
+
+    def by_layer(self, graph: SegmentedGraph) -> list[LayerFigures]:
+        """Measure each layer alone, on a row of text. Raises ValueError as `layers_alone`."""
+        row, decoder = self._plan.rows[self._plan.tests[-1].places[0]][:-1][:SPAN], self._decoder
+        exact, figures = list(decoder.states(row)), list[LayerFigures]()
+        logits, before = decoder.logits(exact[-1]), torch.zeros_like(exact[0])
+        alone = graph.layers_alone(row, [vectors.numpy() for vectors in exact])
+        for i, (after, vectors) in enumerate(zip(exact, alone, strict=True)):
+            made = torch.from_numpy(vectors)
+            *_, last = decoder.states(made, i)
+            added, wanted = made - before, after - before
+            figures.append(
+                LayerFigures.model_construct(
+                    layer=i - 1 if i else None,
+                    mean_kl=divergences(logits, decoder.logits(last)).mean().item(),
+                    error=((added - wanted).norm() / wanted.norm()).item(),
+                    gain=((added * wanted).sum() / wanted.square().sum()).item(),
+                )
+            )
+            before = after
+        return figures
 
     def verify(self, run: Run, progress: Progress = no_progress) -> Verification:
         """Measure everything; see `Verification` for the figures' meaning."""

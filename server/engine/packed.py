@@ -9,13 +9,15 @@ from __future__ import annotations
 import logging
 import mmap
 import sys
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvasir.kernels.library import Library
+from kvasir.kernels.library import Library, load
 from kvasir.model.adapters.layout import Layout
 from kvasir.model.config import TransformerConfig
 from kvasir.model.onnx.runtime import onnxruntime
@@ -111,6 +113,29 @@ def open_packed_runner(
         drafts_exactly=True,
         adapters=adapters,
     )
+
+
+_find_library = cache(partial(load, "auto", None))
+
+
+def find_packed_model(
+    graph: Path, config: TransformerConfig
+) -> tuple[Callable[[int], DeviceModel], int] | None:
+    """Return what makes a decoder with so many blocks, and the tokens of one.
+
+    None where operators of our own do not compute it, or are not there.
+    """
+    library = _find_library()
+    if isinstance(library, str) or config.recurrence is not None:
+        return None
+    from kvasir.kernels.graph import Mismatch  # noqa: PLC0415  imports onnx
+    from kvasir.kernels.page import BLOCK_SIZE, page  # noqa: PLC0415  imports onnx
+
+    try:
+        session = open_session(graph, usable_cpus(), library=library, rewrite=page)
+    except Mismatch:
+        return None
+    return partial(DeviceModel, session, bind_blocks=bind_cpu_blocks), BLOCK_SIZE
 
 
 class MemoryBlocks(KVBlocks):
