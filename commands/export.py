@@ -182,13 +182,7 @@ def _by_position(spans: Sequence[SpanFigures]) -> Table:
 
 
 def _by_layer(layers: Sequence[LayerFigures]) -> Table:
-    rows = [
-        (
-            "embedding" if of.layer is None else f"layer {of.layer}",
-            *(f"{of.mean_kl:.2e}", f"{of.error:.2%}", f"{of.gain:.4f}"),
-        )
-        for of in layers
-    ]
+    rows = [(of.layer, f"{of.mean_kl:.2e}", f"{of.error:.2%}", f"{of.gain:.4f}") for of in layers]
     return make_table("by layer, alone", ("", "mean kl", "error", "gain"), rows)
 
 

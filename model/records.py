@@ -32,13 +32,13 @@ class SpanFigures(Record):
 
 
 class LayerFigures(Record):
-    """What one layer costs if all else is PyTorch's; layer: None is the embedding.
+    """What one layer, or the embedding, costs if all else is PyTorch's.
 
     error: the deviation of what it adds from what PyTorch adds, relative to that. gain: the share
     of PyTorch's that is in what it adds; only a wrong scale makes it another than about 1.
     """
 
-    layer: int | None
+    layer: str
     mean_kl: float
     error: float
     gain: float

@@ -139,7 +139,7 @@ class Verifier:
             added, wanted = made - before, after - before
             figures.append(
                 LayerFigures.model_construct(
-                    layer=i - 1 if i else None,
+                    layer=f"layer {i - 1}" if i else "embedding",
                     mean_kl=divergences(logits, decoder.logits(last)).mean().item(),
                     error=((added - wanted).norm() / wanted.norm()).item(),
                     gain=((added * wanted).sum() / wanted.square().sum()).item(),
