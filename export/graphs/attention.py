@@ -37,7 +37,7 @@ from kvasir.model.directory import (
 from kvasir.model.packing import SOURCE_OUTPUT
 
 _AFTER_SOFTMAX = 2  # of the operator's attribute qk_output
-_PAST = (3, 4)  # the operator's inputs for keys and values
+_PAST = (3, 4)  # the operator's inputs for keys and values; the first is LinearAttention's state
 _ROTARY = (7, 8)  # cosines and sines
 _BIAS = 10  # added to scores; the next one is the score of each head's sink
 _LAYER = re.compile(r"(?:^|\.)blocks\.(\d+)\.")  # in the name of a parameter
@@ -86,12 +86,12 @@ def write_attention_graph(directory: Path) -> None:
     memories = [node for node in graph if node.op_type == "LinearAttention"]
     heads = [node.attributes["num_heads"].as_int() for node in own]
     heads += [node.attributes["q_num_heads"].as_int() for node in memories]
-    n_layer = len(own) + len(_recurrent_layers(graph))
-    mask = ir.val(HEAD_MASK_INPUT, ir.DataType.FLOAT, ir.Shape([n_layer, max(heads, default=0), 1]))
+    shape = ir.Shape(["n_layer", max(heads, default=0), 1])
+    mask = ir.val(HEAD_MASK_INPUT, ir.DataType.FLOAT, shape)
     graph.inputs.append(mask)
     for layer, node in enumerate(own):
-        past = _OF_PAST.search(str(node.inputs[_PAST[0]].name)) if node.inputs[_PAST[0]] else None
-        _show_attention(graph, node, int(past[1]) if past else layer, mask)
+        past = node.inputs[_PAST[0]]  # none of an encoder
+        _show_attention(graph, node, _layer_of(past) if past else layer, mask)
     for node in memories:
         _show_memory(graph, node, mask)
     if is_decoder and own:
@@ -146,14 +146,18 @@ def _show_attention(graph: ir.Graph, node: ir.Node, layer: int, mask: ir.Value) 
 
 def _show_memory(graph: ir.Graph, node: ir.Node, mask: ir.Value) -> None:
     """Make outputs of what decides a matrix's reads, and multiply its heads by their mask."""
-    tape, n_head = Tape(), node.attributes["q_num_heads"].as_int()
-    past = _OF_PAST.search(str(node.inputs[3].name)) if node.inputs[3] else None
-    assert past is not None, "a state is an input of the graph"
+    tape, layer = Tape(), _layer_of(node.inputs[_PAST[0]])
     for name, position in _MEMORY.items():
         if position < len(node.inputs):
             shown = tape.op("Identity", [node.inputs[position]])
-            _add_output(graph, shown, f"{name}.{past[1]}", ["batch", "sequence", "width"])
-    _mask_heads(graph, node, n_head, mask, int(past[1]), tape)
+            _add_output(graph, shown, f"{name}.{layer}", ["batch", "sequence", "width"])
+    _mask_heads(graph, node, node.attributes["q_num_heads"].as_int(), mask, layer, tape)
+
+
+def _layer_of(past: ir.Value | None) -> int:
+    match = _OF_PAST.search(str(past and past.name))
+    assert match is not None, "rows and states are inputs of the graph"
+    return int(match[1])
 
 
 def _mask_heads(
@@ -169,16 +173,9 @@ def _mask_heads(
         own = tape.op("Slice", [own, *ends])
     masked = tape.op("Mul", [apart.outputs[0], own])
     joined = tape.op("Reshape", [masked, constant(graph, "heads_joined", np.array([0, 0, -1]))])
-    result = node.outputs[0]
-    ir.convenience.replace_all_uses_with(result, joined)
-    apart.replace_input_with(0, result)
+    ir.convenience.replace_all_uses_with(node.outputs[0], joined)
+    apart.replace_input_with(0, node.outputs[0])
     graph.insert_after(node, [apart, *tape.nodes])
-
-
-def _recurrent_layers(graph: ir.Graph) -> set[str]:
-    names = (str(value.name) for value in graph.inputs)
-    found = (_OF_PAST.search(name) for name in names if name.startswith((*STATE_OUTPUTS,)))
-    return {match[1] for match in found if match}
 
 
 def _add_rows(graph: ir.Graph, attentions: Sequence[ir.Value], indices: ir.Value) -> None:

@@ -144,11 +144,7 @@ class Explainer:
         return Explanation(
             token_ids,
             [_name(tokenizer, token_id) for token_id in token_ids],
-            {
-                layer: outputs[f"attention.{layer}"][0, :, :n, :n]
-                for layer in layers
-                if f"attention.{layer}" in outputs
-            },
+            {i: outputs[of][0, :, :n, :n] for i in layers if (of := f"attention.{i}") in outputs},
             answers.pop("next_tokens", []),
             source_ids,
             [_name(tokenizer, token_id) for token_id in source_ids],
@@ -182,7 +178,7 @@ class Explainer:
 
     def _memory(self, outputs: dict[str, NDArray[Any]], layer: int) -> Memory:
         parts = (outputs.get(f"{part}.{layer}") for part in _OF_MEMORY)
-        return measure_memory(self._model_dir.config, *(p[0] for p in parts if p is not None))
+        return measure_memory(*(part[0] for part in parts if part is not None))
 
     def _inputs(
         self, token_ids: list[int], source_ids: list[int], position: int

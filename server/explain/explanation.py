@@ -164,12 +164,9 @@ class Explanation:
             "heads": {str(head): of_layer[head].tolist() for head in heads if of_layer is not None},
             "next_tokens": [asdict(token) for token in self.next_tokens],
         }
-        if (memory := self.memories.get(layer)) is not None:
-            parts = {"decays": memory.decays, "weights": memory.weights}
-            shown["memory"] = {
-                str(head): {name: part[head].tolist() for name, part in parts.items()}
-                for head in heads
-            }
+        if layer in self.memories:
+            parts = asdict(self.memories[layer]).items()
+            shown["memory"] = {str(i): {name: of[i].tolist() for name, of in parts} for i in heads}
         if self.effect is not None:
             shown["effect"] = asdict(self.effect)
         if self.source_ids:
@@ -231,13 +228,12 @@ def entropies_of(rows: Floats | None, config: TransformerConfig) -> list[list[fl
 
     rows: [layers of attention, n_head, 1, n_tokens], None if there are no such layers.
     """
-    found: list[list[float]] = [[] for _ in range(config.n_layer)]
-    if rows is not None:
-        bits = np.log2(rows, where=rows > 0, out=np.zeros_like(rows))
-        sums = np.maximum(0, -(rows * bits).sum(axis=-1))[:, :, 0]
-        for layer, of_layer in zip(config.attention_layers, sums.tolist(), strict=True):
-            found[layer] = of_layer
-    return found
+    if rows is None:
+        return [[]] * config.n_layer
+    bits = np.log2(rows, where=rows > 0, out=np.zeros_like(rows))
+    sums = np.maximum(0, -(rows * bits).sum(axis=-1))[:, :, 0].tolist()
+    of_layers = dict(zip(config.attention_layers, sums, strict=True))
+    return [of_layers.get(layer, []) for layer in range(config.n_layer)]
 
 
 def most_tokens(config: TransformerConfig) -> int:

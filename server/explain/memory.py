@@ -1,13 +1,11 @@
-"""The map of a recurrent head: how much each token reads of what each earlier one wrote."""
+"""What recurrent heads keep: how much each token reads of what each earlier one wrote."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvasir.model.config import DeltaRule, Mamba2, TransformerConfig
 from kvasir.server.engine.sampling.params import Floats
 
 
@@ -15,9 +13,8 @@ from kvasir.server.engine.sampling.params import Floats
 class Memory:
     """The memory of a recurrent layer's heads in one text; a row is the token that reads.
 
-    decays: float [n_head, n_tokens, n_tokens], from 0 to 1: the product of all decays after the
-    token that wrote, up to the one that reads. weights: of the same shape, of any sign: the output
-    is the sum of what tokens wrote, times these. Both are 0 for later tokens.
+    decays, weights: float [n_head, n_tokens, n_tokens], 0 for later tokens. Decays are products of
+    all after the token that wrote. The output is the sum of what tokens wrote, times weights.
     """
 
     decays: Floats
@@ -25,25 +22,19 @@ class Memory:
 
 
 def measure_memory(
-    config: TransformerConfig,
-    queries: Floats,
-    keys: Floats,
-    decays: Floats,
-    rates: Floats | None = None,
+    queries: Floats, keys: Floats, decays: Floats, rates: Floats | None = None
 ) -> Memory:
     """Return the memory of a layer's heads, from what the operator got.
 
-    queries, keys: [n_tokens, n_head · d_k]. decays: [n_tokens, n_head], logarithms. rates: the same
-    shape.
+    queries, keys: [n_tokens, n_head · d_k]. decays, as logarithms, rates: [n_tokens, n_head].
 
     Without rates the weights are (q[t] · k[s]) decay from s to t ("Transformers are SSMs", Dao &
     Gu, 2024, section 5). With them a token also takes away what its key reads, so they are
     multiplied by (I + L)⁻¹ diag(rates): see `model.network.recurrent.chunks`.
     """
-    recurrence, n = config.recurrence, len(queries)
-    assert isinstance(recurrence, DeltaRule | Mamba2)
+    n, n_head = decays.shape
     query, key = (
-        part.reshape(n, recurrence.n_head, -1).transpose(1, 0, 2).astype(np.float64)
+        part.reshape(n, n_head, -1).transpose(1, 0, 2).astype(np.float64)
         for part in (queries, keys)
     )
     total = decays.T.astype(np.float64).cumsum(axis=-1)  # [n_head, n_tokens]
@@ -56,8 +47,4 @@ def measure_memory(
         solved = np.linalg.solve(taken.transpose(0, 2, 1), weights.transpose(0, 2, 1))
         weights = solved.transpose(0, 2, 1) * rate[:, None]
         weights *= query.shape[-1] ** -0.5
-    return Memory(_floats(between), _floats(np.tril(weights)))
-
-
-def _floats(values: NDArray[np.float64]) -> Floats:
-    return values.astype(np.float32)
+    return Memory(between.astype(np.float32), np.tril(weights).astype(np.float32))

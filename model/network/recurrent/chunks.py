@@ -38,11 +38,14 @@ def run_chunks(
         sequence = query.shape[1]
         size = min(sequence, _CHUNK)
         query, key, value = (_cut(part, size) for part in (query, key, value))
-        decays = _cut(decay[..., None], size)[..., 0]
-        between = _decay_between(decays)
+        decays = _cut(decay[..., None], size)
+        # [..., t, s], the decay of what s added by t. Each sum is of its own tokens: a difference
+        # of two sums from a chunk's start would have the error of the greater.
+        later = torch.ones(size, size, device=query.device).tril(-1)
+        between = (decays * later).cumsum(dim=-2).exp().tril()
         columns = key.transpose(-1, -2)  # [batch, heads, chunks, d_k, size]
         scores = query @ columns * between
-        from_start = decays.cumsum(dim=-1).exp()[..., None]
+        from_start = decays.cumsum(dim=-2).exp()
         read_keys, kept_keys = query * from_start, columns * between[..., -1:, :]
         whole = from_start[..., -1:, :]
         known_keys = None
@@ -54,30 +57,15 @@ def run_chunks(
             value, known_keys = both.split((value.shape[-1], key.shape[-1]), dim=-1)
         matrix, reads = past.float(), []
         for i in range(query.shape[2]):  # chunks
-            added = value[:, :, i]
-            if known_keys is not None:
-                added = added - known_keys[:, :, i] @ matrix
+            known = 0.0 if known_keys is None else known_keys[:, :, i] @ matrix
+            added = value[:, :, i] - known
             reads.append(scores[:, :, i] @ added + read_keys[:, :, i] @ matrix)
             matrix = whole[:, :, i] * matrix + kept_keys[:, :, i] @ added
         read = torch.cat(reads, dim=2)[:, :, :sequence]
         return read.transpose(1, 2), matrix
 
 
-def _decay_between(decays: Tensor) -> Tensor:
-    """Return the decay of what token s added by token t, [..., t, s], and 0 for s > t.
-
-    decays: [..., size], logarithms. Each sum is of its own tokens: a difference of two sums from
-    the start of a chunk would have the error of the greater.
-    """
-    ones = torch.ones(decays.shape[-1], decays.shape[-1], device=decays.device)
-    logs = (decays[..., None] * ones.tril(-1)).cumsum(dim=-2)
-    return logs.exp().tril()
-
-
 def _cut(x: Tensor, size: int) -> Tensor:
-    """Return x [batch, sequence, heads, width] as float32 [batch, heads, chunks, size, width].
-
-    Tokens are added at the end that change no matrix.
-    """
+    """Return x [batch, sequence, heads, …] as float32 [batch, heads, chunks, size, …], padded."""
     padded = functional.pad(x.float(), (0, 0, 0, 0, 0, -x.shape[1] % size))
     return padded.transpose(1, 2).unflatten(2, (-1, size))

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvasir.model.config import DeltaRule, TransformerConfig
-from kvasir.model.network.recurrent.chunks import run_chunks
 from kvasir.model.network.recurrent.mixer import (
     CausalConvolution,
     Mixer,
@@ -15,6 +14,8 @@ from kvasir.model.network.recurrent.mixer import (
     first_biases,
     minus_softplus,
     moving,
+    remember,
+    repeat_heads,
 )
 
 _EPS = 1e-6  # added to the squared length of queries and keys
@@ -53,44 +54,17 @@ class DeltaRuleMixer(Mixer):
         query, key = (_length_one(part, rule.key_dim) for part in (query, key))
         shared = rule.n_head // rule.n_key_head
         if shared > 1:
-            query, key = (_repeat_heads(part, shared, rule.key_dim) for part in (query, key))
+            query, key = (repeat_heads(part, shared, rule.key_dim) for part in (query, key))
         moves = moving(x, n_new)
         rate = rate.sigmoid() * (2.0 if rule.doubled_rates else 1.0)
         rate = torch.where(moves, rate, 0.0)
         decay = self.log_decay.exp() * minus_softplus(decay + self.decay_bias)
         decay = torch.where(moves, decay, 0.0)
-        read, values = self._run(query, key, value, values, decay, rate)
+        scale = rule.key_dim**-0.5
+        read, values = remember((query, key, value), values, decay, rate, scale)
         heads = self.norm(read.unflatten(-1, (rule.n_head, rule.value_dim)))
         output: Tensor = self.output(heads.flatten(-2) * functional.silu(gate))
         return output, (past, values)
-
-    def _run(
-        self, query: Tensor, key: Tensor, value: Tensor, past: Tensor, decay: Tensor, rate: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return what queries read [batch, sequence, n_head · value_dim], and the matrices.
-
-        query, key, value: [batch, sequence, n_head · …]. past: [batch, n_head, key_dim, value_dim].
-        decay, rate: [batch, sequence, n_head].
-        """
-        n_head, scale = self.recurrence.n_head, self.recurrence.key_dim**-0.5
-        if torch.onnx.is_in_onnx_export():
-            read, present = torch.onnx.ops.symbolic_multi_out(
-                "com.microsoft::LinearAttention",
-                inputs=[query, key, value, past, decay, rate],
-                attrs={
-                    "q_num_heads": n_head,
-                    "kv_num_heads": n_head,
-                    "update_rule": "gated_delta",
-                    "scale": scale,
-                },
-                dtypes=(value.dtype, past.dtype),
-                shapes=(list(value.shape), list(past.shape)),
-                version=1,
-            )
-            return read, present
-        query, key, value = (part.unflatten(-1, (n_head, -1)) for part in (query, key, value))
-        read, present = run_chunks(query * scale, key, value, past, decay, rate)
-        return read.flatten(-2), present
 
 
 def _length_one(x: Tensor, width: int) -> Tensor:
@@ -99,10 +73,3 @@ def _length_one(x: Tensor, width: int) -> Tensor:
     heads = functional.rms_norm(x.unflatten(-1, (-1, width)), (width,), weight, _EPS / width)
     normed: Tensor = heads.flatten(-2)
     return normed
-
-
-def _repeat_heads(x: Tensor, times: int, width: int) -> Tensor:
-    """Return each head of x [..., heads · width] as often as it is shared."""
-    heads = x.unflatten(-1, (-1, 1, width))
-    repeated: Tensor = heads.expand(*heads.shape[:-2], times, width).flatten(-3)
-    return repeated

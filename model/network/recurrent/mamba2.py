@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvasir.model.config import Mamba2, TransformerConfig
-from kvasir.model.network.recurrent.chunks import run_chunks
 from kvasir.model.network.recurrent.mixer import (
     CausalConvolution,
     Mixer,
@@ -15,6 +14,8 @@ from kvasir.model.network.recurrent.mixer import (
     first_biases,
     minus_softplus,
     moving,
+    remember,
+    repeat_heads,
 )
 
 
@@ -56,7 +57,9 @@ class Mamba2Mixer(Mixer):
         step = torch.where(moving(x, n_new), step, 0.0)
         heads = value.unflatten(-1, (recurrence.n_head, -1))
         taken = (heads * step[..., None]).flatten(-2)
-        read, matrices = self._run(query, key, taken, matrices, -self.log_decay.exp() * step)
+        shared = recurrence.n_head // recurrence.n_group
+        query, key = (repeat_heads(part, shared, recurrence.d_state) for part in (query, key))
+        read, matrices = remember((query, key, taken), matrices, -self.log_decay.exp() * step)
         read = read + (heads * self.skip[:, None]).flatten(-2)
         output: Tensor = self.output(self._normed(read * functional.silu(gate)))
         return output, (past, matrices)
@@ -67,37 +70,3 @@ class Mamba2Mixer(Mixer):
         ones = torch.ones(groups.shape[-1], dtype=x.dtype, device=x.device)
         normed = functional.rms_norm(groups, ones.shape, ones, self.eps).flatten(-2)
         return normed * self.norm.weight
-
-    def _run(
-        self, query: Tensor, key: Tensor, value: Tensor, past: Tensor, decay: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return what queries read [batch, sequence, n_head · head_dim], and the matrices.
-
-        query, key: [batch, sequence, n_group · d_state]. value: [batch, sequence, n_head ·
-        head_dim]. past: [batch, n_head, d_state, head_dim]. decay: [batch, sequence, n_head].
-        """
-        n_head, n_group = self.recurrence.n_head, self.recurrence.n_group
-        query, key = (
-            part.unflatten(-1, (n_group, 1, -1))
-            .expand(-1, -1, -1, n_head // n_group, -1)
-            .flatten(2, 3)
-            for part in (query, key)
-        )
-        if torch.onnx.is_in_onnx_export():
-            read, present = torch.onnx.ops.symbolic_multi_out(
-                "com.microsoft::LinearAttention",
-                inputs=[query.flatten(2), key.flatten(2), value, past, decay],
-                attrs={
-                    "q_num_heads": n_head,
-                    "kv_num_heads": n_head,
-                    "update_rule": "gated",
-                    "scale": 1.0,
-                },
-                dtypes=(value.dtype, past.dtype),
-                shapes=(list(value.shape), list(past.shape)),
-                version=1,
-            )
-            return read, present
-        value = value.unflatten(-1, (n_head, -1))
-        read, present = run_chunks(query, key, value, past, decay)
-        return read.flatten(-2), present

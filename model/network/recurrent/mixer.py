@@ -17,6 +17,7 @@ from kvasir.model.config import TransformerConfig
 from kvasir.model.network.attention import RunInputs
 from kvasir.model.network.cross_attention import Source
 from kvasir.model.network.positions import Positions
+from kvasir.model.network.recurrent.chunks import run_chunks
 from kvasir.model.network.run_inputs import StepInputs
 
 State = tuple[Tensor, ...]  # the parts of `TransformerConfig.states`, in order: [batch, …]
@@ -75,6 +76,42 @@ def minus_softplus(x: Tensor) -> Tensor:
     ONNX Runtime's Softplus gives a number other bits in another place among its neighbours.
     """
     return functional.pad(x[..., None], (1, 0)).log_softmax(dim=-1)[..., 0]
+
+
+def repeat_heads(x: Tensor, times: int, width: int) -> Tensor:
+    """Return each head of x [..., heads · width] as often as it is shared."""
+    heads = x.unflatten(-1, (-1, 1, width))
+    repeated: Tensor = heads.expand(*heads.shape[:-2], times, width).flatten(-3)
+    return repeated
+
+
+def remember(
+    tokens: tuple[Tensor, Tensor, Tensor],
+    past: Tensor,
+    decay: Tensor,
+    rate: Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Return what queries read of heads' matrices, times scale, and the matrices: see `run_chunks`.
+
+    tokens: query, key and value. They and what is read are [batch, sequence, heads · …].
+    """
+    n_head, value = past.shape[1], tokens[2]
+    if torch.onnx.is_in_onnx_export():
+        rule = "gated" if rate is None else "gated_delta"
+        heads = {"q_num_heads": n_head, "kv_num_heads": n_head}
+        read, present = torch.onnx.ops.symbolic_multi_out(
+            "com.microsoft::LinearAttention",
+            inputs=[*tokens, past, decay, *([] if rate is None else [rate])],
+            attrs={**heads, "update_rule": rule, "scale": scale},
+            dtypes=(value.dtype, past.dtype),
+            shapes=(list(value.shape), list(past.shape)),
+            version=1,
+        )
+        return read, present
+    query, key, value = (part.unflatten(-1, (n_head, -1)) for part in tokens)
+    read, present = run_chunks(query * scale, key, value, past, decay, rate)
+    return read.flatten(-2), present
 
 
 def first_biases(n_head: int) -> Tensor:

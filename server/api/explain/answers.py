@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Annotated, Any
 
 import numpy as np
@@ -99,10 +99,7 @@ class Explanation(schemas.ResponseBody):
 def shown(
     explanation: explained.Explanation, heads: dict[int, list[int]], config: TransformerConfig
 ) -> Pieces:
-    """Return the JSON of an Explanation, whose matrices are written row by row.
-
-    heads: by layer.
-    """
+    """Return the JSON of an Explanation, of some heads by layer; matrices are written by rows."""
     answer: dict[str, Any] = {
         "tokens": explanation.tokens,
         "token_ids": explanation.token_ids,
@@ -126,7 +123,7 @@ def shown(
     if explanation.memories:
         answer["memory"] = [
             {"layer": layer, "head": head}
-            | {"decays": _rows(memory.decays[head]), "weights": _rows(memory.weights[head])}
+            | {name: _rows(part[head]) for name, part in asdict(memory).items()}
             for layer, memory in explanation.memories.items()
             for head in heads[layer]
         ]
