@@ -35,6 +35,7 @@ from kvasir.kernels.graph import (
     set_attributes,
 )
 from kvasir.kernels.products import head_product, int4_product, int8_product, mixing
+from kvasir.kernels.recurrences import convolution, memory
 from kvasir.kernels.texts import STARTS, add_starts, attend_over_texts
 
 _PRODUCTS = ("MatMulIntegerToFloat", "MatMulNBits", "Einsum")
@@ -208,4 +209,6 @@ _RULES: tuple[tuple[tuple[str, ...], _Rule], ...] = (
     (("RMSNormalization", "LayerNormalization"), _norm_alone),
     (("Div",), _length_one),
     (("Einsum",), head_product),
+    (("CausalConvWithState",), convolution),
+    (("LinearAttention",), memory),
 )

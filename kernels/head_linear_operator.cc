@@ -1,4 +1,4 @@
-#include "head_linear_operator.h"
+#include "path_operators.h"
 
 #include <algorithm>
 
@@ -14,7 +14,7 @@ constexpr size_t task_rows = 32;
 
 class HeadLinearKernel {
 public:
-    HeadLinearKernel(const HeadLinearOperator& op, const Node&) : runtime(op.runtime), path(op.path) {}
+    HeadLinearKernel(const PathOperator& op, const Node&) : runtime(op.runtime), path(op.path) {}
 
     void compute(const Run& run) const {
         const Tensor given = run.input(x), matrices = run.input(weight);
@@ -45,9 +45,11 @@ private:
 
 }  // namespace
 
-HeadLinearOperator::HeadLinearOperator(const Runtime& runtime, const Path& path) : runtime(runtime), path(path) {
-    describe_operator<HeadLinearOperator, HeadLinearKernel>(*this);
-    GetInputTypeCount = [](const OrtCustomOp*) -> size_t { return input_count; };
+PathOperator head_linear_operator(const Runtime& runtime, const Path& path) {
+    PathOperator op(runtime, path, "HeadLinear");
+    describe_operator<PathOperator, HeadLinearKernel>(op);
+    op.GetInputTypeCount = [](const OrtCustomOp*) -> size_t { return input_count; };
+    return op;
 }
 
 }  // namespace kvasir

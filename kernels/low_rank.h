@@ -75,3 +75,5 @@ inline void expand(const LowRank& adapter, const FloatRows& h, size_t count, siz
     const auto two = adapter.is_16 ? expand_rows<2, uint16_t> : expand_rows<2, float>;
     (count == 2 ? two : one)(adapter, h, column, end, out, stride);
 }
+
+#include "recurrence.h"

@@ -1,6 +1,4 @@
-#include "norm_operator.h"
-
-#include <algorithm>
+#include "path_operators.h"
 
 #include "memory.h"
 #include "operator.h"
@@ -12,11 +10,9 @@ namespace {
 
 enum Input : size_t { x, weight, bias, input_count };
 
-constexpr size_t task_inputs = 1 << 13;  // of one task, about
-
 class NormKernel {
 public:
-    NormKernel(const NormOperator& op, const Node& node) : runtime(op.runtime), path(op.path) {
+    NormKernel(const PathOperator& op, const Node& node) : runtime(op.runtime), path(op.path) {
         const std::string kind = node.text("norm");
         fixed.norm = kind == "rms" ? Norm::rms : kind == "layer" ? Norm::layer : kind == "l2" ? Norm::l2 : Norm::none;
         if (fixed.norm == Norm::none)
@@ -37,12 +33,9 @@ public:
                           (width ? std::to_string(width) : "at least 1"));
         const float* const from = input.floats();
         float* const to = run.output<float>(0, input.shape);
-        const size_t rows = input.count() / layer.inputs, step = task_inputs / layer.inputs + 1;
-        if (rows)
-            run.in_parallel((rows + step - 1) / step, [&](size_t task) {
-                for (size_t row = task * step; row < std::min(rows, (task + 1) * step); ++row)
-                    path.normalise(layer, from + row * layer.inputs, to + row * layer.inputs);
-            });
+        run.in_shares(input.count() / layer.inputs, layer.inputs, [&](size_t row) {
+            path.normalise(layer, from + row * layer.inputs, to + row * layer.inputs);
+        });
     }
 
     const Runtime& runtime;
@@ -68,10 +61,12 @@ private:
 
 }  // namespace
 
-NormOperator::NormOperator(const Runtime& runtime, const Path& path) : runtime(runtime), path(path) {
-    describe_operator<NormOperator, NormKernel>(*this);
-    GetInputTypeCount = [](const OrtCustomOp*) -> size_t { return input_count; };
-    GetInputCharacteristic = [](const OrtCustomOp*, size_t index) { return index == x ? required : optional; };
+PathOperator norm_operator(const Runtime& runtime, const Path& path) {
+    PathOperator op(runtime, path, "Norm");
+    describe_operator<PathOperator, NormKernel>(op);
+    op.GetInputTypeCount = [](const OrtCustomOp*) -> size_t { return input_count; };
+    op.GetInputCharacteristic = [](const OrtCustomOp*, size_t index) { return index == x ? required : optional; };
+    return op;
 }
 
 }  // namespace kvasir

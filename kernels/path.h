@@ -20,6 +20,25 @@ struct LowRank {
     bool is_16;  // the upper 16 bits of floats, else floats
 };
 
+struct Convolution {
+    size_t channels, kernel, padded_channels;
+    const float* weights;  // [kernel][padded_channels]
+    const float* bias;     // [padded_channels], or null
+    bool silu;
+};
+
+constexpr size_t most_keys = 512;
+
+struct Memory {
+    size_t heads, keys, values;  // a head's matrix is [keys][values]
+    float scale;                 // of what is read
+};
+
+// What a row's tokens tell the matrices, one behind the other: [heads][keys], [heads][values] or [heads].
+struct Told {
+    const float *query, *key, *value, *decay, *rate;  // of decays the logarithm; rates may be null
+};
+
 struct Path {
     const char* name;
     Product bytes;    // weights of int8
@@ -37,6 +56,12 @@ struct Path {
     // [column, end) of out, whose second row is at out + stride. column - first is a multiple of 16.
     void (*project)(const LowRank&, const FloatRows& x, size_t count, float* h, size_t stride);
     void (*expand)(const LowRank&, const FloatRows& h, size_t count, size_t column, size_t end, float* out, size_t stride);
+
+    // Channels [channel, channel + 16) of a row's tokens [tokens][channels], after those of past [kernel - 1][channels].
+    void (*convolve)(const Convolution&, const float* past, const float* x, size_t tokens, size_t channel, float* y);
+
+    // Columns [column, column + 16) of a head's matrix, and of what a row's tokens read [tokens][heads][values].
+    void (*remember)(const Memory&, const Told&, size_t tokens, size_t head, size_t column, float* matrix, float* read);
 };
 
 extern const Path scalar_path;

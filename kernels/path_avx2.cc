@@ -34,6 +34,8 @@ const Path avx2_path = {
     avx2::multiply_floats<4>,
     avx2::project,
     avx2::expand,
+    avx2::convolve,
+    avx2::remember,
 };
 }
 

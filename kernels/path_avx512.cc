@@ -35,6 +35,8 @@ const Path avx512_path = {
     avx512::multiply_floats<4>,
     avx512::project,
     avx512::expand,
+    avx512::convolve,
+    avx512::remember,
 };
 }
 

@@ -35,6 +35,8 @@ const Path neon_path = {
     neon::multiply_floats<4>,
     neon::project,
     neon::expand,
+    neon::convolve,
+    neon::remember,
 };
 }
 

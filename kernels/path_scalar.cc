@@ -28,5 +28,7 @@ const Path scalar_path = {
     scalar::multiply_floats<4>,
     scalar::project,
     scalar::expand,
+    scalar::convolve,
+    scalar::remember,
 };
 }

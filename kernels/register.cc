@@ -2,10 +2,9 @@
 #include <string>
 
 #include "attention_operator.h"
-#include "head_linear_operator.h"
 #include "linear_operator.h"
 #include "node.h"
-#include "norm_operator.h"
+#include "path_operators.h"
 #include "paths.h"
 
 namespace kvasir {
@@ -47,20 +46,20 @@ struct Domain {
           linear4(runtime, path, true),
           attention(runtime, path, true),
           text_attention(runtime, path, false),
-          norm(runtime, path),
-          head_linear(runtime, path) {
+          small{norm_operator(runtime, path), head_linear_operator(runtime, path), convolution_operator(runtime, path),
+                memory_operator(runtime, path)} {
         check(runtime.CreateCustomOpDomain("kvasir", &domain));
         for (const OrtCustomOp* op : {static_cast<OrtCustomOp*>(&linear), static_cast<OrtCustomOp*>(&linear4),
-                                      static_cast<OrtCustomOp*>(&attention), static_cast<OrtCustomOp*>(&text_attention),
-                                      static_cast<OrtCustomOp*>(&norm), static_cast<OrtCustomOp*>(&head_linear)})
+                                      static_cast<OrtCustomOp*>(&attention), static_cast<OrtCustomOp*>(&text_attention)})
             check(runtime.CustomOpDomain_Add(domain, op));
+        for (const PathOperator& op : small)
+            check(runtime.CustomOpDomain_Add(domain, &op));
     }
 
     OrtCustomOpDomain* domain = nullptr;
     LinearOperator linear, linear4;
     AttentionOperator attention, text_attention;
-    NormOperator norm;
-    HeadLinearOperator head_linear;
+    const PathOperator small[4];
 };
 
 }  // namespace

@@ -36,6 +36,17 @@ public:
         check(runtime.KernelContext_ParallelFor(context, call, tasks, batches, &work));
     }
 
+    // Call work(0) to work(count - 1), each of so many multiplications, in tasks that are worth a thread.
+    template <class Work>
+    void in_shares(size_t count, size_t multiplications, const Work& work) const {
+        const size_t step = (1 << 13) / (multiplications + 1) + 1;
+        if (count)
+            in_parallel((count + step - 1) / step, [&](size_t task) {
+                for (size_t i = task * step; i < count && i < (task + 1) * step; ++i)
+                    work(i);
+            });
+    }
+
 private:
     const Runtime& runtime;
     OrtKernelContext* const context;

@@ -309,6 +309,60 @@ private:
     std::vector<float> a, b, x, y;
 };
 
+// Random tokens of a row: a convolution of them, or matrices that they move and read, on one path.
+class StateTrial {
+public:
+    StateTrial() {
+        layer.channels = 1 + draw(40);
+        layer.kernel = 2 + draw(4);
+        layer.padded_channels = round_up(layer.channels, lane_count);
+        layer.silu = draw(2);
+        tokens = 1 + draw(6);
+        weights = draw_floats(layer.kernel * layer.padded_channels);
+        bias = draw_floats(layer.padded_channels);
+        before = draw_floats((layer.kernel - 1) * layer.channels);
+        x = draw_floats(tokens * layer.channels);
+        memory = {1 + draw(3), 1 + draw(40), 1 + draw(40), 0.25f};
+        replaces = draw(2);
+        queries = draw_floats(tokens * memory.heads * memory.keys);
+        keys = draw_floats(tokens * memory.heads * memory.keys);
+        values = draw_floats(tokens * memory.heads * memory.values);
+        rates = draw_floats(tokens * memory.heads);
+        for (size_t i = 0; i < rates.size(); ++i)
+            decays.push_back(-float(draw(1000)) / float(1 + draw(500)));
+        matrices = draw_floats(memory.heads * memory.keys * memory.values);
+    }
+
+    std::vector<float> run(const Path& path, bool at_end) const {
+        const auto guarded = [&](const std::vector<float>& from) { return Guarded(from.data(), from.size() * 4, at_end); };
+        const Guarded weight = guarded(weights), added = guarded(bias), past = guarded(before), from = guarded(x);
+        const Guarded y(nullptr, x.size() * 4, at_end), read(nullptr, values.size() * 4, at_end);
+        Convolution placed = layer;
+        placed.weights = weight.floats();
+        placed.bias = layer.channels % 2 ? added.floats() : nullptr;
+        for (size_t channel = 0; channel < layer.channels; channel += lane_count)
+            path.convolve(placed, past.floats(), from.floats(), tokens, channel, y.floats());
+        const Guarded query = guarded(queries), key = guarded(keys), value = guarded(values), decay = guarded(decays);
+        const Guarded rate = guarded(rates), matrix = guarded(matrices);
+        const Told told{query.floats(), key.floats(), value.floats(), decay.floats(), replaces ? rate.floats() : nullptr};
+        for (size_t head = 0; head < memory.heads; ++head)
+            for (size_t column = 0; column < memory.values; column += lane_count)
+                path.remember(memory, told, tokens, head, column, matrix.floats() + head * memory.keys * memory.values,
+                              read.floats());
+        std::vector<float> results(y.floats(), y.floats() + x.size());
+        results.insert(results.end(), read.floats(), read.floats() + values.size());
+        results.insert(results.end(), matrix.floats(), matrix.floats() + matrices.size());
+        return results;
+    }
+
+private:
+    Convolution layer{};
+    Memory memory{};
+    bool replaces;
+    size_t tokens;
+    std::vector<float> weights, bias, before, x, queries, keys, values, rates, decays, matrices;
+};
+
 static uint64_t hash = 14695981039346656037u;  // FNV-1a
 
 // Return whether all paths compute the same.
@@ -347,6 +401,11 @@ int main(int count, char** arguments) {
     for (uint64_t seed = 0; seed < 60; seed += step) {
         state = seed;
         if (!agree(AdapterTrial(), ("adapter " + std::to_string(seed)).c_str()))
+            return 1;
+    }
+    for (uint64_t seed = 0; seed < 60; seed += step) {
+        state = seed;
+        if (!agree(StateTrial(), ("state " + std::to_string(seed)).c_str()))
             return 1;
     }
     printf("%016llx%s\n", static_cast<unsigned long long>(hash), names.c_str());

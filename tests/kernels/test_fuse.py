@@ -24,8 +24,9 @@ from kvasir.kernels.graph import LINEARS
 from kvasir.kernels.library import FILE, Library
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import ENCODER_GRAPH_FILE, GRAPH_FILE
-from kvasir.model.onnx.runtime import open_cpu_session
+from kvasir.model.onnx.runtime import onnxruntime, open_cpu_session
 from kvasir.model.packing import HIDDEN_OUTPUT, VECTORS_OUTPUT, pack
+from kvasir.server.engine.session import open_session
 from tests.kernels.graphs import needs_library, usable_paths
 from tests.kernels.test_linear import same_bits
 from tests.kit.encoder_decoders import PairSession, export_both
@@ -151,6 +152,64 @@ def test_every_decoder_computes_what_it_did(name: str, n_bits: int, tmp_path: Pa
     assert not {"Abs", "QuantizeLinear", *sigmoids, *NORMS} & {
         node.op_type for node in nodes_of(session.model.graph)
     }
+
+
+@needs_library
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "bamba", "without attention"])
+def test_states_move_as_they_did(name: str, tmp_path: Path) -> None:
+    """By new tokens alone, in their own memory: padded prompts, and rows that ride along."""
+    model = export_random(tmp_path, "int8", **VARIANTS[name])
+    stock = onnx.load(model.graph, load_external_data=False)
+    fused, _ = fuse(stock)
+    operators = Counter(node.op_type for node in fused.graph.node)
+    assert not {"CausalConvWithState", "LinearAttention", "GatherElements"} & operators.keys()
+    n_recurrent, n_matrices = len(model.config.recurrent_layers), len(model.config.states) - 1
+    assert operators["Convolution"] == n_recurrent
+    assert operators["Memory"] == n_recurrent * n_matrices
+    runs = [(6, [6, 3]), (1, [1, 0]), (1, [0, 1]), (4, [2, 4])]
+    found, expected = (
+        state_runs(open_session(model.graph, 2, library=library), model.config, runs)
+        for library in (Library(FILE, "auto"), None)
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+def state_runs(session: Any, config: TransformerConfig, runs: list[Any]) -> list[Floats]:
+    """Return states after each run of two rows; runs: a row's tokens, and how many are new."""
+    sizes = {"batch": 2, "rows": 1, "n_positions": config.max_model_len}
+    kept: dict[str, Any] = {}
+    found: list[Floats] = []
+    for n_tokens, n_new in runs:
+        binding = session.io_binding()
+        given = {
+            "input_ids": np.arange(2 * n_tokens).reshape(2, -1) % config.vocab_size,
+            "position_ids": np.tile(np.arange(n_tokens), (2, 1)),
+            "seqlens_k": np.full(2, n_tokens - 1, np.int32),
+            "total_sequence_length": np.array(n_tokens, np.int32),
+            "logits_indices": np.zeros(1, np.int64),
+            "n_new": np.array(n_new),
+            "decode": np.array(False),
+        }
+        for value in session.get_inputs():
+            shape = [sizes.get(size, size) for size in value.shape]
+            dtype = np.int8 if value.type == "tensor(int8)" else np.float32
+            if value.name in given:
+                binding.bind_cpu_input(value.name, given[value.name])
+                continue
+            kept.setdefault(
+                value.name, onnxruntime.OrtValue.ortvalue_from_numpy(np.ones(shape, dtype))
+            )
+            binding.bind_ortvalue_input(value.name, kept[value.name])
+        for value in session.get_outputs():
+            if value.name.startswith("present_states."):
+                past = value.name.replace("present", "past")
+                binding.bind_ortvalue_output(value.name, kept[past])
+            else:
+                binding.bind_output(value.name)
+        session.run_with_iobinding(binding)
+        found += [kept[name].numpy().copy() for name in sorted(kept) if "states" in name]
+    return found
 
 
 @pytest.fixture(scope="module", params=ENCODERS)

@@ -1,0 +1,59 @@
+// Recurrent layers, token after token: a sum's order is that of taps or of chains of keys, whatever tokens are beside it.
+
+// Path::convolve.
+inline void convolve(const Convolution& layer, const float* past, const float* x, size_t tokens, size_t channel, float* y) {
+    const size_t before = layer.kernel - 1, count = layer.channels - channel;
+    for (size_t t = 0; t < tokens; ++t) {
+        Floats total = layer.bias ? load(layer.bias + channel) : all(0.0f);
+        for (size_t tap = t; tap < t + layer.kernel; ++tap) {
+            const float* const token = tap < before ? past + tap * layer.channels : x + (tap - before) * layer.channels;
+            const Floats weight = load(layer.weights + (tap - t) * layer.padded_channels + channel);
+            total = fma(weight, load(token + channel, count), total);
+        }
+        store(y + t * layer.channels + channel, layer.silu ? silu(total) : total, count);
+    }
+}
+
+// The sum over keys of a number times a row, of row(k) [16]: chain c takes keys c, c + 4, …; then chains 0 and 2 are
+// added, 1 and 3, and both.
+template <class Row>
+inline Floats chained(size_t keys, const float* numbers, const Row& row) {
+    Floats sums[chains];
+    unrolled<chains>([&](auto chain) { sums[chain] = all(0.0f); });
+    size_t k = 0;
+    for (; k + chains <= keys; k += chains)
+        unrolled<chains>([&](auto chain) { sums[chain] = fma(all(numbers[k + chain]), row(k + chain), sums[chain]); });
+    unrolled<chains>([&](auto chain) {
+        if (k + chain < keys)
+            sums[chain] = fma(all(numbers[k + chain]), row(k + chain), sums[chain]);
+    });
+    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+}
+
+// Path::remember. The columns are copied, moved by all tokens, and copied back.
+[[gnu::flatten]] inline void remember(const Memory& layer, const Told& told, size_t tokens, size_t head, size_t column,
+                                      float* matrix, float* read) {
+    float rows[most_keys * lane_count];
+    const size_t keys = layer.keys, values = layer.values, count = values - column;
+    for (size_t k = 0; k < keys; ++k)
+        store(rows + k * lane_count, load(matrix + k * values + column, count));
+    for (size_t t = 0; t < tokens; ++t) {
+        const size_t token = t * layer.heads + head, at = token * values + column;
+        const float* const key = told.key + token * keys;
+        const Floats logarithm = all(told.decay[token]);
+        const Floats decay = if_less(logarithm, all(-87.0f), all(0.0f), exp(logarithm));
+        Floats added = load(told.value + at, count);
+        if (told.rate) {  // it takes away what its key finds
+            const Floats known = chained(keys, key, [&](size_t k) { return load(rows + k * lane_count); });
+            added = all(told.rate[token]) * (added - decay * known);
+        }
+        const Floats found = chained(keys, told.query + token * keys, [&](size_t k) {
+            const Floats moved = fma(all(key[k]), added, decay * load(rows + k * lane_count));
+            store(rows + k * lane_count, moved);
+            return moved;
+        });
+        store(read + at, found * all(layer.scale), count);
+    }
+    for (size_t k = 0; k < keys; ++k)
+        store(matrix + k * values + column, load(rows + k * lane_count), count);
+}
