@@ -68,4 +68,5 @@ def run_chunks(
 def _cut(x: Tensor, size: int) -> Tensor:
     """Return x [batch, sequence, heads, …] as float32 [batch, heads, chunks, size, …], padded."""
     padded = functional.pad(x.float(), (0, 0, 0, 0, 0, -x.shape[1] % size))
-    return padded.transpose(1, 2).unflatten(2, (-1, size))
+    cut: Tensor = padded.transpose(1, 2).unflatten(2, (-1, size))
+    return cut
