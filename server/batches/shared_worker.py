@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from kvasir.model.platform.files import sync
 from kvasir.server.batches.journal import Journal
@@ -24,7 +24,6 @@ from kvasir.server.batches.threads import in_thread
 from kvasir.server.batches.worker import BatchWorker
 from kvasir.server.errors import UnavailableError
 
-P = ParamSpec("P")
 T = TypeVar("T")
 Amounts = Mapping[str, int]
 
@@ -104,9 +103,8 @@ class SharedWorker(BatchWorker):
         await self.store.change(work)
         self._stop(batch)
 
-    async def _record(self, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        change = partial(self.store.change, partial(work, *args, **kwargs))
-        await self._patiently(change)
+    async def _record(self, work: Callable[..., None], *args: Any) -> None:
+        await self._patiently(partial(self.store.change, partial(work, *args)))
 
     async def _attempt(self, batch: StoredBatch) -> None:
         """See BatchWorker. It returns when the batch has ended, whoever ends it."""
@@ -115,6 +113,7 @@ class SharedWorker(BatchWorker):
         try:
             await self._take_part(batch)
         except* OSError:
+            await self._patiently(self.store.refresh)
             if self._is_open(batch):  # else its parts are there no more
                 raise
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from time import monotonic, time
-from typing import ParamSpec, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from kvasir.model.platform.files import in_words
 from kvasir.server.batches.journal import Journal, Reply
@@ -19,7 +19,6 @@ from kvasir.server.batches.store import BatchStore
 from kvasir.server.batches.threads import in_thread
 from kvasir.server.errors import RequestTooLargeError
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 logger = logging.getLogger("kvasir")
@@ -101,7 +100,7 @@ class BatchWorker:
 
     def _stop(self, batch: StoredBatch) -> None:
         """Answer no more of a batch."""
-        for limit in self._limits[batch.id]:
+        for limit in self._limits.get(batch.id, ()):
             if not limit.expired():
                 limit.reschedule(0)
 
@@ -162,6 +161,8 @@ class BatchWorker:
                 raise
         finally:
             self._limits[batch.id].remove(limit)
+            if not self._limits[batch.id]:
+                del self._limits[batch.id]
 
     async def _next(self, steps: Iterator[T | None]) -> T | None:
         """Return the next result of an iterator, or None at its end.
@@ -224,9 +225,8 @@ class BatchWorker:
                 faults.append(fault)
         await self._record(self._checked, batch, len(seen), faults, requests.parts)
 
-    async def _record(self, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Change the store. Raises OSError."""
-        await in_thread(self._threads, work, *args, **kwargs)
+    async def _record(self, work: Callable[..., None], *args: Any) -> None:
+        await in_thread(self._threads, work, *args)
 
     def _checked(
         self, batch: StoredBatch, n_requests: int, faults: list[Fault], _parts: list[int]
