@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -126,7 +127,8 @@ def plot_losses(folder: Path, *, has_perplexity: bool = True) -> None:
         if row["held_out_loss"]
     ]
     axes.plot(*np.reshape(held_out, (-1, 2)).T, "o-", linewidth=1.0, color="C1", label="held out")
-    axes.set(xlabel="step", ylabel="cross-entropy (nats)", title=f"{folder.resolve().name}: loss")
+    axes.set(xlabel="step", ylabel="cross-entropy (nats)")
+    axes.set_title(f"{folder.resolve().name}: loss", parse_math=False)
     if has_perplexity:
         ticks = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 50_000, 200_000)
         right = axes.secondary_yaxis("right")
@@ -142,25 +144,31 @@ def plot_confusion(
 ) -> None:
     """Draw a PNG that counts texts by their label and, in columns, the likeliest.
 
-    found, right: [texts], places among the labels. Colours are shares of a label's texts.
+    found, right: [texts], places among the labels. Colours are shares of a label's texts. Of more
+    than 40 labels those are left out that no text has and none was given.
     """
-    confusion = np.zeros((len(labels), len(labels)), dtype=np.int64)
-    np.add.at(confusion, (right, found), 1)
-    side = 4.0 + 0.4 * min(len(labels), _MAX_LABELS)
+    kinds = np.arange(len(labels))
+    if len(labels) > _MAX_LABELS:
+        kinds = np.unique((found, right))
+    confusion = np.zeros((len(kinds), len(kinds)), dtype=np.int64)
+    np.add.at(confusion, tuple(np.searchsorted(kinds, places) for places in (right, found)), 1)
+    side = 4.0 + 0.4 * min(len(kinds), _MAX_LABELS)
     figure = Figure(figsize=(side, side), layout="constrained")
     axes = figure.subplots()
     shares = confusion / np.maximum(1, confusion.sum(axis=1, keepdims=True))
     axes.imshow(shares, cmap="Blues", vmin=0.0, vmax=1.0)
-    if len(labels) <= _MAX_LABELS:
-        shown = [printable(label)[:20].replace("$", r"\$") for label in labels]
-        axes.set_xticks(range(len(labels)), shown, rotation=90)
-        axes.set_yticks(range(len(labels)), shown)
+    if len(kinds) <= _MAX_LABELS:
+        shown = [printable(labels[kind])[:20] for kind in kinds]
+        axes.set_xticks(range(len(kinds)), shown, rotation=90, parse_math=False)
+        axes.set_yticks(range(len(kinds)), shown, parse_math=False)
         for (row, column), n in np.ndenumerate(confusion):
             colour = "white" if shares[row, column] > 0.5 else "black"
             axes.text(column, row, f"{n:,}", ha="center", va="center", color=colour, fontsize=8)
-    title = f"{folder.resolve().name}: {len(right):,} held-out texts"
-    axes.set(xlabel="likeliest label", ylabel="label", title=title)
-    figure.savefig(folder / CONFUSION_FILE, dpi=120)
+    axes.set(xlabel="likeliest label", ylabel="label")
+    axes.set_title(f"{folder.resolve().name}: {len(right):,} held-out texts", parse_math=False)
+    with warnings.catch_warnings():  # a missing glyph is drawn as a box
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        figure.savefig(folder / CONFUSION_FILE, dpi=120)
 
 
 def smoothed(values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -21,7 +21,7 @@ from kvasir.model.tokenizer import train_tokenizer
 from kvasir.model.training.data.labels import LabelledTexts, read_labelled, with_labels
 from kvasir.model.training.data.pairs import LabelData, write_pairs
 from kvasir.model.training.distributed import Processes
-from kvasir.model.training.metrics import plot_confusion
+from kvasir.model.training.metrics import plot_confusion, plot_losses
 from kvasir.model.training.objectives import Ranking
 from kvasir.model.training.trainer import Trainer
 from kvasir.server.process.local_server import serve_locally
@@ -110,6 +110,18 @@ def test_held_out_accuracy_and_confusion_are_those_of_a_loop(tmp_path: Path) -> 
         plot_confusion(tmp_path, last, right, ["$a", "b\n", "c" * 99])
         pictures.append(imread(tmp_path / "confusion.png"))
     assert not np.array_equal(pictures[0], pictures[1])
+
+
+@pytest.mark.parametrize("n_labels", [3, 200_000])
+def test_a_picture_is_drawn_of_labels_and_runs_of_any_name(n_labels: int, tmp_path: Path) -> None:
+    """What is no formula, no glyph of the font, or a label that no text has."""
+    folder = tmp_path / r"$\wrong$"
+    folder.mkdir()
+    labels = ["\N{CJK UNIFIED IDEOGRAPH-732B}", r"$\wrong$", *map(str, range(n_labels - 2))]
+    plot_confusion(folder, np.array([0, 1, n_labels - 1]), np.array([0, 0, 1]), labels)
+    (folder / "metrics.csv").write_text("step,train_loss,held_out_loss\n1,2.0,2.0\n")
+    plot_losses(folder)
+    assert imread(folder / "confusion.png").ndim == imread(folder / "loss.png").ndim == 3
 
 
 @pytest.mark.parametrize("preset", ["tiny", "tiny-encoder"])
