@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvasir.model.platform.files import in_words
-from kvasir.server.batches.objects import StoredBatch, StoredFile
+from kvasir.server.batches.objects import ENDED, StoredBatch, StoredFile
 from kvasir.server.batches.store import RECORD_BYTES, BatchStore
 from kvasir.server.batches.threads import in_thread
 from kvasir.server.errors import StartupError
@@ -33,7 +33,9 @@ class SharedStore(BatchStore):
         self.state = state
         self.files, self.batches = {}, {}
         self._version = self._n_found = -1
-        self._changes, self._removed = dict[str, bytes](), list[Path]()  # by the present work
+        # What the present work changes: in Redis, of batches here, and on the disk.
+        self._changes, self._saved = dict[str, bytes](), list[tuple[StoredBatch, StoredBatch]]()
+        self._removed = list[Path]()
         self._changing = asyncio.Lock()
         super().__init__(folder / "shared", **limits)
 
@@ -81,12 +83,14 @@ class SharedStore(BatchStore):
         async with self._changing:
             while True:
                 await self._pull()
-                self._changes, self._removed = {}, []
+                self._changes, self._saved, self._removed = {}, [], []
                 result = work()
                 version, self._version = self._version, -1  # until the outcome is known
                 if not self._changes or await self.state.push(version, self._changes):
                     break
             self._version = version + bool(self._changes)
+            for stored, batch in self._saved:
+                vars(stored).update(vars(batch))
         for path in self._removed:
             path.unlink(missing_ok=True)
         return result
@@ -101,6 +105,13 @@ class SharedStore(BatchStore):
         """See BatchStore."""
         self.take(file.bytes, file.owner, reserved=reserved)
         super().describe(file, reserved=reserved)
+
+    def save(self, batch: StoredBatch, *, reserved: bool = False) -> None:
+        """See BatchStore. A copy is so here once Redis has it: until then nobody may act on it."""
+        stored = self.batches.get(batch.id)
+        if stored is not None and stored.status not in ENDED:
+            self._write(self._batches / f"{batch.id}.json", batch, reserved=reserved)
+            self._saved.append((stored, batch))
 
     def _write(self, _path: Path, record: StoredFile | StoredBatch, *, reserved: bool) -> None:  # noqa: ARG002
         self._changes[record.id] = record.model_dump_json().encode()

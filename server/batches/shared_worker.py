@@ -98,7 +98,7 @@ class SharedWorker(BatchWorker):
 
         def work() -> None:
             if batch.status not in ENDED:
-                self.store.save(batch.enter("cancelling", self.clock()))
+                self.store.save(batch.model_copy().enter("cancelling", self.clock()))
 
         await self.store.change(work)
         self._stop(batch)

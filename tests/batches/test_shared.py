@@ -315,6 +315,41 @@ async def test_a_batch_goes_on_after_redis_was_away(server: RedisServer, fleet: 
     check_whole(other, await ended([one, other], batch.id))
 
 
+async def test_a_cancellation_that_fails_cancels_no_line(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis does not say whether it has it, while the batch goes on here."""
+    (one,) = await fleet(1)
+    asked, goes_on = await holding(one)
+    batch = await begun(one)
+    await asked.wait()
+    push, finish, done = one.state.push, one.state.finish, list[int]()
+    pushing, fails, is_done = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def hang(*_: Any) -> bool:
+        pushing.set()
+        await fails.wait()
+        raise UnavailableError("no reply")
+
+    async def count(work: str, part: int, amounts: Any) -> None:
+        await finish(work, part, amounts)
+        done.append(part)
+        if len(done) == len(batch.parts):
+            is_done.set()
+
+    monkeypatch.setattr(one.state, "push", hang)
+    monkeypatch.setattr(one.state, "finish", count)
+    cancelling = asyncio.create_task(one.worker.cancel(batch))
+    await pushing.wait()
+    goes_on.set()
+    await is_done.wait()
+    monkeypatch.setattr(one.state, "push", push)
+    fails.set()
+    with pytest.raises(UnavailableError, match="no reply"):
+        await cancelling
+    check_whole(one, await ended([one], batch.id))
+
+
 async def test_a_batch_whose_file_is_wrong_fails_on_all_servers(fleet: Fleet) -> None:
     one, other = await fleet(2)
     content = Content(one.store, "")
