@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvasir.model.platform.files import in_words
 from kvasir.server.batches.objects import ENDED, StoredBatch, StoredFile
-from kvasir.server.batches.store import RECORD_BYTES, BatchStore
+from kvasir.server.batches.store import RECORD_BYTES, BatchStore, Record
 from kvasir.server.batches.threads import in_thread
 from kvasir.server.errors import StartupError
 
@@ -33,6 +33,7 @@ class SharedStore(BatchStore):
         self.state = state
         self.files, self.batches = {}, {}
         self._version = self._n_found = -1
+        self._of_records = Counter[str]()  # bytes, by owner
         # What the present work changes: in Redis, of batches here, and on the disk.
         self._changes, self._saved = dict[str, bytes](), list[tuple[StoredBatch, StoredBatch]]()
         self._removed = list[Path]()
@@ -57,19 +58,23 @@ class SharedStore(BatchStore):
     async def _pull(self) -> None:
         if self._n_found != self.state.n_found:
             self._n_found, self._version = self.state.n_found, -1
-        version, records = await self.state.pull(self._version)
+        version, is_whole, records = await self.state.pull(self._version)
         if version != self._version:
             found = await in_thread(None, _parse, records)
-            self.files = {one.id: one for one in found if isinstance(one, StoredFile)}
-            known, self.batches = self.batches, {}
+            present = {*self.files, *self.batches}
+            for name in present - records.keys() if is_whole else present & records.keys():
+                if not records.get(name):
+                    (self.files if name in self.files else self.batches).pop(name)
             for one in found:
-                if isinstance(one, StoredBatch):  # tasks keep those that they know
-                    batch = self.batches[one.id] = known.get(one.id, one)
-                    vars(batch).update(vars(one))
-            self._version = version
-        used = Counter[str]()
-        for record in chain[StoredFile | StoredBatch](self.files.values(), self.batches.values()):
-            used[record.owner] += RECORD_BYTES + getattr(record, "bytes", 0)
+                if isinstance(one, StoredFile):
+                    self.files[one.id] = one
+                else:  # tasks keep those that they know
+                    vars(self.batches.setdefault(one.id, one)).update(vars(one))
+            self.files, self.batches = _in_order(self.files), _in_order(self.batches)
+            self._version, self._of_records = version, Counter()
+            for record in chain[Any](self.files.values(), self.batches.values()):
+                self._of_records[record.owner] += RECORD_BYTES + getattr(record, "bytes", 0)
+        used = self._of_records.copy()
         running = self.unfinished
         progress = await self.state.progress([batch.id for batch in running]) if running else []
         for batch, done in zip(running, progress, strict=True):
@@ -83,12 +88,19 @@ class SharedStore(BatchStore):
         async with self._changing:
             while True:
                 await self._pull()
+                known = dict(self.files), dict(self.batches)
                 self._changes, self._saved, self._removed = {}, [], []
-                result = work()
+                try:
+                    result = work()
+                except BaseException:
+                    self.files, self.batches = known
+                    raise
                 version, self._version = self._version, -1  # until the outcome is known
-                if not self._changes or await self.state.push(version, self._changes):
+                is_done = not self._changes or await self.state.push(version, self._changes)
+                self._version = version
+                if is_done:
                     break
-            self._version = version + bool(self._changes)
+                self.files, self.batches = known
             for stored, batch in self._saved:
                 vars(stored).update(vars(batch))
         for path in self._removed:
@@ -130,10 +142,15 @@ class SharedStore(BatchStore):
         return self._batches / batch.id / str(name)
 
 
-def _parse(records: Mapping[str, bytes]) -> Iterable[StoredFile | StoredBatch]:
-    """Return descriptions in the order of their creation."""
-    found = [
+def _parse(records: Mapping[str, bytes]) -> list[StoredFile | StoredBatch]:
+    """Return the descriptions of what is there."""
+    return [
         (StoredFile if name.startswith("file") else StoredBatch).model_validate_json(record)
         for name, record in records.items()
+        if record
     ]
-    return sorted(found, key=lambda one: (one.created_at, one.id))
+
+
+def _in_order(records: dict[str, Record]) -> dict[str, Record]:
+    """Return descriptions in the order of their creation, which is the same on all servers."""
+    return dict(sorted(records.items(), key=lambda item: (item[1].created_at, item[0])))

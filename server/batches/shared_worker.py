@@ -157,8 +157,8 @@ class SharedWorker(BatchWorker):
     def _checked(
         self, batch: StoredBatch, n_requests: int, faults: list[Fault], parts: list[int]
     ) -> None:
-        batch.parts = parts
-        super()._checked(batch, n_requests, faults, parts)
+        checked = batch.model_copy(update={"parts": parts})  # for the store's `save`
+        super()._checked(checked, n_requests, faults, parts)
 
     async def _answer_parts(self, batch: StoredBatch) -> None:
         answer = partial(self._answer_part, batch)

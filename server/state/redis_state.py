@@ -10,6 +10,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from secrets import token_hex
 from typing import Any
@@ -21,7 +22,8 @@ from kvasir.server.state.memory import MemoryState
 from kvasir.server.state.state import Key, Question, State, Stored, Taken
 
 LEASE_SECONDS = 15  # after which what a dead replica began no longer counts
-_KEPT_SECONDS, _RECORDS_BYTES = 7 * 24 * 3600, 2**21  # of a work; whose time records may take
+_KEPT_SECONDS = 7 * 24 * 3600  # of a work
+_RECORDS_BYTES, _RECORDS_AT_ONCE = 2**21, 100  # whose time a reply may take
 _STREAM_SECONDS = 60  # after which its streams are forgotten
 _RENEW_SECONDS = 5.0
 _START_SECONDS = _CLOSE_SECONDS = 1.0
@@ -166,11 +168,28 @@ class RedisState(State):
             return True
         return bool(await self._link.reply(self._script("pop", "responses", *_names(key))))
 
-    async def pull(self, seen: int) -> tuple[int, dict[str, bytes]]:
-        """Return the version of the records and, if it is not the one seen, all of them by id."""
+    async def pull(self, seen: int) -> tuple[int, bool, dict[str, bytes]]:
+        """Return the version of the records, and by id those that have changed since the one seen.
+
+        b"" is one that is gone. True: these are all records, since the changes are unknown.
+        """
         pull = self._script("pull", "records", seen)
         version, found = await self._link.reply(pull, _RECORDS_BYTES)
-        return version, {found[i].decode(): found[i + 1] for i in range(0, len(found), 2)}
+        if found is not None:
+            return (
+                version,
+                False,
+                {found[i].decode(): found[i + 1] for i in range(0, len(found), 2)},
+            )
+        records, cursor = dict[bytes, bytes](), None
+        while cursor != 0:  # in pages: a reply with all would look like none
+            scan = partial(self._redis.hscan, "kvasir:records", cursor or 0, count=_RECORDS_AT_ONCE)
+            cursor, page = await self._link.reply(scan, _RECORDS_BYTES)
+            records |= page
+        version, is_whole, changed = await self.pull(version)  # meanwhile
+        if not is_whole:
+            changed = {name.decode(): record for name, record in records.items()} | changed
+        return version, True, {name: record for name, record in changed.items() if record}
 
     async def push(self, version: int, changes: Mapping[str, bytes]) -> bool:
         """Change records if their version is still this one; b"" removes one. Return if it was."""

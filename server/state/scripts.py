@@ -111,11 +111,21 @@ end
 """
 )
 
-# The hash of records by id, beside it the number of their changes; a version that is known. Returns
-# the version and, if it is another one, ids and records.
+# The hash of records by id, beside it the number of their changes and the ids of the last ones, the
+# newest first; a version that is known. Returns the version, and ids and records that have changed
+# since, '' for those that are gone; nil if the changes are unknown.
 PULL = """
 local version = tonumber(redis.call('GET', KEYS[1] .. ':version') or 0)
-return {version, version == tonumber(ARGV[1]) and {} or redis.call('HGETALL', KEYS[1])}
+local n = version - ARGV[1]
+if tonumber(ARGV[1]) < 0 or n < 0 or n > redis.call('LLEN', KEYS[1] .. ':changed') then
+  return {version, false}
+end
+local found = {}
+for _, id in ipairs(n > 0 and redis.call('LRANGE', KEYS[1] .. ':changed', 0, n - 1) or {}) do
+  table.insert(found, id)
+  table.insert(found, redis.call('HGET', KEYS[1], id) or '')
+end
+return {version, found}
 """
 
 # The hash of records; the version that is to be changed, ids and records, '' for none. Returns 1.
@@ -124,8 +134,11 @@ if (redis.call('GET', KEYS[1] .. ':version') or '0') ~= ARGV[1] then return 0 en
 for i = 2, #ARGV, 2 do
   if ARGV[i + 1] == '' then redis.call('HDEL', KEYS[1], ARGV[i])
   else redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+  redis.call('LPUSH', KEYS[1] .. ':changed', ARGV[i])
+  redis.call('INCR', KEYS[1] .. ':version')
 end
-return redis.call('INCR', KEYS[1] .. ':version') and 1
+redis.call('LTRIM', KEYS[1] .. ':changed', 0, 999)
+return 1
 """
 
 # The sorted set of a work's claimed parts by the ends of their leases, beside it a hash {next,

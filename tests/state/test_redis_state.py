@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 import redis
@@ -206,25 +207,51 @@ async def test_of_racing_changes_to_records_one_happens(
     server: RedisServer, replicas: RedisFleet
 ) -> None:
     first, second = (one for one in replicas.replicas if isinstance(one, RedisState))
-    assert await first.pull(-1) == (0, {})
+    assert await first.pull(-1) == (0, True, {})
     pushed = await asyncio.gather(
         *((first, second)[n % 2].push(0, {f"a{n}": b"1", "b": b"%d" % n}) for n in range(10))
     )
     assert sum(pushed) == 1
     winner = pushed.index(True)
     found = {f"a{winner}": b"1", "b": b"%d" % winner}
-    assert await second.pull(0) == (1, found)
-    assert await second.pull(1) == (1, {})
-    assert await second.push(1, {"b": b""})
-    assert await first.pull(1) == (2, {f"a{winner}": b"1"})
+    assert await second.pull(0) == (2, False, found)
+    assert await second.pull(2) == (2, False, {})
+    assert await second.push(2, {"b": b""})
+    assert await first.pull(2) == (3, False, {"b": b""})
     n_found = first.n_found
     server.stop()
     with pytest.raises(UnavailableError):
-        await first.pull(2)
+        await first.pull(3)
     server.start()
     await first._link.found.wait()
     assert first.n_found == n_found + 1  # it may have lost changes
-    assert await first.pull(-1) == (2, {f"a{winner}": b"1"})
+    assert await first.pull(-1) == await first.pull(9) == (3, True, {f"a{winner}": b"1"})
+
+
+async def test_many_records_are_read_in_pages_though_others_change_them(
+    replicas: RedisFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One reply with all of them would take so long that Redis would seem to be away."""
+    first, second = (one for one in replicas.replicas if isinstance(one, RedisState))
+    kept = {f"file-{n}": b"%d" % n for n in range(3000)}
+    assert await first.push(0, kept)
+    sizes, scan = list[int](), second._redis.hscan
+
+    async def change_meanwhile(*args: Any, **options: Any) -> Any:
+        cursor, page = await scan(*args, **options)
+        n = len(sizes)
+        sizes.append(len(page))
+        version, _, _ = await first.pull(3000)
+        changes = {f"file-{n}": b"" if n % 2 else b"new", f"more-{n}": b"1"}
+        assert await first.push(version, changes)
+        kept.update(changes)
+        return cursor, page
+
+    monkeypatch.setattr(second._redis, "hscan", change_meanwhile)
+    version, is_whole, found = await second.pull(-1)
+    assert (version, is_whole) == (3000 + 2 * len(sizes), True)
+    assert found == {name: record for name, record in kept.items() if record}
+    assert max(sizes) < 300
 
 
 async def test_each_part_of_a_work_is_claimed_and_counted_once(replicas: RedisFleet) -> None:
