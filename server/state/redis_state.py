@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -216,10 +216,13 @@ class RedisState(State):
         if (work, part) in self._claims:
             self._claims.remove((work, part))
             with suppress(UnavailableError):
-                await self._hold(work, part, -1)
+                await self._hold([(work, part)], -1)
 
-    async def _hold(self, work: str, part: int, seconds: int) -> None:
-        await self._link.reply(self._script("hold", f"work:{work}", part, seconds))
+    async def _hold(self, claims: Collection[tuple[str, int]], seconds: int) -> None:
+        keys, args = [f"kvasir:work:{work}" for work, _ in claims], [part for _, part in claims]
+        if claims:
+            hold = partial(self._scripts["hold"], keys=keys, args=[seconds, *args])
+            await self._link.reply(hold)
 
     async def progress(self, works: Sequence[str]) -> list[Counter[str]]:
         """Return the amounts of each work, and as `finished` the number of its parts."""
@@ -300,8 +303,7 @@ class RedisState(State):
 
     async def _renew(self) -> None:
         """Tell Redis that the requests, parts of work and streams of this replica go on."""
-        for work, part in list(self._claims):
-            await self._hold(work, part, LEASE_SECONDS)
+        await self._hold(self._claims, LEASE_SECONDS)  # thousands, perhaps: at once
         by_account = defaultdict[bytes, list[str]](list)
         for lease, account in self._leases.items():
             by_account[account].append(lease)

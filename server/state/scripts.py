@@ -166,5 +166,10 @@ redis.call('HINCRBY', KEYS[1] .. ':done', 'finished', 1)
 for i = 2, #ARGV, 2 do redis.call('HINCRBY', KEYS[1] .. ':done', ARGV[i], ARGV[i + 1]) end
 """
 
-# The sorted set; part, seconds until its claim ends.
-HOLD = _NOW + "redis.call('ZADD', KEYS[1], 'XX', now + ARGV[2], ARGV[1])"
+# Sorted sets; seconds until the claims end, of each set a part.
+HOLD = (
+    _NOW
+    + """
+for i, key in ipairs(KEYS) do redis.call('ZADD', key, 'XX', now + ARGV[1], ARGV[i + 1]) end
+"""
+)

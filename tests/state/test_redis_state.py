@@ -289,3 +289,24 @@ async def test_a_late_replica_does_not_do_a_part_twice_at_once(replicas: RedisFl
     assert await first.claim("w", 2) is None
     await first.finish("w", 0, {})
     assert (await first.progress(["w"]))[0]["finished"] == 1
+
+
+async def test_all_claims_are_renewed_at_once(
+    replicas: RedisFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands one by one would take so long that they, and leases of requests, end meanwhile."""
+    first, second = (one for one in replicas.replicas if isinstance(one, RedisState))
+    for work in ("a", "b"):
+        assert [await first.claim(work, 5) for _ in range(5)] == [*range(5)]
+    reply, asked = first._link.reply, list[Any]()
+
+    def count(command: Any, *args: Any) -> Any:
+        asked.append(command)
+        return reply(command, *args)
+
+    monkeypatch.setattr(first._link, "reply", count)
+    replicas.advance(LEASE_SECONDS - 1)
+    await first._renew()
+    assert len(asked) == 1
+    replicas.advance(2)
+    assert [await second.claim(work, 5) for work in ("a", "b")] == [None, None]
