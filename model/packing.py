@@ -74,7 +74,7 @@ def encode_sources(
     """
     inputs, ends = pack(sources)
     names = [value.name for value in session.get_outputs()]
-    made = dict(zip(names, session.run(names, inputs | (further_inputs or {})), strict=True))
+    made = dict(zip(names, session.run(names, {**inputs, **(further_inputs or {})}), strict=True))
     nothing = np.zeros((len(inputs["input_ids"]), 0, 1, 1), dtype=np.float32)
     keys_values, states = made.get(SOURCE_OUTPUT, nothing), made.get(START_OUTPUT, nothing)
     starts = [0, *ends[:-1]]

@@ -98,8 +98,8 @@ def write_attention_graph(directory: Path) -> None:
         _add_rows(graph, [node.outputs[3] for node in own], indices)
     for layer, node in enumerate(of_sources):
         weights, n_head = _spell_out(graph, node), node.attributes["num_heads"].as_int()
-        shape: list[int | str] = ["batch", n_head, "sequence", "n_source_positions"]
-        _add_output(graph, weights, f"source_attention.{layer}", shape)
+        sizes: list[int | str] = ["batch", n_head, "sequence", "n_source_positions"]
+        _add_output(graph, weights, f"source_attention.{layer}", sizes)
     RemoveUnusedNodesPass()(model)
     remove_unused_constants(graph)
     ir.save(model, directory / ATTENTION_GRAPH_FILE)

@@ -45,7 +45,7 @@ class Exported:
         return Seq2SeqRunner(*graphs, self.model.config, **options)
 
 
-KINDS = ("sinusoidal fp32", "relative int8", "none fp32", "none int8")
+KINDS: tuple[str, ...] = ("sinusoidal fp32", "relative int8", "none fp32", "none int8")
 KINDS += ("additive fp32", "additive int8")
 
 

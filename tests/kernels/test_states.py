@@ -82,7 +82,7 @@ def test_a_convolution(
 ) -> None:
     random = np.random.default_rng(seed)
     weight, bias = floats(random, channels, 1, kernel), floats(random, channels)
-    inputs = {
+    inputs: dict[str, Any] = {
         "x": floats(random, 3, tokens, channels),
         "past": floats(random, 3, kernel - 1, channels),
         "n_new": random.integers(0, tokens + 1, size=3),

@@ -68,7 +68,7 @@ def write_model(network: Transformer, file: Path) -> None:
             head_dim=config.head_dim,
             max_position_embeddings=config.max_model_len,
             rms_norm_eps=config.norm_eps,
-            rope_theta=config.rope_theta,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
             tie_word_embeddings=config.tied_embeddings,
         )
     )
