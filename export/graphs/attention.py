@@ -86,8 +86,8 @@ def write_attention_graph(directory: Path) -> None:
     memories = [node for node in graph if node.op_type == "LinearAttention"]
     heads = [node.attributes["num_heads"].as_int() for node in own]
     heads += [node.attributes["q_num_heads"].as_int() for node in memories]
-    shape = ir.Shape(["n_layer", max(heads, default=0), 1])
-    mask = ir.val(HEAD_MASK_INPUT, ir.DataType.FLOAT, shape)
+    sizes = ir.Shape(["n_layer", max(heads, default=0), 1])
+    mask = ir.val(HEAD_MASK_INPUT, ir.DataType.FLOAT, sizes)
     graph.inputs.append(mask)
     for layer, node in enumerate(own):
         past = node.inputs[_PAST[0]]  # none of an encoder
