@@ -146,3 +146,13 @@ def test_same_request_same_bits(exported: Exported, alone: list[Result], seed: i
 def test_memory_for_less_than_a_source_is_refused(exported: Exported) -> None:
     with pytest.raises(ValueError, match="kv_cache_memory of 3 bytes"):
         exported.runner(max_num_seqs=1, kv_cache_bytes=3)
+
+
+def test_states_take_memory_before_tokens_do(exported: Exported) -> None:
+    """One for each sequence, and a row that decoding may run beside the last."""
+    state_bytes = exported.runner(max_num_seqs=1).kv.state_bytes
+    kv = exported.runner(max_num_seqs=2, kv_cache_bytes=3 * state_bytes + 16_000).kv
+    assert kv.budget_tokens == min(16_000 // kv.token_bytes, 2 * 48)
+    if state_bytes:
+        with pytest.raises(ValueError, match=f"states of 2 sequences {3 * state_bytes}; raise it"):
+            exported.runner(max_num_seqs=2, kv_cache_bytes=3 * state_bytes)

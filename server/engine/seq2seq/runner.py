@@ -90,11 +90,14 @@ class Seq2SeqRunner:
             n_bytes = available_memory() // (2 * n_models)
         of_source = shape._replace(n_layer=config.n_source_layer, states=())
         per_token = max(shape.token_bytes(), of_source.token_bytes())
-        n_tokens, least = n_bytes // per_token, 1 + len(config.target_prefix) + 1
+        of_states = shape.state_bytes * (max_num_seqs + 1)  # SourceRows has one row more
+        n_tokens, least = (n_bytes - of_states) // per_token, 1 + len(config.target_prefix) + 1
         if n_tokens < least:
+            beside = f", and the states of {max_num_seqs} sequences {of_states}"
             raise ValueError(
                 f"kv_cache_memory of {n_bytes} bytes holds no source with its target: {least} "
-                f"tokens take {least * per_token}"
+                f"tokens take {least * per_token}{beside if of_states else ''}; raise it, or lower "
+                "max_num_seqs"
             )
         self.kv = SourceRows(
             shape,
