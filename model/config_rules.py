@@ -98,9 +98,9 @@ def _recurrence(config: Any) -> Iterator[Rule]:
     yield "position", config.n_attention_layer > 0 or not biased, allowed
     is_lstm = is_recurrent and config.recurrence.kind == "lstm"
     in_pairs = config.encoder is not None or not config.causal
-    fits = in_pairs == is_lstm and config.pooling is None
-    allowed = "an lstm in and with an encoder, and only there, and left out with a pooling"
-    yield "recurrence", fits or not is_recurrent, allowed
+    yield "recurrence", config.pooling is None or not is_recurrent, "left out with a pooling"
+    allowed = "an lstm in and with an encoder, and only there"
+    yield "recurrence", in_pairs == is_lstm or not is_recurrent, allowed
     every = len(config.recurrent_layers) == config.n_layer
     yield "recurrent_layers", every or not is_lstm, "all layers with an lstm"
     backwards = is_lstm and not config.causal

@@ -174,7 +174,10 @@ def _check_objective(
 def _initial_weights(init: Checkpoint, decoder: Transformer) -> dict[str, Tensor]:
     """Return a checkpoint's weights; new labels get those of `decoder`, and no head is left."""
     weights, pooling = init.decoder.state_dict(), decoder.config.pooling
-    if pooling is None or not pooling.labels or pooling == init.config.pooling:
+    if pooling is None or not pooling.labels:
+        return weights
+    before = init.config.pooling
+    if before and pooling == replace(before, label_activation=pooling.label_activation):
         return weights
     last = f"pooler.projections.{len(pooling.projections) - 1}."
     kept = {name: w for name, w in weights.items() if not name.startswith(("head.", last))}

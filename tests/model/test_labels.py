@@ -16,7 +16,9 @@ from torch.nn import functional
 
 from kvasir.export.directory import export_checkpoint
 from kvasir.model.checkpoint import load_checkpoint
+from kvasir.model.config import ConfigError
 from kvasir.model.network.transformer import Transformer
+from kvasir.model.presets import preset
 from kvasir.model.tokenizer import train_tokenizer
 from kvasir.model.training.data.labels import LabelledTexts, read_labelled, with_labels
 from kvasir.model.training.data.pairs import LabelData, write_pairs
@@ -124,11 +126,11 @@ def test_a_picture_is_drawn_of_labels_and_runs_of_any_name(n_labels: int, tmp_pa
     assert imread(folder / "confusion.png").ndim == imread(folder / "loss.png").ndim == 3
 
 
-@pytest.mark.parametrize("preset", ["tiny", "tiny-encoder"])
-def test_a_language_model_becomes_a_classifier_that_is_served(preset: str) -> None:
+@pytest.mark.parametrize("kind", ["tiny", "tiny-encoder"])
+def test_a_language_model_becomes_a_classifier_that_is_served(kind: str) -> None:
     """A third of all texts has each label; the answer is the same alone and in a crowd."""
-    base = [*SMALL, f"--preset={preset}", "--batch-size=4", "--steps=3", "--out=base"]
-    untied = ["--set=tied_embeddings=false"] if preset == "tiny" else []
+    base = [*SMALL, f"--preset={kind}", "--batch-size=4", "--steps=3", "--out=base"]
+    untied = ["--set=tied_embeddings=false"] if kind == "tiny" else []
     trained("text.txt", *base, *untied)
     output = trained("labelled.jsonl", "--init=base", *TUNING, "--out=run")
     assert "133 texts, and 7 held out; 0 texts were cut" in output
@@ -152,7 +154,10 @@ def test_a_language_model_becomes_a_classifier_that_is_served(preset: str) -> No
 
 
 def test_a_classifier_keeps_its_labels_or_gets_others() -> None:
+    """One whose labels did not exclude each other, too; they do when it has learned a text's."""
     trained("labelled.jsonl", *SMALL, "--preset=tiny-encoder", "--steps=2", "--out=first")
+    file = Path("first/step-00000002/config.json")
+    file.write_text(file.read_text().replace('"softmax"', '"sigmoid"'))
     first = load_checkpoint(Path("first"))
     for name, texts in {
         "same": TEXTS,
@@ -163,6 +168,7 @@ def test_a_classifier_keeps_its_labels_or_gets_others() -> None:
         trained("next.jsonl", "--init=first", *rates, f"--out={name}")
         then = load_checkpoint(Path(name))
         assert then.config.pooling is not None
+        assert then.config.pooling.label_activation == "softmax"
         kept = {key for key in first.weights if torch.equal(then.weights[key], first.weights[key])}
         changed = {key for key in first.weights if "pooler" in key} if name == "other" else set()
         assert first.weights.keys() - kept <= changed
@@ -170,6 +176,12 @@ def test_a_classifier_keeps_its_labels_or_gets_others() -> None:
         assert then.config.pooling.labels[:2] == (
             ("air", "land") if name == "same" else ("land", "new")
         )
+
+
+def test_a_model_that_makes_no_vectors_gets_no_labels() -> None:
+    message = "labels are for a model that makes vectors of texts: recurrence must be left out"
+    with pytest.raises(ConfigError, match=message):
+        with_labels(preset("tiny-hybrid"), ["a", "b"])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 
-from kvasir.model.config import Pooling, Projection, TransformerConfig
+from kvasir.model.config import ConfigError, Pooling, Projection, TransformerConfig
 from kvasir.model.training.data.corpus import CorpusError, LineText, parse_texts, read_lines
 from kvasir.model.training.data.pairs import Pairs, is_pair
 
@@ -66,11 +66,12 @@ def _parse(line: Any) -> tuple[str, ...]:
 def with_labels(config: TransformerConfig, labels: Sequence[str]) -> TransformerConfig:
     """Return the configuration of a classifier, whose last layer scores labels, and no tokens.
 
-    One of the same labels stays as it is.
+    One of the same labels stays as it is, but for their scores, which become shares. Raises
+    ConfigError for a model that makes no vectors.
     """
     pooling = config.pooling or Pooling(kind="last" if config.causal else "mean")
     if {*pooling.labels} == {*labels}:
-        return config
+        return replace(config, pooling=replace(pooling, label_activation="softmax"))
     own, names = pooling.projections, tuple(sorted({*labels}))
     made = replace(
         pooling,
@@ -79,4 +80,7 @@ def with_labels(config: TransformerConfig, labels: Sequence[str]) -> Transformer
         labels=names,
         label_activation="softmax",
     )
-    return replace(config, pooling=made, tied_embeddings=True, head_bias=False)
+    try:
+        return replace(config, pooling=made, tied_embeddings=True, head_bias=False)
+    except ConfigError as error:
+        raise ConfigError(f"labels are for a model that makes vectors of texts: {error}") from None
