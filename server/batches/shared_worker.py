@@ -198,6 +198,9 @@ class SharedWorker(BatchWorker):
     async def _publish(self, batch: StoredBatch, _part: int) -> Amounts:
         """Make files of all parts, and end the batch."""
         folders = [self.store.part(batch, number) for number in range(len(batch.parts))]
+        for number, folder in enumerate(folders):
+            if not await in_thread(self._threads, folder.exists):  # lost after it was finished
+                await self._answer_part(batch, number)
         journal, written = Journal.of(self.store, batch), self.store.part(batch, self._name)
         for name, file_id in zip(_NAMES, (batch.answers, batch.failures), strict=True):
             paths = [folder / name for folder in folders]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -348,6 +349,24 @@ async def test_a_cancellation_that_fails_cancels_no_line(
     with pytest.raises(UnavailableError, match="no reply"):
         await cancelling
     check_whole(one, await ended([one], batch.id))
+
+
+async def test_a_finished_part_that_the_folder_has_lost_is_answered_again(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after its volume was restored: the batch could neither end nor be cancelled."""
+    (one,) = await fleet(1)
+    publish = one.worker._publish
+
+    async def lose(batch: StoredBatch, part: int) -> Any:
+        monkeypatch.setattr(one.worker, "_publish", publish)
+        shutil.rmtree(one.store.part(batch, 3))
+        return await publish(batch, part)
+
+    monkeypatch.setattr(one.worker, "_publish", lose)
+    batch = await begun(one)
+    check_whole(one, await ended([one], batch.id))
+    assert sum(one.answered.values()) == N_LINES + 3
 
 
 async def test_a_batch_whose_file_is_wrong_fails_on_all_servers(fleet: Fleet) -> None:
