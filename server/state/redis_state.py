@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -19,11 +19,11 @@ from kvasir.server.errors import UnavailableError
 from kvasir.server.state import scripts
 from kvasir.server.state.link import Link
 from kvasir.server.state.memory import MemoryState
+from kvasir.server.state.records import Records
 from kvasir.server.state.state import Key, Question, State, Stored, Taken
 
 LEASE_SECONDS = 15  # after which what a dead replica began no longer counts
 _KEPT_SECONDS = 7 * 24 * 3600  # of a work
-_RECORDS_BYTES, _RECORDS_AT_ONCE = 2**21, 100  # whose time a reply may take
 _STREAM_SECONDS = 60  # after which its streams are forgotten
 _RENEW_SECONDS = 5.0
 _START_SECONDS = _CLOSE_SECONDS = 1.0
@@ -31,7 +31,7 @@ _ANSWER_SECONDS = 2.0  # of another replica, which may be busy
 _LONGEST_ID = 100  # characters; ours have fewer, and clients may send megabytes
 
 
-class RedisState(State):
+class RedisState(Records, State):
     """The state of all replicas with this URL. Raises StartupError for one that cannot be read.
 
     Beside it are records, whose version counts changes, and work of numbered parts, which replicas
@@ -79,9 +79,6 @@ class RedisState(State):
             await asyncio.wait(self._tasks, timeout=_CLOSE_SECONDS)
         await self._redis.aclose()
         await self._redis.connection_pool.disconnect()
-
-    def _script(self, name: str, key: str, *args: Any) -> Callable[[], Awaitable[Any]]:
-        return lambda: self._scripts[name](keys=[f"kvasir:{key}"], args=args)
 
     async def take(self, account: bytes, limit: int, n_tokens: int) -> Taken:
         """See State."""
@@ -167,34 +164,6 @@ class RedisState(State):
         if await self._local.pop(key):
             return True
         return bool(await self._link.reply(self._script("pop", "responses", *_names(key))))
-
-    async def pull(self, seen: int) -> tuple[int, bool, dict[str, bytes]]:
-        """Return the version of the records, and by id those that have changed since the one seen.
-
-        b"" is one that is gone. True: these are all records, since the changes are unknown.
-        """
-        pull = self._script("pull", "records", seen)
-        version, found = await self._link.reply(pull, _RECORDS_BYTES)
-        if found is not None:
-            return (
-                version,
-                False,
-                {found[i].decode(): found[i + 1] for i in range(0, len(found), 2)},
-            )
-        records, cursor = dict[bytes, bytes](), None
-        while cursor != 0:  # in pages: a reply with all would look like none
-            scan = partial(self._redis.hscan, "kvasir:records", cursor or 0, count=_RECORDS_AT_ONCE)
-            cursor, page = await self._link.reply(scan, _RECORDS_BYTES)
-            records |= page
-        version, is_whole, changed = await self.pull(version)  # meanwhile
-        if not is_whole:
-            changed = {name.decode(): record for name, record in records.items()} | changed
-        return version, True, {name: record for name, record in changed.items() if record}
-
-    async def push(self, version: int, changes: Mapping[str, bytes]) -> bool:
-        """Change records if their version is still this one; b"" removes one. Return if it was."""
-        push = self._script("push", "records", version, *chain(*changes.items()))
-        return bool(await self._link.reply(push, _RECORDS_BYTES))
 
     async def claim(self, work: str, n_parts: int) -> int | None:
         """Return a part that nobody has claimed or finished; None if there is none."""
