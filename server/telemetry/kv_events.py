@@ -13,14 +13,17 @@ from msgspec import msgpack
 from kvasir.server.engine.kv.prefix_cache import BlockCache
 from kvasir.server.engine.sequence import Sequence
 
-_MOST_UNREAD = 100_000  # messages for a subscriber that does not read; what comes beyond is lost
+# Messages, of about 1 KB each, for a subscriber that does not read; what comes beyond is lost.
+_MOST_UNREAD = 10_000
+_EVERY_ADDRESS = "*", "//0.0.0.0:", "//[::]:"  # of this machine, which nobody can connect to
 
 
 class KVEvents:
     """Publishes the blocks of a cache from the engine's thread, which never waits for it.
 
     Blocks with a salt, of a key or an adapter, stay unsaid: other prompts could not use them.
-    address: one with `*` listens, others are connected to. Raises ValueError if it cannot be used.
+    address: one with `*`, 0.0.0.0 or [::] listens, others are connected to. Raises ValueError if it
+    cannot be used.
     """
 
     def __init__(self, address: str, model: str, cache: BlockCache[Any]) -> None:
@@ -30,9 +33,11 @@ class KVEvents:
         self._socket = zmq.Context.instance().socket(zmq.PUB)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, _MOST_UNREAD)
+        self._socket.setsockopt(zmq.IPV6, 1)  # too; `*` is then both
+        is_own = any(every in address for every in _EVERY_ADDRESS)
         try:
-            own = socket.gethostbyname(socket.gethostname())
-            (self._socket.bind if "*" in address else self._socket.connect)(address)
+            own = socket.getaddrinfo(socket.gethostname(), None)[0][4][0]
+            (self._socket.bind if is_own else self._socket.connect)(address)
         except (zmq.ZMQError, OSError) as error:
             self._socket.close()
             raise ValueError(f"kv_events: {address}: {error}") from None

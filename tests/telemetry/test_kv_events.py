@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -143,6 +144,22 @@ def test_the_index_of_a_subscriber_equals_the_cache(
     assert subscriber.topic.endswith(b"@a-model")
     assert secret & kv.cache.blocks.keys()
     assert subscriber.n_removed > N_REQUESTS / 10
+
+
+@pytest.mark.parametrize(
+    ("host", "call"),
+    [("0.0.0.0", "bind"), ("[::]", "bind"), ("127.0.0.1", "connect")],  # noqa: S104
+)
+def test_an_address_that_is_every_one_of_this_machine_listens(
+    host: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who connected there would be heard by nobody. The machine may have IPv6 alone."""
+    monkeypatch.delattr(socket, "gethostbyname")  # which knows IPv4 only
+    called = list[str]()
+    for name in ("bind", "connect"):
+        monkeypatch.setattr(zmq.Socket, name, lambda *_, name=name: called.append(name))
+    kv_events.KVEvents(f"tcp://{host}:5557", "a-model", PrefixCache(4, BLOCK))._socket.close()
+    assert called == [call]
 
 
 def step(scheduler: Scheduler) -> None:
