@@ -36,7 +36,10 @@ _LONGEST = 2**30  # bytes of a line between the processes
 _END_SECONDS = 10  # for an engine without work to end
 # Settings of what only a server has: clients, and what it keeps for them.
 _OF_SERVERS = dict.fromkeys(
-    ("api_key", "api_key_file", "adapter_admin_key", "batch_dir", "state_url", "state_url_file")
+    (
+        *("api_key", "api_key_file", "adapter_admin_key", "batch_dir", "state_url"),
+        *("state_url_file", "kv_events"),
+    )
 )
 
 

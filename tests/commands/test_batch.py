@@ -93,8 +93,9 @@ async def answered_by_server(folder: Path) -> list[dict[str, bytes]]:
 def test_answers_have_the_bytes_of_a_servers(
     served: list[dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whose keys and folder of batches, set in the environment, are left alone."""
+    """Whose keys, routers and folder of batches, set in the environment, are left alone."""
     monkeypatch.setenv("KVASIR_API_KEY", "a key")
+    monkeypatch.setenv("KVASIR_KV_EVENTS", "tcp://*:5557")  # which one process alone could have
     monkeypatch.setenv("KVASIR_BATCH_DIR", str(tmp_path / "batches"))
     asked, out = tmp_path / "asked.jsonl", tmp_path / "out.jsonl"
     asked.write_bytes(b"".join(LINES))
