@@ -158,7 +158,7 @@ def plot_confusion(
     shares = confusion / np.maximum(1, confusion.sum(axis=1, keepdims=True))
     axes.imshow(shares, cmap="Blues", vmin=0.0, vmax=1.0)
     if len(kinds) <= _MAX_LABELS:
-        shown = [printable(labels[kind])[:20] for kind in kinds]
+        shown = [printable(labels[int(kind)])[:20] for kind in kinds]
         axes.set_xticks(range(len(kinds)), shown, rotation=90, parse_math=False)
         axes.set_yticks(range(len(kinds)), shown, parse_math=False)
         for (row, column), n in np.ndenumerate(confusion):
