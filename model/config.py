@@ -472,9 +472,11 @@ class TransformerConfig:
         return {} if self.recurrence is None else self.recurrence.states(self.d_model)
 
     def heads_of(self, layer: int) -> int:
-        """Return the number of a layer's heads; a short convolution has none."""
-        if layer not in self.recurrent_layers:
+        """Return the number of a layer's heads; some recurrent layers have none."""
+        if layer not in self.recurrent_layers or self.cross_attention == "additive":
             return self.n_head
+        if isinstance(self.recurrence, Lstm):
+            return 0
         return 0 if isinstance(self.recurrence, ShortConvolution) else self.states["values"][0]
 
     @property

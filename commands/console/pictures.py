@@ -30,7 +30,7 @@ def draw_attention(
     """
     labels = [token.translate(_VISIBLE) or "∅" for token in explanation.tokens]
     keys, is_single, memory = labels, len(heads) == 1, explanation.memories.get(layer)
-    maps = explanation.weights[layer] if memory is None else memory.decays
+    maps = explanation.weights.get(layer) if memory is None else memory.decays
     names, scale = ("attended to (key)", "attends (query)"), "softmax(s·QKᵀ + M), a row sums to 1"
     if memory is not None:
         names, scale = ("wrote", "reads"), "what is left after all decays between"

@@ -17,6 +17,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnx_ir.tape import Tape
 
 from kvasir.export.graphs.decoder import STEP_INPUTS
+from kvasir.export.graphs.trace import SOURCE_INPUTS
 from kvasir.export.rewrite import (
     MICROSOFT,
     constant,
@@ -42,6 +43,7 @@ _ROTARY = (7, 8)  # cosines and sines
 _BIAS = 10  # added to scores; the next one is the score of each head's sink
 _LAYER = re.compile(r"(?:^|\.)blocks\.(\d+)\.")  # in the name of a parameter
 _OF_PAST = re.compile(r"\.(\d+)\.\w+$")  # in the name of a row or state
+_SCORE = ".cross_attention.score"
 _KEPT_INPUTS = (f"{SOURCE_OUTPUT}.", *STATE_OUTPUTS)
 # Inputs of LinearAttention that decide what a token reads of another's value.
 _MEMORY = {"queries": 0, "keys": 1, "decays": 4, "rates": 5}
@@ -62,7 +64,8 @@ def write_attention_graph(directory: Path) -> None:
     softmax there. A recurrent layer with matrices has instead queries.{i}, keys.{i}, decays.{i} and
     perhaps rates.{i}, as LinearAttention gets them.
     One with an encoder has source_attention.{i}: [1, n_head, sequence, n_source_positions], over
-    all keys that it is given of a source, which the encoder's graph makes.
+    all keys that it is given of a source, which the encoder's graph makes; an LSTM decoder too, if
+    it attends.
     """
     model = ir.load(directory / GRAPH_FILE)
     graph = model.graph
@@ -72,7 +75,7 @@ def write_attention_graph(directory: Path) -> None:
         graph.inputs[:] = [
             value
             for value in graph.inputs
-            if value.name in (*STEP_INPUTS, NEW_TOKENS_INPUT)
+            if value.name in (*STEP_INPUTS, *SOURCE_INPUTS, NEW_TOKENS_INPUT)
             or str(value.name).startswith(_KEPT_INPUTS)
         ]
     for choice in [node for node in graph if node.op_type == "If"]:
@@ -86,8 +89,12 @@ def write_attention_graph(directory: Path) -> None:
     memories = [node for node in graph if node.op_type == "LinearAttention"]
     heads = [node.attributes["num_heads"].as_int() for node in own]
     heads += [node.attributes["q_num_heads"].as_int() for node in memories]
-    sizes = ir.Shape(["n_layer", max(heads, default=0), 1])
-    mask = ir.val(HEAD_MASK_INPUT, ir.DataType.FLOAT, sizes)
+    additive = [node for node in graph if _is_additive(node)]
+    scores = [value for name, value in graph.initializers.items() if name.endswith(_SCORE)]
+    heads += [value.shape.numpy()[0] for value in scores if value.shape]
+    n_layer = len(own) + len(_recurrent_layers(graph))
+    of_heads = ir.Shape([n_layer, max(heads, default=0), 1])
+    mask = ir.val(HEAD_MASK_INPUT, ir.DataType.FLOAT, of_heads)
     graph.inputs.append(mask)
     for layer, node in enumerate(own):
         past = node.inputs[_PAST[0]]  # none of an encoder
@@ -100,9 +107,20 @@ def write_attention_graph(directory: Path) -> None:
         weights, n_head = _spell_out(graph, node), node.attributes["num_heads"].as_int()
         sizes: list[int | str] = ["batch", n_head, "sequence", "n_source_positions"]
         _add_output(graph, weights, f"source_attention.{layer}", sizes)
+    for layer, node in enumerate(additive):
+        sizes = ["batch", heads[0], "sequence", "n_source_positions"]
+        _add_output(graph, node.outputs[0], f"source_attention.{layer}", sizes)
     RemoveUnusedNodesPass()(model)
+    graph.inputs[:] = [v for v in graph.inputs if v.uses() or v.name not in SOURCE_INPUTS]
     remove_unused_constants(graph)
     ir.save(model, directory / ATTENTION_GRAPH_FILE)
+
+
+def _is_additive(node: ir.Node) -> bool:
+    """Return whether a node makes weights of additive attention: shares by their sum in order."""
+    last = node.inputs[1].producer() if node.op_type == "Div" and node.inputs[1] else None
+    total = last.inputs[0].producer() if last is not None and last.inputs[0] else None
+    return total is not None and total.op_type == "CumSum"
 
 
 def _add_output(graph: ir.Graph, value: ir.Value, name: str, shape: list[int | str]) -> None:

@@ -22,6 +22,7 @@ from kvasir.model.directory import (
     STATE_OUTPUTS,
     ModelDirectory,
     cache_names,
+    state_names,
 )
 from kvasir.model.packing import SOURCE_OUTPUT, encode_sources, pack
 from kvasir.model.platform.machine import usable_cpus
@@ -148,9 +149,7 @@ class Explainer:
             answers.pop("next_tokens", []),
             source_ids,
             [_name(tokenizer, token_id) for token_id in source_ids],
-            {layer: outputs[f"source_attention.{layer}"][0] for layer in layers}
-            if source_ids
-            else {},
+            {i: outputs[name][0] for i in layers if (name := f"source_attention.{i}") in outputs},
             memories={i: self._memory(outputs, i) for i in layers if f"decays.{i}" in outputs},
             **answers,
         )
@@ -160,8 +159,8 @@ class Explainer:
         config = self._model_dir.config
         of_layers = (f"{part}.{i}" for i in layers for part in self._shown(i))
         names = [name for name in of_layers if name in self._outputs]
-        if config.encoder is not None:
-            names += [f"source_attention.{layer}" for layer in layers]
+        of_sources = (f"source_attention.{layer}" for layer in layers)
+        names += [name for name in of_sources if name in self._outputs]
         if config.pooling is None and asked.top_k:
             names.append("logits")
         if asked.lens:
@@ -193,8 +192,8 @@ class Explainer:
             "seqlens_k": np.array([n - 1], dtype=np.int32),
             "total_sequence_length": np.array(n, dtype=np.int32),
             "logits_indices": np.array([position]),
-            **self._read(source_ids),
             **self._states(n),
+            **self._read(source_ids),
         }
 
     def _run(
@@ -247,10 +246,18 @@ class Explainer:
         """Return the decoder's inputs for a source; none without an encoder."""
         if self._encoder is None:
             return {}
-        ((keys_values, _),) = encode_sources(self._encoder, [source_ids])
-        blocks = keys_values[:, None]
+        ((keys_values, states),) = encode_sources(self._encoder, [source_ids])
+        blocks, begin = keys_values[:, None], state_names(self._model_dir.config)
         names = cache_names(SOURCE_OUTPUT, len(blocks) // 2)
-        return dict(zip(names, map(np.ascontiguousarray, blocks), strict=True))
+        made = dict(zip(names, map(np.ascontiguousarray, blocks), strict=True))
+        if begin:  # parts that are alike
+            made |= zip(begin, np.split(states[None], len(begin), axis=1), strict=True)
+            n = len(source_ids)
+            lengths = np.array([n - 1], dtype=np.int32), np.array(n, dtype=np.int32)
+            given = zip(("source_seqlens_k", "source_total_length"), lengths, strict=True)
+            wanted = {value.name for value in self._session.get_inputs()}
+            made |= {name: value for name, value in given if name in wanted}
+        return made
 
 
 def _name(tokenizer: Tokenizer, token_id: int) -> str:

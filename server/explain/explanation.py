@@ -55,6 +55,9 @@ class Questions:
         if self.values_of is not None and self.values_of.layer in config.recurrent_layers:
             message = f"head_values are of attention, and layer {self.values_of.layer} is recurrent"
             raise InvalidRequestError(message, param="head_values")
+        if self.without and config.cross_attention == "additive":
+            message = "heads that attend to a source alone are not switched off; leave without out"
+            raise InvalidRequestError(message, param="without")
         if self.position is not None and self.position not in range(n_tokens):
             message = f"there is no position {self.position}; the text has 0 to {n_tokens - 1}"
             raise InvalidRequestError(message, param="position")
@@ -255,7 +258,7 @@ def check_length(n_tokens: int, config: TransformerConfig, param: str = "text") 
 def check_head(head: int, layer: int, config: TransformerConfig, param: str | None = None) -> None:
     """Raise InvalidRequestError for a head that a layer has not."""
     if not config.heads_of(layer):
-        message = f"layer {layer} is a short convolution, which has no heads; leave heads out"
+        message = f"layer {layer} has no heads; leave heads out"
         raise InvalidRequestError(message, param=param or "heads")
     check_index("head", head, config.heads_of(layer), param, of=f"layer {layer}")
 

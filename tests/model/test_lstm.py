@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,15 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from kvasir.export.directory import export_checkpoint
 from kvasir.model.checkpoint import load_checkpoint
 from kvasir.model.config import Lstm
+from kvasir.model.directory import ModelDirectory, load_model_dir
 from kvasir.model.network.cross_attention import CrossAttention, Source
 from kvasir.model.network.positions import Positions
 from kvasir.model.network.recurrent.lstm import LstmMixer
+from kvasir.model.network.transformer import Transformer
 from kvasir.model.reference import generate
+from kvasir.server.errors import InvalidRequestError
+from kvasir.server.explain.explainer import Explainer
+from kvasir.server.explain.explanation import Head, Questions
 from kvasir.server.process.local_server import serve_locally
 from tests.kit.fake_runner import TIMEOUT
 from tests.kit.fake_seq2seq import read, small_lstm_config
@@ -114,6 +120,35 @@ def test_additive_attention_is_the_formula() -> None:
     torch.testing.assert_close(again, alone, rtol=1e-5, atol=1e-6)
 
 
+@torch.no_grad()
+def check_explanation(network: Transformer, model_dir: ModelDirectory) -> None:
+    """The alignment is the network's, and so are the next tokens; a plain LSTM has no heads."""
+    explainer, tokenizer, config = Explainer(model_dir), model_dir.tokenizer, model_dir.config
+    explained = explainer.explain("38", [0, 1], Questions(lens=2), target="three")
+    network.eval()
+    source, given = read(network, tokenizer.encode("38").ids), dict[int, Tensor]()
+    for layer, block in enumerate(network.blocks):
+        if attention := block.cross_attention:
+            attention.register_forward_hook(lambda _, x, __, i=layer: given.update({i: x[0][0]}))
+    logits = network(torch.tensor([explained.token_ids]), source=source)[0, -1]
+    likeliest = explained.next_tokens[0]
+    assert likeliest.token_id == logits.argmax()
+    assert likeliest.probability == pytest.approx(logits.softmax(0).max().item(), rel=1e-4)
+    assert explained.lens[-1][0].token_id == likeliest.token_id
+    assert explained.weights == {}
+    assert sorted(explained.source_weights) == sorted(given)
+    for layer, x in given.items():
+        attention = network.blocks[layer].cross_attention
+        keys = attention.keys_and_values(source.hidden).key[0, 0]
+        scores = (attention.query(x)[:, None] + keys).tanh() @ attention.score[0]
+        np.testing.assert_allclose(
+            explained.source_weights[layer][0], scores.softmax(dim=-1), rtol=1e-3, atol=1e-6
+        )
+    assert config.heads_of(0) == (1 if given else 0)
+    with pytest.raises(InvalidRequestError, match=r"without|no heads"):
+        explainer.explain("38", [0], Questions(without=(Head(0, 0),)), target="three")
+
+
 @pytest.mark.parametrize("preset", ["tiny-lstm", "tiny-lstm-attention"])
 def test_a_preset_is_trained_exported_and_served(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -129,6 +164,7 @@ def test_a_preset_is_trained_exported_and_served(
     trained("pairs.tsv", f"--preset={preset}", *shape, *options, "--warmup=2", "--out=run")
     export_checkpoint(Path("run"), Path("made"), precision="fp32")
     checkpoint = load_checkpoint(Path("run"))
+    check_explanation(checkpoint.decoder, load_model_dir(Path("made")))
     sources = [source for source, _ in pairs[::7]]
     with serve_locally(Path("made")) as url, httpx.Client(base_url=url, timeout=TIMEOUT) as client:
 

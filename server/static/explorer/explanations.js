@@ -109,7 +109,8 @@ export function explainRow(explanation, { layer, head, row, hasValues }, options
 
 /** Fetch missing heads of layers of one kind within the server's limits. Call `onarrival` after each part. */
 export async function fetchMissing(explanation, layers, heads, options, onarrival) {
-  const missing = layers.filter((layer) => heads.some((head) => !explanation.weights(layer, head)));
+  const isKnown = (...place) => explanation.weights(...place) ?? explanation.alignment(...place);
+  const missing = layers.filter((layer) => heads.some((head) => !isKnown(layer, head)));
   const hasTwo = options.config.recurrent_layers.includes(layers[0]);
   const each = explanation.perHead * (hasTwo ? 2 : 1);
   for (const part of split(missing, heads, options.limits.max_weights / each)) {

@@ -34,9 +34,11 @@ let rejected = null; // what to ask again with a new key, after a 401
 
 export function start(modelCard) {
   card = modelCard;
-  if (!card.has_attention) return showUnavailable();
   const { n_layer: nLayer, pooling, encoder } = card.config;
   const layers = range(nLayer).filter((layer) => headsAt(layer).length);
+  const headless = !layers.length;
+  card = { ...card, has_attention: card.has_attention && !headless };
+  if (!card.has_attention) return showUnavailable(headless);
   const nHead = Math.max(...layers.map((layer) => headsAt(layer).length));
   asked.selected.layer = layers[0];
   view = new HeadView(load);
@@ -101,12 +103,12 @@ export function show() {
     ask({ ...written(), focused: card.config.pooling === null });
 }
 
-function showUnavailable() {
+function showUnavailable(headless) {
   const isOff = card.explain_limits === null;
   document.querySelector("header a[href='#attention']").hidden = isOff;
   byId("explain-form").hidden = true;
   byId("attention-missing").hidden = false;
-  present(byId("attention-missing"), { off: isOff, device: card.device });
+  present(byId("attention-missing"), { off: isOff, device: card.device, headless });
 }
 
 function hideLab(isHidden) {
@@ -294,11 +296,19 @@ function draw() {
   const kept = `${mixer}: the head keeps a matrix of ${rows} × ${columns} numbers, and no tokens.`;
   byId("behaviour").textContent = measured ? `In this text: ${measured}.` : "";
   if (isRecurrent(layer)) byId("behaviour").textContent = kept;
+  const alignment = explanation.alignment(layer, head);
+  const attendsToSource = isRecurrent(layer) && alignment !== undefined;
+  byId("explained").classList.toggle("source-only", attendsToSource);
+  if (attendsToSource) {
+    byId("behaviour").textContent = `${mixer}: the head attends to the source alone.`;
+    shown = { ...shown, selected: asked.selected };
+    showAlignment(explanation, alignment);
+  }
   // The previous head stays, dimmed, until the weights arrive.
   if (!explanation.weights(layer, head)) return;
   shown = { ...shown, selected: asked.selected };
   view.show(explanation, layer, head, maskAt(layer), palette, isRecurrent(layer));
-  showAlignment(explanation, explanation.alignment(layer, head));
+  showAlignment(explanation, alignment);
   showFormula(card, layer, head, explanation.n);
   showRow();
 }

@@ -19,6 +19,7 @@ const RECURRENCES = {
   short_convolution: "Short convolution",
   delta_rule: "Gated delta rule",
   mamba2: "Mamba-2",
+  lstm: "LSTM",
 };
 const NORMS = { rmsnorm: "RMSNorm", layernorm: "LayerNorm" };
 const MAX_NAMED_LAYERS = 4; // more layers are only counted
@@ -39,9 +40,14 @@ export const innerWidth = ({ d_expert: ofExpert, d_ff: inner }) => ofExpert ?? i
 export const keyWidth = ({ head_dim: width, latents, rotary_dim: turned }) =>
   latents === null ? width : latents.key_dim + turned;
 
-/** Return the number of a layer's heads; those of a recurrent layer have a matrix each. */
+/**
+ * Return the number of a layer's heads; those of a recurrent layer have a matrix each, or attend to
+ * the source alone.
+ */
 export const headsOf = (config, layer) =>
-  config.recurrent_layers.includes(layer) ? memoryOf(config).matrices : config.n_head;
+  config.recurrent_layers.includes(layer) && config.cross_attention !== "additive"
+    ? memoryOf(config).matrices
+    : config.n_head;
 
 /** Return whether positions have learned vectors, or distances learned biases. */
 export const hasLearnedPositions = ({ position }) => position.startsWith("learned");
@@ -138,7 +144,8 @@ function blockSteps(config, { mixer, isFed }) {
   const [attention, feedForward] = [step(mixer, config), step("feed-forward", config)];
   if (config.parallel_residual)
     return [{ branches: [attention, feedForward].map((one) => [norm, one]) }];
-  const ofSource = config.encoder === null ? [] : [step("cross-attention", config)];
+  const attends = config.encoder !== null && config.cross_attention !== "none";
+  const ofSource = attends ? [step("cross-attention", config)] : [];
   return [attention, ...ofSource, ...(isFed ? [feedForward] : [])].flatMap((one) => {
     if (config.norm_placement === "post") return [{ branches: [[one]] }, norm];
     const isRecurrent = config.norm_placement === "output_of_attention" && mixer === "recurrence";
@@ -190,8 +197,10 @@ export function memoryOf({ recurrence: kind, d_model: width }) {
   const { n_head: matrices = 0, n_key_head: shared = 0, n_group: groups = 0, kernel } = kind;
   const [rows, columns] = [kind.key_dim ?? kind.d_state ?? 0, kind.value_dim ?? kind.head_dim ?? 0];
   const convolved = matrices ? matrices * columns + 2 * (shared || groups) * rows : width;
-  const numbers = matrices * rows * columns + (kernel - 1) * convolved;
-  return { matrices, rows, columns, convolved, numbers, kernel, mixer: RECURRENCES[kind.kind] };
+  const { width: cells, both_ways: both } = kind; // of an LSTM, which has no convolution
+  const numbers = cells ? 2 * cells : matrices * rows * columns + (kernel - 1) * convolved;
+  const shape = { matrices, rows, columns, convolved, numbers, kernel, cells, both };
+  return { ...shape, mixer: RECURRENCES[kind.kind] };
 }
 
 const layersNote = (layers, config) =>
