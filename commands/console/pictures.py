@@ -38,7 +38,10 @@ def draw_attention(
     if explanation.source_ids:
         keys = [token.translate(_VISIBLE) or "∅" for token in explanation.source_tokens]
         maps = explanation.source_weights[layer]
+        if model_dir.config.cross_attention == "additive":
+            scale = "softmax(vᵀ tanh(W s + U h)), a row sums to 1"
         masked = np.zeros((len(labels), len(keys)), dtype=np.bool_)
+    assert maps is not None, "a layer without heads is not drawn"
     n = max(masked.shape)
     colours = LinearSegmentedColormap.from_list("page", _COLOURS).with_extremes(bad="white")
     columns = math.ceil(math.sqrt(len(heads)))

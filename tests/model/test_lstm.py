@@ -127,9 +127,9 @@ def check_explanation(network: Transformer, model_dir: ModelDirectory) -> None:
     explained = explainer.explain("38", [0, 1], Questions(lens=2), target="three")
     network.eval()
     source, given = read(network, tokenizer.encode("38").ids), dict[int, Tensor]()
-    for layer, block in enumerate(network.blocks):
-        if attention := block.cross_attention:
-            attention.register_forward_hook(lambda _, x, __, i=layer: given.update({i: x[0][0]}))
+    attentions = dict(enumerate(m for m in network.modules() if isinstance(m, CrossAttention)))
+    for layer, attention in attentions.items():
+        attention.register_forward_hook(lambda _, x, __, i=layer: given.update({i: x[0][0]}))
     logits = network(torch.tensor([explained.token_ids]), source=source)[0, -1]
     likeliest = explained.next_tokens[0]
     assert likeliest.token_id == logits.argmax()
@@ -138,7 +138,8 @@ def check_explanation(network: Transformer, model_dir: ModelDirectory) -> None:
     assert explained.weights == {}
     assert sorted(explained.source_weights) == sorted(given)
     for layer, x in given.items():
-        attention = network.blocks[layer].cross_attention
+        attention = attentions[layer]
+        assert attention.score is not None
         keys = attention.keys_and_values(source.hidden).key[0, 0]
         scores = (attention.query(x)[:, None] + keys).tanh() @ attention.score[0]
         np.testing.assert_allclose(
