@@ -313,8 +313,8 @@ def test_what_recurrent_layers_have_not_is_refused(tmp_path: Path) -> None:
     _, model_dir = make_directory(tmp_path / "model", "fp32", **VARIANTS["lfm2"])
     explainer = Explainer(model_dir, threads=1)
     for asked, message in (
-        (Questions(without=(Head(0, 0),)), "layer 0 is a short convolution, which has no heads"),
-        (Questions(values_of=Head(0, 0)), "layer 0 is a short convolution, which has no heads"),
+        (Questions(without=(Head(0, 0),)), "layer 0 has no heads"),
+        (Questions(values_of=Head(0, 0)), "layer 0 has no heads"),
         (Questions(values_of=Head(1, 4)), "there is no head 4; layer 1 has heads 0 to 3"),
     ):
         with pytest.raises(InvalidRequestError, match=message):
