@@ -92,8 +92,7 @@ def write_attention_graph(directory: Path) -> None:
     additive = [node for node in graph if _is_additive(node)]
     scores = [value for name, value in graph.initializers.items() if name.endswith(_SCORE)]
     heads += [value.shape.numpy()[0] for value in scores if value.shape]
-    n_layer = len(own) + len(_recurrent_layers(graph))
-    of_heads = ir.Shape([n_layer, max(heads, default=0), 1])
+    of_heads = ir.Shape(["n_layer", max(heads, default=0), 1])
     mask = ir.val(HEAD_MASK_INPUT, ir.DataType.FLOAT, of_heads)
     graph.inputs.append(mask)
     for layer, node in enumerate(own):
