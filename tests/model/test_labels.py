@@ -157,7 +157,9 @@ def test_a_classifier_keeps_its_labels_or_gets_others() -> None:
     """One whose labels did not exclude each other, too; they do when it has learned a text's."""
     trained("labelled.jsonl", *SMALL, "--preset=tiny-encoder", "--steps=2", "--out=first")
     file = Path("first/step-00000002/config.json")
-    file.write_text(file.read_text().replace('"softmax"', '"sigmoid"'))
+    text = file.read_text()
+    file.write_text(text.replace('activation": "softmax"', 'activation": "sigmoid"'))
+    assert file.read_text() != text
     first = load_checkpoint(Path("first"))
     for name, texts in {
         "same": TEXTS,
