@@ -152,7 +152,7 @@ def test_states_take_memory_before_tokens_do(exported: Exported) -> None:
     """One for each sequence, and a row that decoding may run beside the last."""
     state_bytes = exported.runner(max_num_seqs=1).kv.state_bytes
     kv = exported.runner(max_num_seqs=2, kv_cache_bytes=3 * state_bytes + 16_000).kv
-    assert kv.budget_tokens == min(16_000 // kv.token_bytes, 2 * 48)
+    assert kv.budget_tokens == min(16_000 // kv.token_bytes, 2 * (24 + 20))
     if state_bytes:
         with pytest.raises(ValueError, match=f"states of 2 sequences {3 * state_bytes}; raise it"):
             exported.runner(max_num_seqs=2, kv_cache_bytes=3 * state_bytes)
