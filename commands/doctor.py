@@ -118,13 +118,30 @@ def _memory(model: Path) -> list[str]:
     return [*notes, computed] if kv.state_bytes else notes
 
 
+def _adapters(model: Path) -> list[str]:
+    """Say how many adapters the default of adapter_memory holds, of a model that takes some."""
+    from kvasir.model.adapters.layout import Layout
+    from kvasir.model.directory import ADAPTERS_FILE, load_model_dir
+    from kvasir.server.settings import Settings
+
+    loaded = load_model_dir(model)
+    if ADAPTERS_FILE not in loaded.manifest.files or loaded.config.n_experts:
+        return []
+    layers = Layout.load(model / ADAPTERS_FILE).layers.values()
+    numbers = sum(len(one.parts) * len(one.inputs) + len(one.outputs) for one in layers)
+    size = 16 * numbers * (4 if loaded.manifest.precision == "fp32" else 2)
+    n = Settings.model_fields["adapter_memory"].default // size
+    words = f"an adapter of rank 16 in all layers takes {size_in_words(size)}"
+    return [f"{model.name}: {words}; the default of adapter_memory holds {n:,}"]
+
+
 def _describe(model: Path) -> tuple[list[str], bool]:
     """Say what rounding cost a model, and if it answers as its manifest says; False if not."""
     from kvasir.model.directory import load_model_dir
 
     manifest = load_model_dir(model).manifest
     notes = [f"{model.name} in {manifest.precision}: {manifest.verification.verdict}"]
-    notes += _memory(model)
+    notes += [*_memory(model), *_adapters(model)]
     if (expected := manifest.digest) is None:
         return notes, True
     try:

@@ -38,7 +38,8 @@ class AdapterError(ValueError):
 
 def refuse(name: str, field: str, found: str, expected: str) -> AdapterError:
     """Return the error of an adapter, in one line."""
-    return AdapterError(f"adapter {name!r}: {field} is {found[:200]}; expected {expected}")
+    found = " ".join(found.split())[:200]
+    return AdapterError(f"adapter {name!r}: {field} is {found}; expected {expected}")
 
 
 class AdapterConfig(Record):

@@ -8,20 +8,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from time import sleep
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, deserialize
 
 from kvasir.model.adapters.config import (
     ADAPTER_FILE,
     ADAPTER_WEIGHTS_FILE,
     AdapterConfig,
+    AdapterError,
     refuse,
 )
 from kvasir.model.adapters.layout import Layout
-from kvasir.model.platform.files import in_words, read_limited
+from kvasir.model.platform.files import in_words, parse_object, read_limited
 
 TENSOR = "base_model.model.{}.lora_{}.weight"  # of a module, and of A or B
 _TENSOR = re.compile(re.escape(TENSOR).replace(r"\{\}", "(.+)", 1).replace(r"\{\}", "([AB])"))
@@ -30,6 +31,15 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "F16": np.dtype("<f2"),
     "BF16": np.dtype("<u2"),
 }
+_MOST_HEADER = 2**22  # bytes, for some 30,000 tensors
+
+
+class _Stored(NamedTuple):
+    """A tensor of a file, as its header describes it."""
+
+    dtype: object
+    shape: Any
+    numbers: memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +77,10 @@ def read_adapter(
     digest = blake2b(described, digest_size=16)
     digest.update(content)
     tensors = _tensors(name, content)
-    del content  # large, as are tensors: one after the other becomes floats
     found: dict[str, dict[str, NDArray[np.float32]]] = {}
     full_names: dict[str, str] = {}
     for key in list(tensors):
+        sleep(0)  # let Python's other threads go on: streams must not pause
         match = _TENSOR.fullmatch(key)
         module = "" if match is None else layout.part_name(match[1])
         if match is None or module not in sizes:
@@ -93,22 +103,41 @@ def read_adapter(
     return PeftAdapter(digest.digest(), config.base_model_name_or_path, modules)
 
 
-def _tensors(name: str, content: bytes) -> dict[str, dict[str, Any]]:
+def _tensors(name: str, content: bytes) -> dict[str, _Stored]:
+    """Return a safetensors file's tensors by name, without a copy, which would hold up all threads.
+
+    The format: the length of the header, 8 bytes; the header, JSON; the numbers. Whatever a header
+    says, nothing beyond the file is read.
+    """
+    length = int.from_bytes(content[:8], "little")
+    numbers = memoryview(content)[8 + length :]
     try:
-        # Its order changes from call to call, and the first fault is the one that is told.
-        return dict(sorted(deserialize(content)))  # type: ignore[no-untyped-call]
-    except SafetensorError as error:
-        reason = " ".join(str(error).split())
-        raise refuse(name, ADAPTER_WEIGHTS_FILE, f"damaged ({reason})", "a whole file") from None
+        if length > _MOST_HEADER:
+            raise ValueError(f"has a header of {length:,} bytes")
+        header = parse_object(content[8 : 8 + length])
+        header.pop("__metadata__", None)
+        return {
+            key: _Stored(held["dtype"], held["shape"], numbers[slice(*held["data_offsets"])])
+            for key, held in header.items()
+        }
+    except (ValueError, LookupError, TypeError) as error:
+        raise _damaged(name, error) from None
 
 
-def _floats(name: str, key: str, tensor: Mapping[str, Any]) -> NDArray[np.float32]:
-    if (dtype := _DTYPES.get(tensor["dtype"])) is None:
-        raise refuse(name, f"tensor {key!r}", tensor["dtype"], " or ".join(_DTYPES))
-    stored = np.frombuffer(tensor["data"], dtype=dtype)
-    if tensor["dtype"] == "BF16":
-        stored = (stored.astype(np.uint32) << 16).view(np.float32)
-    values: NDArray[np.float32] = stored.astype(np.float32)
-    if not np.isfinite(values).all():
+def _damaged(name: str, error: Exception) -> AdapterError:
+    return refuse(name, ADAPTER_WEIGHTS_FILE, f"damaged (it {error})", "a whole file")
+
+
+def _floats(name: str, key: str, stored: _Stored) -> NDArray[np.float32]:
+    if (dtype := _DTYPES.get(str(stored.dtype))) is None:
+        raise refuse(name, f"tensor {key!r}", str(stored.dtype), " or ".join(_DTYPES))
+    try:
+        values = np.frombuffer(stored.numbers, dtype=dtype).reshape(stored.shape)
+    except (ValueError, TypeError):
+        raise _damaged(name, ValueError(f"lacks numbers of {key!r}")) from None
+    if stored.dtype == "BF16":
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    floats: NDArray[np.float32] = values.astype(np.float32)
+    if not np.isfinite(floats).all():
         raise refuse(name, f"tensor {key!r}", "not finite", "finite numbers")
-    return values.reshape(tensor["shape"])
+    return floats

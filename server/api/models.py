@@ -189,6 +189,9 @@ def _listed_by_anthropic(served: ServedModel) -> AnthropicModel:
 def listed(served: ServedModel, models: ModelRegistry) -> Model:
     """Return a model as OpenAI lists it."""
     parent = served.parent.name if isinstance(served, AdaptedModel) else None
+    state = models.states[parent or served.name]
+    if models.bank is not None and parent and served.name not in models.bank.loaded:
+        state = "unloaded" if state == "ready" else state
     return Model(
         id=served.name,
         created=served.created,
@@ -196,7 +199,7 @@ def listed(served: ServedModel, models: ModelRegistry) -> Model:
         max_source_len=served.builder.limits.max_source_len,
         root=served.name if parent is None else parent,
         parent=parent,
-        state=models.states[parent or served.name],
+        state=state,
         size=size_of(served),
         kind=served.kind,
     )

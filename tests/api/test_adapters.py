@@ -219,6 +219,7 @@ async def test_adapters_come_and_go_while_streams_run(exported: Path, root: Path
         ("", "lora_path"),
         ("a\0b", "not below"),
         ("nowhere", "adapter_config.json"),
+        ("no\nwhere", "adapter_config.json"),
         ("broken", "adapter_model.safetensors is damaged"),
         ("nan", "not finite"),
         ("large", "r must be less than"),
@@ -239,7 +240,8 @@ async def test_what_cannot_be_loaded_is_refused_and_harms_nothing(
         body = {"lora_name": "new", "lora_path": lora_path}
         response = await client.post(LOAD, json=body, headers=ADMIN)
         assert response.status_code == 400
-        assert named in response.json()["error"]["message"]
+        assert named in (message := response.json()["error"]["message"])
+        assert "\n" not in message
         assert not bank_of(app).loaded
         await complete(client, "poet")
         if lora_path in ("broken", "nan", "large"):  # found by name: the folder is the server's

@@ -55,6 +55,26 @@ def test_the_chooser_leads_to_another_model(page: Page) -> None:
     assert {one["model"] for one in explained} == {OTHER}
 
 
+def test_the_chooser_shows_adapters_and_follows_a_load(page: Page, models_url: str) -> None:
+    """Of a list as a server with adapters and a folder of models has it."""
+    listed = page.request.get(f"{models_url}/v1/models").json()
+    first, other = listed["data"]
+    other["state"] = "loading"
+    listed["data"].append(first | {"id": "poet", "parent": first["id"], "state": "unloaded"})
+    page.route("**/v1/models", lambda route: route.fulfill(json=listed))
+    page.locator("#chooser").click()
+    link = page.get_by_role("link", name=OTHER)
+    expect(link).to_contain_text("translate, loading")
+    expect(page.get_by_role("progressbar", name=f"{OTHER} is being loaded")).to_be_visible()
+    poet = page.get_by_role("link", name="poet")
+    expect(poet).to_have_text(f"poet adapter of {first['id']}, unloaded")
+    poet.focus()
+    other["state"] = "ready"
+    expect(link).to_have_text(f"{OTHER} translate")
+    expect(page.get_by_role("progressbar")).to_have_count(0)
+    expect(poet).to_be_focused()
+
+
 def test_two_models_answer_a_prompt(
     page: Page,
     models_url: str,

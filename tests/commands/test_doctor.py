@@ -14,12 +14,17 @@ from typer.testing import CliRunner
 
 from kvasir.__main__ import app
 from kvasir.commands import doctor
+from kvasir.export.directory import export_checkpoint
 from kvasir.kernels import library
 from kvasir.kernels.library import Library
-from kvasir.model.directory import load_model_dir
+from kvasir.model.adapters.layout import Layout
+from kvasir.model.directory import ADAPTERS_FILE, load_model_dir
 from kvasir.model.platform.machine import usable_cpus
+from kvasir.server.engine.adapters.loaded import GraphAdapters
 from tests.api_reference import EXAMPLE
 from tests.kernels.graphs import needs_library
+from tests.kit.adapters import save_adapter
+from tests.kit.huggingface_checkpoints import make_model, save_checkpoint
 
 XEON = "flags\t\t: fpu avx2 avx512f avx512_vnni avx512_bf16 amx_bf16 amx_tile amx_int8\n"
 ZEN_3 = "model name\t: AMD EPYC\nflags\t\t: fpu avx avx2 fma\n"
@@ -73,6 +78,18 @@ def test_it_tells_the_memory_of_a_token(is_built: bool, monkeypatch: pytest.Monk
         words += f", and {4 * size:,} more while its prompt is computed"
     found = json.loads(CliRunner().invoke(app, ["doctor", str(EXAMPLE), "--json"]).stdout)
     assert f"stdlib: {words}; " in found["notes"][1]
+
+
+def test_adapters_are_counted(tmp_path: Path) -> None:
+    """As many as a bank of the default size takes, each of the size that it has when loaded."""
+    source = save_checkpoint(tmp_path / "source", model := make_model("llama"))
+    export_checkpoint(source, tmp_path / "base", precision="int8")
+    save_adapter(tmp_path / "adapter", model, r=16)
+    graph = GraphAdapters(Layout.load(tmp_path / "base" / ADAPTERS_FILE))
+    size = graph.load(tmp_path / "adapter", "adapter", 2**30).n_bytes
+    (note,) = doctor._adapters(tmp_path / "base")
+    assert note.startswith("base: an adapter of rank 16 in all layers takes ")
+    assert note.endswith(f"holds {2**30 // size:,}")
 
 
 def test_every_extra_of_the_package_has_a_purpose() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
+from time import sleep
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -121,6 +122,7 @@ class GraphAdapters:
                 most = len(layer.inputs) + len(layer.outputs)
                 if (rank := len(low.a)) > most:
                     raise refuse(name, f"r of {part.module}", str(rank), f"at most {most}")
+                sleep(0)  # as in read_adapter
                 yield layer_name, i, part, low.a * layer.inputs, low.b[part.rows] * outputs[:, None]
 
     def inputs(

@@ -4,8 +4,9 @@
 import { getJson } from "./api.js";
 import { byId, clone } from "./dom.js";
 
-let all = []; // { id, kind, state } of each that could be loaded
+let all = []; // { id, kind, state, parent } of each that could be loaded
 let chosen = "";
+const REFRESH_MS = 1000; // while a model is being loaded
 
 /** Load the list of models, offer them if there are several, and return the page's model card. */
 export async function loadCard() {
@@ -36,23 +37,49 @@ export const writers = () =>
 /** Return the link to a view, "#view?name=value", of a model. */
 export const linkTo = (name, hash) => (name === chosen ? hash : `${pathOf("", name)}${hash}`);
 
-/** Fill the list of models that the chooser opens. Its links lead to the view that is shown. */
+/** Offer the list of models and adapters, which is read again whenever the chooser opens it. */
 function offer() {
   const [button, list] = [byId("chooser"), byId("models")];
   button.textContent = chosen;
   button.ariaLabel = `Model: ${chosen}`;
-  const items = all.map(({ id, kind, state }) =>
-    clone("model-link", {
-      link: [{ "aria-current": id === chosen && "true" }],
-      name: id,
-      kind: state === "ready" ? kind : `${kind}, ${state}`,
-    }),
-  );
-  list.replaceChildren(...items);
-  list.onbeforetoggle = () => {
-    const [view] = location.hash.split("?");
-    items.forEach((item, i) => (item.firstElementChild.href = pathOf("", all[i].id) + view));
+  fill();
+  list.onbeforetoggle = ({ newState }) => {
     const { left, bottom } = button.getBoundingClientRect();
     Object.assign(list.style, { left: `${left}px`, top: `${bottom + 4}px` });
+    if (newState === "open") fill();
   };
+  list.ontoggle = ({ newState }) => newState === "open" && refresh();
+}
+
+/** Show the list as it is known. Its links lead to the view that is shown. */
+function fill() {
+  const [view] = location.hash.split("?");
+  const items = all.map(({ id, kind, state, parent }) =>
+    clone("model-link", {
+      link: [{ href: pathOf("", id) + view, "aria-current": id === chosen && "true" }],
+      name: id,
+      kind: [parent ? `adapter of ${parent}` : kind, ...(state === "ready" ? [] : [state])].join(
+        ", ",
+      ),
+      progress: [{ hidden: state !== "loading", "aria-label": `${id} is being loaded` }],
+    }),
+  );
+  byId("models").replaceChildren(...items);
+}
+
+/** Follow what is loaded while the list is open; what has not changed keeps the focus. */
+async function refresh() {
+  const isOpen = () => byId("models").matches(":popover-open");
+  while (isOpen()) {
+    const before = JSON.stringify(all);
+    all = (await getJson("v1/models")).data;
+    if (JSON.stringify(all) !== before && isOpen()) {
+      const links = [...byId("models").querySelectorAll("a")];
+      const focused = links.indexOf(document.activeElement);
+      fill();
+      byId("models").querySelectorAll("a")[focused]?.focus();
+    }
+    if (!all.some(({ state }) => state === "loading")) return;
+    await new Promise((done) => setTimeout(done, REFRESH_MS));
+  }
 }
