@@ -235,11 +235,11 @@ class RequestState:
     """An HTTP request's id, arrival in seconds of `perf_counter`, sender, and completion if any.
 
     model: its name, "" until it is known; adapter: that of the adapter that it is asked for with,
-    if any. held: what it keeps until its response is sent. body_size: in bytes, once it is read.
-    error: the `reason` of the error that it ended in. error_param: the field at fault. trace_id: 32
-    hexadecimal digits. n_embedded: tokens of its texts, once their vectors or scores are known.
-    is_background: a batch's line. ignored: fields of its body that have no effect. scored_by: what
-    its scores are, if not the model's own.
+    if any; served: either. held: what it keeps until its response is sent. body_size: in bytes,
+    once it is read. error: the `reason` of the error that it ended in. error_param: the field at
+    fault. trace_id: 32 hexadecimal digits. n_embedded: tokens of its texts, once their vectors or
+    scores are known. is_background: a batch's line. ignored: fields of its body that have no
+    effect. scored_by: what its scores are, if not the model's own.
     """
 
     id: str
@@ -247,6 +247,7 @@ class RequestState:
     caller: Caller = field(default_factory=Caller)
     model: str = ""
     adapter: str = ""
+    served: object = None
     held: AsyncExitStack = field(default_factory=AsyncExitStack)
     body_size: int = 0
     completion: Completion | None = None

@@ -87,11 +87,11 @@ class ModelRegistry:
                 served = ServedModel(
                     own, model_dir, name, self.metrics, self.text_worker, self.answers
                 )
+                self.served[name] = served
                 if name not in staying:
                     cache = settings.prefix_cache_memory
                     n = kv_bytes + (kv_bytes // 10 if cache is None else cache)
-                    self._in_folder[name] = FolderModel(served, n)
-                self.served[name] = served
+                    self._in_folder[name] = FolderModel(served, n, self.served)
             except StartupError as error:
                 self._fail(name, error)
         if not self.served:
@@ -264,15 +264,21 @@ class ModelRegistry:
             except (InvalidRequestError, UnavailableError) as error:
                 raise StartupError(error.message) from None
 
+    @property
+    def _versions(self) -> list[ServedModel]:
+        """The models, and former versions of them that requests still use."""
+        former = (each for model in self._in_folder.values() for each in model.former)
+        return [*self.served.values(), *former]
+
     async def drain(self) -> None:
         """Drain all models at once; see ServedModel."""
         self.loader.close()
-        await asyncio.gather(*(served.drain() for served in self.served.values()))
+        await asyncio.gather(*(served.drain() for served in self._versions))
 
     async def close(self) -> None:
         """End all sequences, threads and processes, unless an engine hangs."""
         self.loader.close()
-        models = self.served.values()
+        models = self._versions
         await asyncio.gather(*(served.engine.stop() for served in models))
         for served in models:
             served.grammars.close()

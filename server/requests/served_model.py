@@ -66,6 +66,11 @@ class ServedModel:
         self.answers = answers or AnswerMemory.pots(self.text_worker)
         self.use(model_dir)
 
+    def renewed(self, model_dir: ModelDirectory) -> ServedModel:
+        """Return another version of the model, to be loaded. Raises StartupError."""
+        shared = self.metrics.server, self.text_worker, self.answers
+        return ServedModel(self._given, model_dir, self.name, *shared)
+
     def use(self, model_dir: ModelDirectory) -> None:
         """Take a model directory, while no engine is loaded. Raises StartupError."""
         settings = self._given

@@ -20,6 +20,7 @@ import pytest
 from fastapi import FastAPI
 
 from kvasir.model.directory import ModelDirectory, load_model_dir
+from kvasir.server.api.http import streams
 from kvasir.server.engine.engine import Engine
 from kvasir.server.errors import StartupError
 from kvasir.server.process.app import create_app
@@ -34,6 +35,7 @@ CACHE = 2**40  # bytes of a fake model's KV cache, beside which the process's ow
 TWO = int(2.5 * CACHE)  # room for two models with their prefix caches
 ADMIN = {"authorization": "Bearer admin"}
 LOAD, UNLOAD = "/v1/models/load", "/v1/models/unload"
+LOADING = "kvasir.server.requests.loading.folder_model.load_model_dir"
 
 
 class Built:
@@ -169,6 +171,65 @@ async def test_an_unloaded_engine_is_gone(tmp_path: Path) -> None:
         assert (await complete(client, "first")).json()["choices"][0]["text"] == "aa"
 
 
+async def test_a_new_version_takes_over_beside_running_streams(tmp_path: Path) -> None:
+    """Old sequences end on the old one, whose memory is then free; new requests get the new one."""
+    async with serving(tmp_path, models_memory=9 * CACHE) as (app, client, built):
+        await complete(client, "first")
+        models, old = app.state.models, built.runners["first"]
+        old.hold()
+        running = asyncio.create_task(complete(client, "first", max_tokens=5, stream=True))
+        await until(lambda: models.served["first"].admission.n_inside)
+        former = models.served["first"]
+        renew(tmp_path / "first")
+        with patch.dict(TEXTS, {"first": "z"}), patch(LOADING, fake_model_dir):
+            answers = await asyncio.gather(*(complete(client, "first") for _ in range(3)))
+        assert [one.json()["choices"][0]["text"] for one in answers] == ["zz"] * 3
+        assert models._in_folder["first"].former == [former]
+        old.release()
+        assert (await running).text.count('"a"') == 5
+        await until(lambda: not models._in_folder["first"].former)
+        assert former.engine.engine is None
+        assert len(models.metrics.loads) == len(TEXTS)
+        renew(tmp_path / "first")  # which no model directory is
+        for _ in range(2):
+            assert (await complete(client, "first")).status_code == 200, "the one that is there"
+
+
+def renew(folder: Path) -> None:
+    """Put another directory in the place of a fake model's."""
+    shutil.copytree(folder, folder.with_name("new"))
+    (folder.with_name("new") / f"{len([*folder.iterdir()])}.onnx").touch()
+    shutil.rmtree(folder)
+    folder.with_name("new").rename(folder)
+
+
+async def test_a_stream_hears_that_its_model_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error that comes after that is an event."""
+    monkeypatch.setattr(streams, "LOADING_SECONDS", 0.0)
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    asked: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "a"},
+        "/v1/chat/completions": chat,
+        "/v1/messages": chat,
+    }
+    async with serving(tmp_path) as (_, client, built):
+        body = {"model": "first", "max_tokens": 2, "stream": True}
+        for path, fields in asked.items():
+            await client.post(UNLOAD, json={"model": "first"}, headers=ADMIN)
+            answer = await client.post(path, json=body | fields)
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            assert answer.text.startswith(": loading\n\n")
+            assert answer.text.count('"a"') == 2, answer.text
+        built.broken.add("third")
+        failed = await complete(client, "third", stream=True)
+        assert failed.status_code == 200
+        said = json.loads(failed.text.splitlines()[2].removeprefix("data: "))
+        assert "the graph is damaged" in said["error"]["message"]
+        assert (await complete(client, "third")).status_code == 503
+
+
 async def test_keep_alive_is_ollamas(tmp_path: Path) -> None:
     async with serving(tmp_path) as (app, client, _):
         loader = app.state.models.loader
@@ -272,11 +333,9 @@ async def test_real_models_come_go_and_change(tmp_path: Path) -> None:
         engine = weakref.ref(app.state.models.served["stdlib"].engine.engine)
         shutil.rmtree(tmp_path / "stdlib")
         shutil.copytree(EXAMPLES / "numbers", tmp_path / "stdlib")
-        assert await write(client, "stdlib") == texts["stdlib"], "until it is loaded again"
-        await loader.unload("stdlib")
+        assert (await write(client, "stdlib"))[0] == texts["numbers"][0]
         gc.collect()
         assert engine() is None
-        assert (await write(client, "stdlib"))[0] == texts["numbers"][0]
         served = app.state.models.served["numbers"]
         await complete(client, "numbers")
         served.engine.give_up()  # as an engine that has failed

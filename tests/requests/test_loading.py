@@ -40,12 +40,23 @@ class FakeModel:
         self.gate: asyncio.Event | None = None  # of a load that waits for it
         self.error: Exception | None = None
         self.is_loaded = False
+        self.version: object = 0
+        self.newest = 0
+        self.retired: list[object] = []
+
+    def has_changed(self) -> bool:
+        return self.newest != self.version
+
+    async def retire(self, version: object) -> None:
+        assert version != self.version
+        self.retired.append(version)
+        self.machine.used -= self.sizes.kept
 
     def need(self) -> Need:
         return self.sizes
 
     async def load(self) -> None:
-        assert not self.is_loaded
+        assert not self.is_loaded or self.has_changed()
         self.machine.events.append(f"load {self.name}")
         self.machine.take(self.sizes.peak)
         try:
@@ -58,7 +69,7 @@ class FakeModel:
             self.machine.used -= self.sizes.peak
             raise
         self.machine.used -= self.sizes.peak - self.sizes.kept
-        self.is_loaded = True
+        self.is_loaded, self.version = True, self.newest
 
     async def unload(self) -> None:
         assert self.is_loaded
@@ -259,8 +270,8 @@ async def test_a_failure_is_forgotten_after_its_time(monkeypatch: pytest.MonkeyP
         async with loader.hold("a"):
             pass
     models["a"].error = None
-    [(_, forget, place)] = calls
-    forget(place)
+    [(_, forget, *arguments)] = calls
+    forget(*arguments)
     async with loader.hold("a"):
         assert loader.state("a") == "ready"
 
@@ -335,3 +346,27 @@ def test_durations_are_ollamas(given: object, seconds: float) -> None:
 def test_others_are_refused(given: object) -> None:
     with pytest.raises(ValueError, match="duration"):
         seconds_of(given)
+
+
+async def test_a_new_version_takes_over_and_the_old_one_ends_its_requests() -> None:
+    loader, models, _ = make({"a": 1}, 10)
+    model = models["a"]
+    async with loader.hold("a"):
+        model.newest = 1
+        async with loader.hold("a"):
+            assert (model.version, model.retired) == (1, [])
+    await settled(loader)
+    assert model.retired == [0]
+    async with loader.hold("a"):
+        model.newest, model.error = 2, ValueError("half a copy")
+        async with loader.hold("a"):
+            assert model.version == 1, "one that cannot be loaded leaves the old one"
+        model.error = None
+    async with loader.hold("a"):
+        assert model.version is model.newest
+    await settled(loader)
+    assert model.retired == [0, 1]
+
+
+async def settled(loader: ModelLoader) -> None:
+    await asyncio.gather(*loader._tasks)

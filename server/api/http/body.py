@@ -17,7 +17,8 @@ from starlette.types import Receive, Scope, Send
 from kvasir.model.platform.suggestions import did_you_mean, nearest
 from kvasir.server.api.http.keys import require_key
 from kvasir.server.api.http.pieces import compact, unless_disconnected
-from kvasir.server.api.http.responses import models_of, note_model, state_of
+from kvasir.server.api.http.responses import is_ollama, models_of, note_model, state_of
+from kvasir.server.api.http.streams import EventStream
 from kvasir.server.api.other_servers import NO_OPS, USED_HERE
 from kvasir.server.api.schemas import RequestBody, field_names
 from kvasir.server.errors import ContextLengthError, InvalidRequestError, UnknownFieldError
@@ -82,6 +83,8 @@ class BodyRoute(APIRoute):
             if is_wanted and state.model in models.loader.names:
                 holding = models.loader.hold(state.model, getattr(body, "keep_alive", None))
                 entering = state.held.enter_async_context(holding)
+                if getattr(body, "stream", False) and not is_ollama(request.scope):
+                    return EventStream.after(entering, partial(self.endpoint, request, body))
                 await unless_disconnected(request.receive, entering)
             response: Response = await self.endpoint(request, body)
             return response

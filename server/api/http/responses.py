@@ -101,15 +101,20 @@ def models_of(scope: Scope) -> ModelRegistry:
 
 
 def served_model(request: Request) -> ServedModel:
-    """Return the model, or adapter, that `BodyRoute` or `named_model` has found."""
+    """Return the model, or adapter, that `BodyRoute` or `named_model` has found.
+
+    A request has one version of it to its end.
+    """
     state = state_of(request.scope)
-    return models_of(request.scope).named(state.adapter or state.model)
+    if state.served is None:
+        state.served = models_of(request.scope).named(state.adapter or state.model)
+    return cast("ServedModel", state.served)
 
 
 def note_model(scope: Scope, served: ServedModel) -> None:
     """Note the model that a request is for, and its adapter, if it names one."""
     state = state_of(scope)
-    state.model, state.adapter = served.name, ""
+    state.model, state.adapter, state.served = served.name, "", None
     if isinstance(served, AdaptedModel):
         state.model, state.adapter = served.parent.name, served.name
 

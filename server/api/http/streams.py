@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import AbstractContextManager, aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -31,6 +32,8 @@ from kvasir.server.requests.served_model import ServedModel
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 KEEP_ALIVE_SECONDS = 15.0  # of silence, after which a stream gets a comment line
+LOADING = b": loading\n\n"
+LOADING_SECONDS = 1.0  # until such a comment: errors have a status of their own before
 
 
 class Formatter(ABC):
@@ -154,6 +157,38 @@ class EventStream(Response):
         super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
         self._events, self._failed, self._held = events, failed, held
+
+    @classmethod
+    def after(
+        cls, loading: Coroutine[Any, Any, object], make: Callable[[], Awaitable[Response]]
+    ) -> EventStream:
+        """Return the stream that `make` returns once a model is loaded, and comments before it.
+
+        An error after the first comment is an event.
+        """
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            task, seconds = asyncio.ensure_future(loading), LOADING_SECONDS
+            try:
+                while not (await asyncio.wait([task], timeout=seconds))[0]:
+                    yield LOADING
+                    seconds = KEEP_ALIVE_SECONDS
+                await task
+            finally:
+                task.cancel()
+            made = await make()
+            assert isinstance(made, cls)
+            stream._failed = made._failed
+            with made._held:
+                async with aclosing(made._events) as events_after:
+                    async for event_after in events_after:
+                        yield event_after
+
+        def failed(fields: dict[str, Any]) -> bytes:
+            return event(compact(fields), fields.get("type"))
+
+        stream = cls(events(), failed, nullcontext())
+        return stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream, as an ASGI application does."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from time import time
@@ -35,6 +35,16 @@ class Loadable(Protocol):
 
     name: str
 
+    @property
+    def version(self) -> object:
+        """The version that requests get; loading may change it."""
+
+    def has_changed(self) -> bool:
+        """Return whether there is a new version to load beside the one in memory."""
+
+    async def retire(self, version: object) -> None:
+        """Free the memory of a former version."""
+
     def need(self) -> Need:
         """Return the memory that it takes, measured if it was loaded before."""
 
@@ -53,6 +63,7 @@ class _Place:
         self.is_loaded = self.is_loading = self.is_leaving = False
         self.failure = ""
         self.n_running = self.n_uses = 0
+        self.holders = Counter[object]()  # requests that run, by version
         self.idle = asyncio.Event()  # set while nothing runs
         self.idle.set()
         self.timer: asyncio.TimerHandle | None = None
@@ -85,7 +96,7 @@ class ModelLoader:
         self.is_closed = False
         self._turn = asyncio.Lock()
         self._work: asyncio.Task[None] | None = None  # a load or an unload
-        self._expiring = set[asyncio.Task[None]]()  # else they could be collected
+        self._tasks = set[asyncio.Task[None]]()  # else they could be collected
 
     def figures(self) -> tuple[float, float, float]:
         """Return the bytes that are kept, those that may be, and the requests that wait."""
@@ -124,11 +135,15 @@ class ModelLoader:
         """
         place = self._places[name]
         await self._take(place)
+        version = place.model.version
+        place.holders[version] += 1
         place.keep_alive = self.keep_alive if keep_alive is None else keep_alive
         try:
             yield
         finally:
             place.n_running -= 1
+            place.holders[version] -= 1
+            self._retire_unused(place, version)
             self._places.move_to_end(name)
             if not place.n_running:
                 place.idle.set()
@@ -155,7 +170,7 @@ class ModelLoader:
 
     async def _take(self, place: _Place) -> None:
         """Count a request as one that uses a model, once it is loaded."""
-        if place.is_loaded and not place.is_leaving:
+        if place.is_loaded and not place.is_leaving and not place.model.has_changed():
             self._use(place)
             return
         self._check(place)
@@ -165,7 +180,7 @@ class ModelLoader:
         self.n_waiting += 1
         try:
             async with self._in_turn():
-                if not place.is_loaded:
+                if not place.is_loaded or place.model.has_changed():
                     self._check(place)
                     await self._make_room(place)
                     await self._to_its_end(self._load(place))
@@ -230,20 +245,31 @@ class ModelLoader:
         await asyncio.shield(self._work)
 
     async def _load(self, place: _Place) -> None:
-        place.is_loading = True
+        place.is_loading, version = True, place.model.version
         try:
             await place.model.load()
         except Exception as error:
-            place.failure = " ".join(str(error).split()) or type(error).__name__
+            cause = " ".join(str(error).split()) or type(error).__name__
             message = "a model could not be loaded"
-            fields = {"model": place.model.name, "cause": place.failure}
+            fields = {"model": place.model.name, "cause": cause}
             logger.error(message, extra={"fields": fields})
-            asyncio.get_running_loop().call_later(_FAILED_RETRY, self._forget_failure, place)
+            if not place.is_loaded:  # else the old version stays
+                place.failure = cause
+                asyncio.get_running_loop().call_later(_FAILED_RETRY, setattr, place, "failure", "")
         else:
             place.is_loaded = True
-            self._rest(place)  # in case the request has given up
+            self._retire_unused(place, version)
+            if place.timer is None and not place.n_running:
+                self._rest(place)  # in case the request has given up
         finally:
             place.is_loading = False
+
+    def _retire_unused(self, place: _Place, version: object) -> None:
+        """Let a former version go with its last request."""
+        if not place.holders[version]:
+            del place.holders[version]
+            if version is not place.model.version:
+                self._in_background(place.model.retire(version))
 
     async def _unload(self, place: _Place) -> None:
         if place.timer is not None:
@@ -251,9 +277,6 @@ class ModelLoader:
             place.timer = place.expires_at = None
         await place.model.unload()
         logger.info("model unloaded", extra={"fields": {"model": place.model.name}})
-
-    def _forget_failure(self, place: _Place) -> None:
-        place.failure = ""
 
     def _rest(self, place: _Place) -> None:
         """Let an unused model go after its time."""
@@ -263,9 +286,12 @@ class ModelLoader:
             place.expires_at = int(time()) + round(place.keep_alive)
 
     def _expire(self, place: _Place) -> None:
-        task = asyncio.create_task(self._unload_unused(place, place.n_uses))
-        self._expiring.add(task)
-        task.add_done_callback(self._expiring.discard)
+        self._in_background(self._unload_unused(place, place.n_uses))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _unload_unused(self, place: _Place, n_uses: int) -> None:
         """Unload a model, unless it was used since or is not loaded."""
