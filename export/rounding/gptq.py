@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from kvasir.export.rounding.formulas import BLOCK, SMALLEST_SCALE, quantize_blocks, restore_blocks
 
-_DAMPING = 0.3  # of the mean of H's diagonal, which is added: H is of few tokens, and others vary
+_DAMPING = 0.3
 _HELD_OUT = 8  # one token of so many tells whether outputs change less
 _NOISE = 0.05  # of a step: what bfloat16 makes of numbers that were rounded to 4 bits before
 _STRONGER = 10.0  # times as much, where H is still not positive

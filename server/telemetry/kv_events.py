@@ -30,7 +30,7 @@ class KVEvents:
         self._cache, self.n_sent, cache.changes = cache, 0, []
         self._published = set[bytes]()
         self._events: list[list[Any]] = [["AllBlocksCleared"]]  # of an earlier process here
-        self._socket = zmq.Context.instance().socket(zmq.PUB)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, _MOST_UNREAD)
         self._socket.setsockopt(zmq.IPV6, 1)  # too; `*` is then both

@@ -52,8 +52,8 @@ pytestmark = needs_library
 MOST_BYTES, N_REQUESTS = 2**24, 24
 # With parts of our layers, one fused module, and rows that importers permute; by our operators, or
 # by ONNX Runtime's, which fp32 has.
-KINDS = ["llama int8 own", "llama int4 own", "phi3 int8 own", "gpt_neox int8 own", "t5 int8 own"]
-KINDS += ["llama fp32 stock", "gpt2 int8 stock", "llama int4 stock", "bart fp32 stock"]
+KINDS = ["llama int8 own", "gpt_neox int4 own", "phi3 int8 own", "gpt_neox int8 own", "t5 int8 own"]
+KINDS += ["llama fp32 stock", "gpt2 int8 stock", "gpt_neox int4 stock", "bart fp32 stock"]
 KINDS += ["t5 int8 stock"]
 ENCODERS = ["bert int8 own", "bert fp32 stock", "modernbert int8 stock"]
 MAKERS: dict[str, Callable[[], Any]] = {
@@ -238,7 +238,8 @@ def test_an_adapter_takes_little_more_memory_while_it_is_read(tmp_path: Path) ->
     adapter = graph.load(tmp_path, "a", 2**30)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 3.5 * adapter.n_bytes
+    # The file, its numbers in float32, and the matrices that they become.
+    assert peak < 4 * adapter.n_bytes
 
 
 def test_numbers_that_16_bits_do_not_hold_are_refused(tmp_path: Path) -> None:
