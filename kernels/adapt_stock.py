@@ -21,7 +21,7 @@ from onnx.parser import parse_function
 
 from kvasir.kernels.adapt import weight_of
 from kvasir.kernels.adapter_table import ADAPTERS
-from kvasir.kernels.graph import DOMAIN, Mismatch, Values, parts, replace_all
+from kvasir.kernels.graph import DOMAIN, Mismatch, Values, parts, replace_all, require
 from kvasir.kernels.products import before_mixing, rounded
 
 _PRODUCTS = ("MatMul", "Gemm", "MatMulNBits", "MatMulIntegerToFloat")
@@ -58,12 +58,17 @@ def add_stock_adapters(
     graph, missing = model.graph, set(names)
     is_packed = any(value.name == _ROWS for value in graph.input)
     values, added = Values(graph), dict[str, NodeProto]()
+    adds = (set(node.input) for node in values.nodes if node.op_type == "Add")
+    biased = set[str]().union(*(given for given in adds if given & values.constants.keys()))
     for node in values.nodes:
         name = weight_of(node)
         if name not in names or node.op_type not in _PRODUCTS:
             continue
         missing.discard(name)
         x, scale = node.input[0], _ONE
+        if node.op_type == "MatMulNBits":
+            # ONNX Runtime joins it with a bias, unless an adapter is between: another rounding.
+            require(node.output[0] not in biased, f"{name} of 4 bits has a bias")
         if node.op_type == "MatMulIntegerToFloat":
             x, scale, _ = rounded(values, x)
             with suppress(Mismatch):

@@ -53,7 +53,7 @@ MOST_BYTES, N_REQUESTS = 2**24, 24
 # With parts of our layers, one fused module, and rows that importers permute; by our operators, or
 # by ONNX Runtime's, which fp32 has.
 KINDS = ["llama int8 own", "gpt_neox int4 own", "phi3 int8 own", "gpt_neox int8 own", "t5 int8 own"]
-KINDS += ["llama fp32 stock", "gpt2 int8 stock", "gpt_neox int4 stock", "bart fp32 stock"]
+KINDS += ["llama fp32 stock", "gpt2 int8 stock", "smollm3 int4 stock", "bart fp32 stock"]
 KINDS += ["t5 int8 stock"]
 ENCODERS = ["bert int8 own", "bert fp32 stock", "modernbert int8 stock"]
 MAKERS: dict[str, Callable[[], Any]] = {
