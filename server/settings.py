@@ -133,7 +133,7 @@ class Settings(BaseSettings):
     """Folder for prompt prefixes that are used again, so that they outlive the server. On CPUs."""
     prefix_dir_bytes: ByteSize = Field(ByteSize(4 * 2**30), gt=0)
     """Maximum size of the files in prefix_dir; the least recently used go first."""
-    kv_events: str | None = Field(None, min_length=1)
+    kv_events: str | None = Field(None, pattern=r"^(tcp|ipc)://.")
     """ZMQ address at which routers hear what the prefix cache keeps: tcp://*:5557 listens."""
     share_prefix_cache: bool = False
     """Share prefixes between API keys, which then learn what prompts of others begin with."""

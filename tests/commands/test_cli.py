@@ -315,7 +315,10 @@ def test_training_shows_its_bar_beside_lines_that_go_into_a_pipe(
     [
         ("", [*COMMANDS[:-1], "bench"]),
         ("train x --preset smol", ["smollm2-135m"]),
-        ("bench engine --preset tiny-", ["tiny-encoder", "tiny-seq2seq"]),
+        (
+            "bench engine --preset tiny-",
+            ["tiny-hybrid", "tiny-encoder", "tiny-seq2seq", "tiny-lstm", "tiny-lstm-attention"],
+        ),
         ("export x --device ", ["cpu", "cuda", "webgpu"]),
         ("export x --precision ", ["int8", "int4", "fp32"]),
         ("export x --device cuda --precision ", ["bf16", "fp16", "int8", "int4"]),

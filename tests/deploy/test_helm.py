@@ -37,7 +37,7 @@ SAMPLES: dict[str, list[object]] = {
     "number": [-1.5, 0.25, 3],
     "string": [
         "2GiB", "64 mb", "1.5k", "2Gi", "-1MB", "MiB", "much", "/llm", "llm", "/a/", "http://a/b",
-        "a:4318", "1h30m",
+        "a:4318", "1h30m", "tcp://*:5557",
     ],
     "array": [["https://a.example"], ["*", "http://b:1"], ["a.example"], ["https://a.example/x"],
         ["poet=/adapters/poet"]],

@@ -173,7 +173,7 @@ def step(scheduler: Scheduler) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"kv_events": "tcp:/nowhere"}, "kv_events: tcp:/nowhere: "),
+        ({"kv_events": "tcp://nowhere"}, "kv_events: tcp://nowhere: "),
         ({"kv_events": "tcp://*:0", "prefix_cache_memory": 0}, "kv_events is for a lone decoder "),
     ],
 )
