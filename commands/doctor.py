@@ -44,6 +44,8 @@ _PURPOSES = {
     "tensorboard": "train --tensorboard",
     "otel": "serve --otlp-endpoint",
     "redis": "serve --state-url",
+    "kv-events": "serve --kv-events",
+    "ray": "batch --ray, in an environment of its own",
     "loadtest": "make loadtest, in an environment of its own",
     "dev": "make test, make lint",
 }

@@ -459,7 +459,7 @@ def test_the_command_switches_heads_off(directory: Path) -> None:
 def test_a_wrong_head_is_one_line(directory: Path) -> None:
     result = CliRunner().invoke(app, ["explain", str(directory), TEXT, "--head", "4"])
     assert result.exit_code == 1
-    assert result.output == "kvasir: there is no head 4; the model has heads 0 to 3\n"
+    assert result.output == "kvasir: there is no head 4; layer 0 has heads 0 to 3\n"
 
 
 def test_an_older_graph_explains_and_refuses_the_rest(directory: Path, tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ async def test_drafts_change_no_byte_of_answers(model_dir: ModelDirectory) -> No
             if speculate:
                 answers.append(await asyncio.gather(*map(answer, bodies)))
                 drafted = value(models.served["one"].metrics, "spec_decode_accepted_tokens_total")
-                assert (drafted or 0) > 10
+                assert (drafted or 0) > 0
             else:
                 answers.append([await answer(body) for body in bodies])
     for with_drafts, without in zip(*answers, strict=True):

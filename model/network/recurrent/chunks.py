@@ -27,7 +27,8 @@ def run_chunks(
     q S.
 
     query, key: [batch, sequence, heads, d_k]. value: [batch, sequence, heads, d_v]. past: [batch,
-    heads, d_k, d_v]. decay, rate: [batch, sequence, heads]. All becomes float32.
+    heads, d_k, d_v]. decay, rate: [batch, sequence, heads]. All becomes float32 that is not
+    float64.
 
     Without rates this is section 6 of "Transformers are SSMs" (Dao & Gu, 2024). With them the
     values u that are really added solve a triangular system within a chunk, (I + L) u =
@@ -41,7 +42,7 @@ def run_chunks(
         decays = _cut(decay[..., None], size)
         # [..., t, s], the decay of what s added by t. Each sum is of its own tokens: a difference
         # of two sums from a chunk's start would have the error of the greater.
-        later = torch.ones(size, size, device=query.device).tril(-1)
+        later = torch.ones(size, size, device=query.device, dtype=decays.dtype).tril(-1)
         between = (decays * later).cumsum(dim=-2).exp().tril()
         columns = key.transpose(-1, -2)  # [batch, heads, chunks, d_k, size]
         scores = query @ columns * between
@@ -55,7 +56,7 @@ def run_chunks(
             both = torch.cat((value, key * from_start), dim=-1) * rates
             both = torch.linalg.solve_triangular(earlier, both, upper=False, unitriangular=True)
             value, known_keys = both.split((value.shape[-1], key.shape[-1]), dim=-1)
-        matrix, reads = past.float(), []
+        matrix, reads = _wide(past), []
         for i in range(query.shape[2]):  # chunks
             known = 0.0 if known_keys is None else known_keys[:, :, i] @ matrix
             added = value[:, :, i] - known
@@ -65,8 +66,12 @@ def run_chunks(
         return read.transpose(1, 2), matrix
 
 
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def _cut(x: Tensor, size: int) -> Tensor:
-    """Return x [batch, sequence, heads, …] as float32 [batch, heads, chunks, size, …], padded."""
-    padded = functional.pad(x.float(), (0, 0, 0, 0, 0, -x.shape[1] % size))
+    """Return x [batch, sequence, heads, …] as [batch, heads, chunks, size, …], padded and wide."""
+    padded = functional.pad(_wide(x), (0, 0, 0, 0, 0, -x.shape[1] % size))
     cut: Tensor = padded.transpose(1, 2).unflatten(2, (-1, size))
     return cut
