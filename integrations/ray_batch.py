@@ -96,7 +96,7 @@ def answer_on_ray(
                 record(journal, row["line"], progress)
             journal.sync()
         except ray.exceptions.RayError as error:
-            cause = str(error).strip().splitlines()[-1]
+            cause = (str(error).strip() or repr(error)).splitlines()[-1]
             raise ChildProcessError(f"Ray: {cause}; run the same command to go on") from None
         finally:
             ray.shutdown()

@@ -32,7 +32,7 @@ class SpanFigures(Record):
 
 
 class LayerFigures(Record):
-    """What one layer, or the embedding, costs if all else is PyTorch's.
+    """The cost of one layer, or of the embedding, where all else is PyTorch's.
 
     error: the deviation of what it adds from what PyTorch adds, relative to that. gain: the share
     of PyTorch's that is in what it adds; only a wrong scale makes it another than about 1.

@@ -35,7 +35,7 @@ _NAMES = "answers", "failures"  # of a part's files
 
 
 class SharedWorker(BatchWorker):
-    """What this server does of the batches of all."""
+    """Answers batches as one of several servers, which claim parts of them."""
 
     store: SharedStore
 

@@ -35,6 +35,10 @@ logger = logging.getLogger("kvasir")
 
 _CPU_CHUNK = 256  # prompt tokens in a step, unless `chunk_size` is set
 
+_NO_KV_EVENTS = (
+    "kv_events is for a lone decoder without recurrent layers, with a prefix cache; leave it out"
+)
+
 
 def check_model(settings: Settings, name: str | None = None) -> ModelDirectory:
     """Load a model directory, of the first model unless one is named.
@@ -106,6 +110,8 @@ def build_encoder_engine(
     """Load a model with a pooling. Raises ValueError for settings that it cannot meet."""
     from kvasir.server.engine.encoder.runner import EncoderRunner  # noqa: PLC0415  imports ONNX Runtime
 
+    if settings.kv_events is not None:
+        raise ValueError(_NO_KV_EVENTS)
     n_types = model_dir.config.n_token_types or 1
     highest = max(model_dir.tokenizer.encode("a", "a").type_ids, default=0)
     if highest >= n_types > 1:  # of a lone type, the runner ignores others
@@ -171,8 +177,7 @@ def build_engine(
     if settings.kv_events is not None:
         is_lone, cache = len(settings.models) == 1 and not settings.models_dir, engine.kv.cache
         if not is_lone or not cache.capacity or engine.kv.state_bytes:
-            kind = "a lone decoder without recurrent layers, with a prefix cache"
-            raise ValueError(f"kv_events is for {kind}; leave it out")
+            raise ValueError(_NO_KV_EVENTS)
         try:
             from kvasir.server.telemetry.kv_events import KVEvents  # noqa: PLC0415  imports zmq
         except ImportError as error:

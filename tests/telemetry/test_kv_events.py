@@ -20,9 +20,10 @@ from kvasir.server.engine.kv.store import KVStore
 from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.scheduler import Scheduler
 from kvasir.server.engine.step_capacity import StepCapacity
-from kvasir.server.process.engine_builder import build_engine
+from kvasir.server.process.engine_builder import build_encoder_engine, build_engine
 from kvasir.server.settings import load_settings
 from tests.kit.engine_driver import make_sequence
+from tests.kit.fake_encoder import encoder_model_dir
 
 kv_events = pytest.importorskip(
     "kvasir.server.telemetry.kv_events", reason="needs the extra kv-events", exc_type=ImportError
@@ -180,3 +181,9 @@ def step(scheduler: Scheduler) -> None:
 def test_settings_that_cannot_be_met_are_refused(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         build_engine(load_settings(model=[STDLIB], **options), load_model_dir(STDLIB))
+
+
+def test_an_encoder_has_no_cache_to_tell_of() -> None:
+    settings = load_settings(model=[STDLIB], kv_events="tcp://*:0")
+    with pytest.raises(ValueError, match="kv_events is for a lone decoder "):
+        build_encoder_engine(settings, encoder_model_dir())
