@@ -475,9 +475,9 @@ class TransformerConfig:
         """Return the number of a layer's heads; some recurrent layers have none."""
         if layer not in self.recurrent_layers or self.cross_attention == "additive":
             return self.n_head
-        if isinstance(self.recurrence, Lstm):
+        if isinstance(self.recurrence, Lstm | ShortConvolution):
             return 0
-        return 0 if isinstance(self.recurrence, ShortConvolution) else self.states["values"][0]
+        return self.states["values"][0]
 
     @property
     def n_source_layer(self) -> int:
