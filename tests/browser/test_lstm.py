@@ -21,24 +21,31 @@ from tests.api.test_explain import completed
 from tests.api.test_seq2seq import TOKENIZER
 from tests.kit.encoder_decoders import export_both
 from tests.kit.fake_seq2seq import small_lstm_config, small_model
-folder = Path(sys.argv[1])
-config, size = small_lstm_config(cross_attention=sys.argv[2]), TOKENIZER.get_vocab_size()
-encoder = replace(config.encoder, vocab_size=size)
-model = small_model(replace(config, vocab_size=size, encoder=encoder))
-export_both(model.config, model.state_dict(), folder)
-completed(folder, model.config, TOKENIZER)
-manifest = json.loads((folder / "manifest.json").read_text())
-(folder / "manifest.json").write_text(json.dumps(manifest | {"source": {"name": "random"}}))
+for attention in ("additive", "none"):
+    folder = Path(sys.argv[1]) / attention
+    config, size = small_lstm_config(cross_attention=attention), TOKENIZER.get_vocab_size()
+    encoder = replace(config.encoder, vocab_size=size)
+    model = small_model(replace(config, vocab_size=size, encoder=encoder))
+    export_both(model.config, model.state_dict(), folder)
+    completed(folder, model.config, TOKENIZER)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"source": {"name": "random"}}))
 """
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random models with each kind of attention, or none, between encoder and decoder."""
+    folder = tmp_path_factory.mktemp("models")
+    subprocess.run([PYTHON, "-c", EXPORT, folder], check=True, cwd=ROOT)
+    return folder
 
 
 @pytest.mark.parametrize("attention", ["additive", "none"])
 def test_layers_and_alignment(
-    attention: str, open_page: Callable[..., Page], tmp_path: Path
+    attention: str, open_page: Callable[..., Page], directories: Path
 ) -> None:
-    directory = tmp_path / "lstm"
-    subprocess.run([PYTHON, "-c", EXPORT, directory, attention], check=True, cwd=ROOT)
-    with serve_locally(directory, python=PYTHON) as url:
+    with serve_locally(directories / attention, python=PYTHON) as url:
         page = open_page(f"{url}/#model")
         drawing = page.locator("#architecture")
         expect(drawing.locator(".box.recurrence")).to_have_count(2)
