@@ -24,7 +24,8 @@ from torch import Tensor
 
 from kvasir.model.adapters.config import ADAPTER_FILE, ADAPTER_WEIGHTS_FILE
 from kvasir.model.adapters.layout import Layout
-from kvasir.model.config import ConfigError, TransformerConfig
+from kvasir.model.config import TransformerConfig
+from kvasir.model.configuration.fields import ConfigError
 from kvasir.model.directory import (
     CONFIG_FILE,
     TOKENIZER_FILE,

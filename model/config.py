@@ -2,275 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, StrictBool, StrictInt, ValidationError
-from pydantic.dataclasses import dataclass
+from pydantic import Field, StrictBool, StrictInt
 
-from kvasir.model.config_rules import rules
+from kvasir.model.configuration.fields import ConfigError, DropoutRate, Positive, Size, checked
+from kvasir.model.configuration.parts import FeedForward, Latents, Position, Projection, RopeScaling
+from kvasir.model.configuration.recurrences import Recurrence, states_of
+from kvasir.model.configuration.rules import rules
 from kvasir.model.platform.files import read_object
-from kvasir.model.platform.suggestions import first_problem
 
-Position = Literal[
-    "rotary", "learned", "sinusoidal", "alibi", "relative", "learned_relative", "none"
-]
 Norm = Literal["rmsnorm", "layernorm"]
 NormPlacement = Literal["pre", "post", "both", "output", "output_of_attention"]
-FeedForward = Literal[
-    "swiglu",
-    "geglu",
-    "geglu_tanh",
-    "silu",
-    "gelu",
-    "gelu_tanh",
-    "relu",
-    "relu2",
-    "xielu",
-    "swiglu_clamped",
-]
-Router = Literal["softmax", "sigmoid", "sparse_mixer"]
-Chosen = Literal["scores", "logits"]
-CrossAttention = Literal["dot", "additive", "none"]
-Activation = Literal["identity", "tanh", "relu", "gelu", "gelu_tanh"]
-LabelActivation = Literal["identity", "sigmoid", "softmax"]
-Size = Annotated[int, Field(strict=True, gt=0, le=2**31 - 1)]
-Positive = Annotated[float, Field(strict=True, gt=0.0, allow_inf_nan=False)]
-Turns = Annotated[float, Field(strict=True, ge=1e-6, le=1e6, allow_inf_nan=False)]
-DropoutRate = Annotated[float, Field(strict=True, ge=0.0, lt=1.0)]
-T = TypeVar("T")
-_TITLE = "the model's configuration"
 
 
-class ConfigError(ValueError):
-    """A configuration that no decoder can be built from; its message names the field and value."""
-
-
-def _raising_config_error(kind: type[T]) -> type[T]:
-    """Make a pydantic dataclass's constructor raise ConfigError."""
-    construct = kind.__init__
-
-    @functools.wraps(construct)
-    def init(self: T, /, **values: Any) -> None:
-        try:
-            construct(self, **values)
-        except ValidationError as error:
-            names = {*TransformerConfig.__dataclass_fields__, *Pooling.__dataclass_fields__}
-            raise ConfigError(first_problem(error, names)) from None
-        except TypeError as error:  # a field has pydantic's name for self
-            raise ConfigError(str(error)) from None
-
-    kind.__init__ = init  # type: ignore[assignment]
-    return kind
-
-
-@_raising_config_error
-@dataclass(
-    config=ConfigDict(extra="forbid", title="rope_scaling"), frozen=True, slots=True, kw_only=True
-)
-class RopeScaling:
-    """A way to stretch rotary frequencies to more positions than a model was first trained on.
-
-    kind: "linear" divides positions by `factor` (Chen et al. 2023); "llama3" divides low
-    frequencies, and blends between two wavelengths (Llama 3.1); "yarn" divides the pairs that turn
-    less than `beta_slow` times in `original_max_model_len` positions, keeps those that turn more
-    than `beta_fast` times, and blends between (Peng et al. 2023). truncate: yarn rounds the pairs
-    between which it blends outwards to whole ones. "longrope" divides each pair by its own number,
-    of `short_factors` while max_model_len is at most `original_max_model_len` and of `long_factors`
-    beyond (Ding et al. 2024). yarn and longrope multiply cos and sin by `attention_factor`; None is
-    0.1 ln(factor) + 1 for yarn, and 1 for longrope.
-
-    query_growth: queries at position p are multiplied by
-    1 + query_growth · ln(1 + ⌊p / original_max_model_len⌋) (Llama 4, 2025).
-    """
-
-    kind: Literal["linear", "llama3", "yarn", "longrope"]
-    factor: Positive
-    original_max_model_len: Size | None = None
-    low_freq_factor: Positive = 1.0
-    high_freq_factor: Positive = 4.0
-    beta_fast: Turns = 32.0
-    beta_slow: Turns = 1.0
-    attention_factor: Positive | None = None
-    truncate: StrictBool = True
-    short_factors: tuple[Positive, ...] = ()
-    long_factors: tuple[Positive, ...] = ()
-    query_growth: Positive | None = None
-
-    def __post_init__(self) -> None:
-        if self.kind != "linear" and self.original_max_model_len is None:
-            raise ConfigError(
-                f"rope_scaling {self.kind} needs original_max_model_len, a positive whole number"
-            )
-        if self.query_growth is not None and self.original_max_model_len is None:
-            raise ConfigError("rope_scaling.query_growth needs original_max_model_len")
-        if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
-            raise ConfigError(
-                f"rope_scaling.low_freq_factor ({self.low_freq_factor}) must be less than its "
-                f"high_freq_factor ({self.high_freq_factor})"
-            )
-
-
-@_raising_config_error
-@dataclass(
-    config=ConfigDict(extra="forbid", title="latents"), frozen=True, slots=True, kw_only=True
-)
-class Latents:
-    """The vector of a token that the keys and values of all heads are made of (DeepSeek-V2, 2024).
-
-    rank: numbers of the latent, of which a head makes key_dim channels of a key, that are not
-    turned, and value_dim of a value. query_rank: queries are made of a latent of their own, of so
-    many numbers; None is none.
-    """
-
-    rank: Size
-    key_dim: Size
-    value_dim: Size
-    query_rank: Size | None = None
-
-
-@_raising_config_error
-@dataclass(
-    config=ConfigDict(extra="forbid", title="recurrence"), frozen=True, slots=True, kw_only=True
-)
-class ShortConvolution:
-    """Recurrent layers that mix a channel's last `kernel` tokens, between two gates (LFM2, 2025).
-
-    bias: of the convolution and of both linear layers.
-    """
-
-    kind: Literal["short_convolution"] = "short_convolution"
-    kernel: Annotated[Size, Field(ge=2)]
-    bias: StrictBool = False
-
-    def states(self, d_model: int) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each part of a layer's state, by name."""
-        return {"convolution": (self.kernel - 1, d_model)}
-
-
-@_raising_config_error
-@dataclass(
-    config=ConfigDict(extra="forbid", title="recurrence"), frozen=True, slots=True, kw_only=True
-)
-class DeltaRule:
-    """Recurrent layers of the gated delta rule (Yang et al., "Gated Delta Networks", 2024).
-
-    A convolution over `kernel` tokens makes queries, keys and values, of which n_key_head heads of
-    key_dim channels each serve as many of the n_head heads of value_dim channels. doubled_rates:
-    what a token replaces of a key's value is up to twice the difference. norm_eps: of its outputs'
-    norm; None is the model's.
-    """
-
-    kind: Literal["delta_rule"] = "delta_rule"
-    kernel: Annotated[Size, Field(ge=2)]
-    n_head: Size
-    n_key_head: Size
-    key_dim: Size
-    value_dim: Size
-    doubled_rates: StrictBool = False
-    norm_eps: Positive | None = None
-
-    def __post_init__(self) -> None:
-        if self.n_head % self.n_key_head:
-            wanted = f"a multiple of its n_key_head, {self.n_key_head}"
-            raise ConfigError(f"recurrence.n_head must be {wanted}, not {self.n_head}")
-
-    @property
-    def widths(self) -> tuple[int, int, int]:
-        """The channels of queries, keys and values."""
-        of_keys = self.n_key_head * self.key_dim
-        return of_keys, of_keys, self.n_head * self.value_dim
-
-    def states(self, d_model: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
-        """Return the shape of each part of a layer's state, by name."""
-        convolution = self.kernel - 1, sum(self.widths)
-        return {"convolution": convolution, "values": (self.n_head, self.key_dim, self.value_dim)}
-
-
-@_raising_config_error
-@dataclass(
-    config=ConfigDict(extra="forbid", title="recurrence"), frozen=True, slots=True, kw_only=True
-)
-class Mamba2:
-    """Recurrent layers of Mamba-2 (Dao & Gu, "Transformers are SSMs", 2024).
-
-    A convolution over `kernel` tokens makes n_head values of head_dim channels, and keys and
-    queries of d_state channels, which the heads of each of n_group groups share; their outputs are
-    normalised together. bias: of both linear layers. least_step: no token's step is less
-    (Nemotron-H, 2025).
-    """
-
-    kind: Literal["mamba2"] = "mamba2"
-    kernel: Annotated[Size, Field(ge=2)]
-    n_head: Size
-    head_dim: Size
-    d_state: Size
-    n_group: Size = 1
-    bias: StrictBool = False
-    convolution_bias: StrictBool = True
-    least_step: Positive | None = None
-
-    def __post_init__(self) -> None:
-        if self.n_head % self.n_group:
-            wanted = f"a multiple of its n_group, {self.n_group}"
-            raise ConfigError(f"recurrence.n_head must be {wanted}, not {self.n_head}")
-
-    @property
-    def widths(self) -> tuple[int, int, int]:
-        """The channels of values, keys and queries."""
-        of_keys = self.n_group * self.d_state
-        return self.n_head * self.head_dim, of_keys, of_keys
-
-    def states(self, d_model: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
-        """Return the shape of each part of a layer's state, by name."""
-        convolution = self.kernel - 1, sum(self.widths)
-        return {"convolution": convolution, "values": (self.n_head, self.d_state, self.head_dim)}
-
-
-@_raising_config_error
-@dataclass(
-    config=ConfigDict(extra="forbid", title="recurrence"), frozen=True, slots=True, kw_only=True
-)
-class Lstm:
-    """Recurrent layers of `width` cells of long short-term memory (Hochreiter & Schmidhuber 1997).
-
-    Those of an encoder read from right to left, as sources were turned round (Sutskever et al.
-    2014), or with both_ways in either direction, `width` cells each (Bahdanau et al. 2015).
-    """
-
-    kind: Literal["lstm"] = "lstm"
-    width: Size
-    both_ways: StrictBool = False
-
-    def states(self, d_model: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
-        """Return the shape of each part of a layer's state, by name."""
-        return {"hidden": (self.width,), "cell": (self.width,)}
-
-
-Recurrence = Annotated[ShortConvolution | DeltaRule | Mamba2 | Lstm, Field(discriminator="kind")]
-
-
-@_raising_config_error
-@dataclass(
-    config=ConfigDict(extra="forbid", title="projections"), frozen=True, slots=True, kw_only=True
-)
-class Projection:
-    """A linear layer to `d_out` numbers, then an activation, and with `norm` a norm."""
-
-    d_out: Size
-    activation: Activation = "identity"
-    bias: StrictBool = True
-    norm: StrictBool = False
-
-
-@_raising_config_error
-@dataclass(
-    config=ConfigDict(extra="forbid", title="pooling"), frozen=True, slots=True, kw_only=True
-)
+@checked("pooling")
 class Pooling:
     """One vector of a text from its tokens' (Reimers & Gurevych 2019).
 
@@ -283,15 +33,14 @@ class Pooling:
     projections: tuple[Projection, ...] = ()
     normalize: StrictBool = False
     labels: tuple[str, ...] = ()
-    label_activation: LabelActivation = "identity"
+    label_activation: Literal["identity", "sigmoid", "softmax"] = "identity"
 
     def __post_init__(self) -> None:
         if self.labels and (not self.projections or self.projections[-1].d_out != len(self.labels)):
             raise ConfigError(f"pooling.projections must end in {len(self.labels)} labels' scores")
 
 
-@_raising_config_error
-@dataclass(config=ConfigDict(extra="forbid", title=_TITLE), frozen=True, slots=True, kw_only=True)
+@checked("the model's configuration")
 class TransformerConfig:
     """A Transformer: a decoder, an encoder, or a decoder with an encoder (Vaswani et al. 2017).
 
@@ -374,7 +123,7 @@ class TransformerConfig:
     encoder: TransformerConfig | None = None
     shared_embedding: StrictBool = True
     target_prefix: tuple[StrictInt, ...] = ()
-    cross_attention: CrossAttention = "dot"
+    cross_attention: Literal["dot", "additive", "none"] = "dot"
     pooling: Pooling | None = None
     n_token_types: Size | None = None
     position: Position = "rotary"
@@ -414,11 +163,11 @@ class TransformerConfig:
     n_experts: Size | None = None
     n_experts_per_token: Size | None = None
     d_expert: Size | None = None
-    router: Router = "softmax"
+    router: Literal["softmax", "sigmoid", "sparse_mixer"] = "softmax"
     normalize_expert_shares: StrictBool = False
     expert_scale: Positive = 1.0
     shares_scale_inputs: StrictBool = False
-    choice_bias: Chosen | None = None
+    choice_bias: Literal["scores", "logits"] | None = None
     n_expert_groups: Size | None = None
     n_groups_per_token: Size | None = None
     n_best_of_group: Size = 2
@@ -469,15 +218,13 @@ class TransformerConfig:
     @property
     def states(self) -> dict[str, tuple[int, ...]]:
         """The shape of each part of a recurrent layer's state, by name."""
-        return {} if self.recurrence is None else self.recurrence.states(self.d_model)
+        return {} if self.recurrence is None else states_of(self.recurrence, self.d_model)
 
     def heads_of(self, layer: int) -> int:
         """Return the number of a layer's heads; some recurrent layers have none."""
         if layer not in self.recurrent_layers or self.cross_attention == "additive":
             return self.n_head
-        if isinstance(self.recurrence, Lstm | ShortConvolution):
-            return 0
-        return self.states["values"][0]
+        return self.states.get("values", (0,))[0]
 
     @property
     def n_source_layer(self) -> int:
@@ -492,8 +239,8 @@ class TransformerConfig:
         the keys, and the shapes of all states.
         """
         states = tuple(self.states.values()) * len(self.recurrent_layers)
-        heads = self.n_kv_head, self.head_dim
-        return self.n_attention_layer, *heads, self.latents is not None, states
+        heads = self.n_attention_layer, self.n_kv_head, self.head_dim
+        return *heads, self.latents is not None, states
 
     @property
     def turns_outside(self) -> bool:

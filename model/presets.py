@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 from typing import Any
 
-from kvasir.model.config import ConfigError, Lstm, Mamba2, Pooling, RopeScaling, TransformerConfig
+from kvasir.model.config import Pooling, TransformerConfig
+from kvasir.model.configuration.fields import ConfigError
+from kvasir.model.configuration.parts import RopeScaling
+from kvasir.model.configuration.recurrences import Lstm, Mamba2
 from kvasir.model.platform.suggestions import did_you_mean
 
 

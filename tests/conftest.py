@@ -27,7 +27,8 @@ from torch.onnx._internal._lazy_import import onnxscript_apis  # type: ignore[at
 from torch.onnx._internal.exporter import _decomp
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-from kvasir.model.config import DeltaRule, Latents, Mamba2, ShortConvolution
+from kvasir.model.configuration.parts import Latents
+from kvasir.model.configuration.recurrences import DeltaRule, Mamba2, ShortConvolution
 from kvasir.model.directory import GRAPH_FILE
 from kvasir.server.telemetry.logs import QueuedHandler
 from tests.kit.random_models import RandomModel, export_random, make_config, make_decoder

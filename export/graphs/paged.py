@@ -24,7 +24,8 @@ from kvasir.export.rounding.formulas import BITS
 from kvasir.export.rounding.kv_cache import scale_kv_channels
 from kvasir.export.rounding.quantize import quantize_in_blocks
 from kvasir.export.rounding.weights import Inputs, Weights
-from kvasir.model.config import ConfigError, TransformerConfig
+from kvasir.model.config import TransformerConfig
+from kvasir.model.configuration.fields import ConfigError
 from kvasir.model.directory import KV_BLOCK_SIZE, Device
 from kvasir.model.network.attention import Attention
 from kvasir.model.network.run_inputs import PagedInputs

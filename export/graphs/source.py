@@ -23,7 +23,8 @@ from kvasir.export.graphs.decoder import load_weights
 from kvasir.export.graphs.encoder import PackedGraph, export_packed
 from kvasir.export.rounding.weights import Weights
 from kvasir.model.adapters.layout import Layer, Layout, Part
-from kvasir.model.config import Lstm, TransformerConfig
+from kvasir.model.config import TransformerConfig
+from kvasir.model.configuration.recurrences import Lstm
 from kvasir.model.directory import ENCODER_GRAPH_FILE
 from kvasir.model.network.skeleton import make_skeleton
 from kvasir.model.network.transformer import Transformer

@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from kvasir.export.rewrite import PROMPT, constant, copy_node
 from kvasir.export.rounding.quantize import products
 from kvasir.export.rounding.weights import Weights
-from kvasir.model.config import Latents, TransformerConfig
+from kvasir.model.config import TransformerConfig
+from kvasir.model.configuration.parts import Latents
 from kvasir.model.directory import DECODE_INPUT
 from kvasir.model.network.attention import LayerCache
 

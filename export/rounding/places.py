@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvasir.model.config import DeltaRule, Mamba2, ShortConvolution, TransformerConfig
+from kvasir.model.config import TransformerConfig
+from kvasir.model.configuration.recurrences import DeltaRule, Mamba2, ShortConvolution
 from kvasir.model.network.skeleton import parameter_shapes
 
 Factors = NDArray[np.float32]

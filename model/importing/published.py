@@ -6,7 +6,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from kvasir.model.config import ConfigError
+from kvasir.model.configuration.fields import ConfigError
 from kvasir.model.directory import CONFIG_FILE
 from kvasir.model.importing.contents import Contents
 from kvasir.model.importing.errors import UnsupportedError

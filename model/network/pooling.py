@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kvasir.model.config import Pooling, Projection, TransformerConfig
+from kvasir.model.config import Pooling, TransformerConfig
+from kvasir.model.configuration.parts import Projection
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvasir.model.config import RopeScaling, TransformerConfig
+from kvasir.model.config import TransformerConfig
+from kvasir.model.configuration.parts import RopeScaling
 
 
 class RotaryTable(NamedTuple):

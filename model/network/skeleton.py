@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kvasir.model.config import ConfigError, TransformerConfig
+from kvasir.model.config import TransformerConfig
+from kvasir.model.configuration.fields import ConfigError
 from kvasir.model.network.block import Block
 from kvasir.model.network.recurrent.lstm import LstmMixer
 from kvasir.model.network.transformer import Transformer

@@ -39,7 +39,7 @@ def first_problem(error: ValueError, names: Collection[str] = ()) -> str:
     if first["type"] == "missing":
         return f"{where} lacks the field {name!r}"
     if first["type"] in _UNKNOWN:
-        near = nearest(name, names)
+        near = nearest(name, {*names} - {name})  # which may be a field of another object
         hint = "" if near is None else f"; did you mean {near!r}?"
         return f"unknown field {name!r} in {where}{hint}"
     if first["type"] == "value_error":

@@ -23,7 +23,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from kvasir.model.checkpoint import Checkpoint
-from kvasir.model.config import ConfigError, Pooling, TransformerConfig
+from kvasir.model.config import Pooling, TransformerConfig
+from kvasir.model.configuration.fields import ConfigError
 from kvasir.model.directory import CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.platform.files import new_directory

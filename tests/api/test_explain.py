@@ -22,7 +22,8 @@ from typer.testing import CliRunner
 from kvasir.__main__ import app
 from kvasir.export.directory import make_manifest
 from kvasir.export.graphs.attention import write_attention_graph
-from kvasir.model.config import RopeScaling, TransformerConfig
+from kvasir.model.config import TransformerConfig
+from kvasir.model.configuration.parts import RopeScaling
 from kvasir.model.directory import (
     ATTENTION_GRAPH_FILE,
     HEAD_MASK_INPUT,

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvasir.model.config import ShortConvolution
+from kvasir.model.configuration.recurrences import ShortConvolution
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.kv.memory import KVShape
 from kvasir.server.engine.kv.prefix_cache import PrefixCache

@@ -12,7 +12,7 @@ import torch
 
 from kvasir.export.graphs.paged import DTYPES, RUN_INPUTS, export_paged_graph, speed_notes
 from kvasir.export.rounding.formulas import BLOCK, quantize_blocks
-from kvasir.model.config import ConfigError
+from kvasir.model.configuration.fields import ConfigError
 from kvasir.model.directory import INVERSE_TEMPERATURES_INPUT, KV_BLOCK_SIZE, PRECISIONS
 from tests.kit import paged_reference
 from tests.kit.random_models import make_config, make_decoder, measure_scales

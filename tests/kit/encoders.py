@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from kvasir.export.graphs.encoder import export_encoder_graph
-from kvasir.model.config import Pooling, Projection
+from kvasir.model.config import Pooling
+from kvasir.model.configuration.parts import Projection
 from kvasir.model.directory import GRAPH_FILE
 from kvasir.server.engine.encoder.runner import EncoderRunner
 from kvasir.server.engine.encoder.sequence import EncoderSequence

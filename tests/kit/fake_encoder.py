@@ -14,7 +14,8 @@ from fastapi import FastAPI
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from kvasir.model.config import Pooling, Projection
+from kvasir.model.config import Pooling
+from kvasir.model.configuration.parts import Projection
 from kvasir.model.directory import ModelDirectory
 from kvasir.model.records import EmbeddingDefaults
 from kvasir.server.engine.encoder.engine import EncoderEngine

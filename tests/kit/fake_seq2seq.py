@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvasir.model.config import Lstm, TransformerConfig
+from kvasir.model.config import TransformerConfig
+from kvasir.model.configuration.recurrences import Lstm
 from kvasir.model.network.cross_attention import Source
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.reference import next_logits

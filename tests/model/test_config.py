@@ -11,12 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvasir.model.config import (
-    ConfigError,
-    Projection,
-    RopeScaling,
-    TransformerConfig,
-)
+from kvasir.model.config import TransformerConfig
+from kvasir.model.configuration.fields import ConfigError
+from kvasir.model.configuration.parts import Projection, RopeScaling
 from kvasir.model.network.skeleton import check_size
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.presets import PRESETS, preset

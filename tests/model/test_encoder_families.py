@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvasir.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
-from kvasir.model.config import Pooling, Projection
+from kvasir.model.config import Pooling
+from kvasir.model.configuration.parts import Projection
 from kvasir.model.importing.families import encoders
 from kvasir.model.records import EmbeddingDefaults
 from tests.kit.huggingface_checkpoints import set_tensors, set_values

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvasir.model.checkpoint import load_checkpoint
-from kvasir.model.config import Pooling, Projection
+from kvasir.model.config import Pooling
+from kvasir.model.configuration.parts import Projection
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.tokenizer import train_tokenizer
 from kvasir.model.training.data.corpus import Corpus, CorpusError

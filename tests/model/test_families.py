@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from kvasir.model.config import ConfigError, RopeScaling, TransformerConfig
+from kvasir.model.config import TransformerConfig
+from kvasir.model.configuration.fields import ConfigError
+from kvasir.model.configuration.parts import RopeScaling
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.families.decoders import DECODERS, WITH_VISION
 from kvasir.model.importing.families.encoder_decoders import ENCODER_DECODERS

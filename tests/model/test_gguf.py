@@ -20,7 +20,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from kvasir.export.rounding.formulas import quantize_blocks
 from kvasir.model.checkpoint import CheckpointError, load_checkpoint
-from kvasir.model.config import RopeScaling
+from kvasir.model.configuration.parts import RopeScaling
 from kvasir.model.importing.gguf.file import read_gguf
 from kvasir.model.tensor_files import StoredTensor
 from tests.kit.families import rope

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from kvasir.export.directory import export_checkpoint
 from kvasir.model.checkpoint import load_checkpoint
-from kvasir.model.config import ConfigError
+from kvasir.model.configuration.fields import ConfigError
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.presets import preset
 from kvasir.model.tokenizer import train_tokenizer

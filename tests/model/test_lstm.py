@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from kvasir.export.directory import export_checkpoint
 from kvasir.model.checkpoint import load_checkpoint
-from kvasir.model.config import Lstm
+from kvasir.model.configuration.recurrences import Lstm
 from kvasir.model.directory import ModelDirectory, load_model_dir
 from kvasir.model.network.cross_attention import CrossAttention, Source
 from kvasir.model.network.positions import Positions

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvasir.model.config import RopeScaling
+from kvasir.model.configuration.parts import RopeScaling
 from kvasir.model.importing.families.options import Options
 from kvasir.model.importing.families.positions import rotary_fields
 from kvasir.model.network.positions import alibi_table, rotary_table

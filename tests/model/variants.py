@@ -7,14 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvasir.model.config import (
-    DeltaRule,
-    Latents,
-    Mamba2,
-    Projection,
-    RopeScaling,
-    ShortConvolution,
-)
+from kvasir.model.configuration.parts import Latents, Projection, RopeScaling
+from kvasir.model.configuration.recurrences import DeltaRule, Mamba2, ShortConvolution
 
 BIASES = {"qkv_bias": True, "output_bias": True, "feed_forward_bias": True}
 GPT2 = {"position": "learned", "norm": "layernorm", "n_kv_head": 4, **BIASES}

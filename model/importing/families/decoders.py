@@ -12,7 +12,7 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
-from kvasir.model.config import Projection
+from kvasir.model.configuration.parts import Projection
 from kvasir.model.importing.families.encoders import ENCODERS
 from kvasir.model.importing.families.family import Family
 from kvasir.model.importing.families.latents import LATENTS

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvasir.model.config import Activation, TransformerConfig
+from kvasir.model.config import TransformerConfig
+from kvasir.model.configuration.parts import Activation
 from kvasir.model.importing.families.options import Options, given, only, refuse
 from kvasir.model.importing.families.positions import head_dim, rotary_fields, window_fields
 from kvasir.model.importing.tensors import Source, module_and_kind, scaled

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvasir.model.config import DeltaRule, TransformerConfig
+from kvasir.model.config import TransformerConfig
+from kvasir.model.configuration.recurrences import DeltaRule
 from kvasir.model.importing.families import traits as t
 from kvasir.model.importing.families.family import Family
 from kvasir.model.importing.families.mixtures import STEPS

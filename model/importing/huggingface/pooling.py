@@ -11,7 +11,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from tokenizers import Tokenizer, normalizers
 
-from kvasir.model.config import Pooling, Projection, TransformerConfig
+from kvasir.model.config import Pooling, TransformerConfig
+from kvasir.model.configuration.parts import Projection
 from kvasir.model.directory import CONFIG_FILE, EMBEDDING_FILE
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.families.family import Dense, Family

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kvasir.model.config import DeltaRule, TransformerConfig
+from kvasir.model.config import TransformerConfig
+from kvasir.model.configuration.recurrences import DeltaRule
 from kvasir.model.network.recurrent.mixer import (
     CausalConvolution,
     Mixer,

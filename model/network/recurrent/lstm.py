@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kvasir.model.config import Lstm, TransformerConfig
+from kvasir.model.config import TransformerConfig
+from kvasir.model.configuration.recurrences import Lstm
 from kvasir.model.network.attention import RunInputs
 from kvasir.model.network.cross_attention import Source
 from kvasir.model.network.positions import Positions

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kvasir.model.config import Mamba2, TransformerConfig
+from kvasir.model.config import TransformerConfig
+from kvasir.model.configuration.recurrences import Mamba2
 from kvasir.model.network.recurrent.mixer import (
     CausalConvolution,
     Mixer,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvasir.model.config import DeltaRule, Lstm, Mamba2, ShortConvolution, TransformerConfig
+from kvasir.model.config import TransformerConfig
+from kvasir.model.configuration.recurrences import DeltaRule, Lstm, Mamba2, ShortConvolution
 from kvasir.model.network.recurrent.delta_rule import DeltaRuleMixer
 from kvasir.model.network.recurrent.lstm import LstmMixer
 from kvasir.model.network.recurrent.mamba2 import Mamba2Mixer

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from kvasir.model.config import ShortConvolution, TransformerConfig
+from kvasir.model.config import TransformerConfig
+from kvasir.model.configuration.recurrences import ShortConvolution
 from kvasir.model.network.recurrent.mixer import CausalConvolution, Mixer, State
 
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvasir.model.config import ConfigError, TransformerConfig
+from kvasir.model.config import TransformerConfig
+from kvasir.model.configuration.fields import ConfigError
 from kvasir.model.template.chat_template import ChatTemplate
 from kvasir.model.training.data.conversations import Conversation, read_conversations
 from kvasir.model.training.data.corpus import Corpus, CorpusError, read_corpus, read_lines

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 
-from kvasir.model.config import ConfigError, Pooling, Projection, TransformerConfig
+from kvasir.model.config import Pooling, TransformerConfig
+from kvasir.model.configuration.fields import ConfigError
+from kvasir.model.configuration.parts import Projection
 from kvasir.model.training.data.corpus import CorpusError, LineText, parse_texts, read_lines
 from kvasir.model.training.data.pairs import Pairs, is_pair
 

@@ -1,0 +1,117 @@
+"""The kinds of recurrent layers, which keep a state in the place of keys and values."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, StrictBool
+
+from kvasir.model.configuration.fields import ConfigError, Positive, Size, checked
+
+
+@checked("recurrence")
+class ShortConvolution:
+    """Recurrent layers that mix a channel's last `kernel` tokens, between two gates (LFM2, 2025).
+
+    bias: of the convolution and of both linear layers.
+    """
+
+    kind: Literal["short_convolution"] = "short_convolution"
+    kernel: Annotated[Size, Field(ge=2)]
+    bias: StrictBool = False
+
+
+@checked("recurrence")
+class DeltaRule:
+    """Recurrent layers of the gated delta rule (Yang et al., "Gated Delta Networks", 2024).
+
+    A convolution over `kernel` tokens makes queries, keys and values, of which n_key_head heads of
+    key_dim channels each serve as many of the n_head heads of value_dim channels. doubled_rates:
+    what a token replaces of a key's value is up to twice the difference. norm_eps: of its outputs'
+    norm; None is the model's.
+    """
+
+    kind: Literal["delta_rule"] = "delta_rule"
+    kernel: Annotated[Size, Field(ge=2)]
+    n_head: Size
+    n_key_head: Size
+    key_dim: Size
+    value_dim: Size
+    doubled_rates: StrictBool = False
+    norm_eps: Positive | None = None
+
+    def __post_init__(self) -> None:
+        if self.n_head % self.n_key_head:
+            wanted = f"a multiple of its n_key_head, {self.n_key_head}"
+            raise ConfigError(f"recurrence.n_head must be {wanted}, not {self.n_head}")
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """The channels of queries, keys and values."""
+        of_keys = self.n_key_head * self.key_dim
+        return of_keys, of_keys, self.n_head * self.value_dim
+
+
+@checked("recurrence")
+class Mamba2:
+    """Recurrent layers of Mamba-2 (Dao & Gu, "Transformers are SSMs", 2024).
+
+    A convolution over `kernel` tokens makes n_head values of head_dim channels, and keys and
+    queries of d_state channels, which the heads of each of n_group groups share; their outputs are
+    normalised together. bias: of both linear layers. least_step: no token's step is less
+    (Nemotron-H, 2025).
+    """
+
+    kind: Literal["mamba2"] = "mamba2"
+    kernel: Annotated[Size, Field(ge=2)]
+    n_head: Size
+    head_dim: Size
+    d_state: Size
+    n_group: Size = 1
+    bias: StrictBool = False
+    convolution_bias: StrictBool = True
+    least_step: Positive | None = None
+
+    def __post_init__(self) -> None:
+        if self.n_head % self.n_group:
+            wanted = f"a multiple of its n_group, {self.n_group}"
+            raise ConfigError(f"recurrence.n_head must be {wanted}, not {self.n_head}")
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """The channels of values, keys and queries."""
+        of_keys = self.n_group * self.d_state
+        return self.n_head * self.head_dim, of_keys, of_keys
+
+
+@checked("recurrence")
+class Lstm:
+    """Recurrent layers of `width` cells of long short-term memory (Hochreiter & Schmidhuber 1997).
+
+    Those of an encoder read from right to left, as sources were turned round (Sutskever et al.
+    2014), or with both_ways in either direction, `width` cells each (Bahdanau et al. 2015).
+    """
+
+    kind: Literal["lstm"] = "lstm"
+    width: Size
+    both_ways: StrictBool = False
+
+
+Recurrence = Annotated[ShortConvolution | DeltaRule | Mamba2 | Lstm, Field(discriminator="kind")]
+
+
+def states_of(
+    recurrence: ShortConvolution | DeltaRule | Mamba2 | Lstm, d_model: int
+) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each part of a layer's state, by name."""
+    match recurrence:
+        case ShortConvolution():
+            return {"convolution": (recurrence.kernel - 1, d_model)}
+        case Lstm():
+            return {"hidden": (recurrence.width,), "cell": (recurrence.width,)}
+        case DeltaRule():
+            values = recurrence.n_head, recurrence.key_dim, recurrence.value_dim
+        case Mamba2():
+            values = recurrence.n_head, recurrence.d_state, recurrence.head_dim
+    convolution = recurrence.kernel - 1, sum(recurrence.widths)
+    return {"convolution": convolution, "values": values}
