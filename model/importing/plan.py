@@ -17,7 +17,8 @@ from kvasir.model.adapters.layout import Layer, Layout, Part
 from kvasir.model.config import TransformerConfig
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.families.family import Family
-from kvasir.model.importing.tensors import Source, module_and_kind, reorder_rotary_pairs
+from kvasir.model.importing.heads import reorder_rotary_pairs
+from kvasir.model.importing.tensors import Source, module_and_kind
 from kvasir.model.network.skeleton import check_size, make_skeleton, parameter_shapes
 from kvasir.model.tensor_files import Shape, StoredTensor
 

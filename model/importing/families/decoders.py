@@ -1,63 +1,44 @@
 """The published decoders that Kvasir reads.
 
-To add one, add a `Family` to DECODERS or, where its tensors have Llama's names, to `llamas.py`,
-`mixtures.py`, `latents.py` or `recurrent.py`; its fields say what belongs there. Keys, defaults and
-tensor names are those of Hugging Face transformers.
+To add one, add a `Family` to DECODERS, to `gpts.py` or, where its tensors have Llama's names, to a
+file of `llamas/`; its fields say what belongs there. Keys, defaults and tensor names are those of
+Hugging Face transformers.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from operator import itemgetter
-from typing import Any
 
 from kvasir.model.configuration.parts import Projection
 from kvasir.model.importing.families.encoders import ENCODERS
 from kvasir.model.importing.families.family import Family
-from kvasir.model.importing.families.latents import LATENTS
-from kvasir.model.importing.families.llamas import LLAMAS
-from kvasir.model.importing.families.mambas import MAMBAS
-from kvasir.model.importing.families.mixtures import MIXTURES
+from kvasir.model.importing.families.gpts import GPTS, always_four_times, four_times
+from kvasir.model.importing.families.llamas.latents import LATENTS
+from kvasir.model.importing.families.llamas.llamas import LLAMAS
+from kvasir.model.importing.families.llamas.mambas import MAMBAS
+from kvasir.model.importing.families.llamas.mixtures import MIXTURES
+from kvasir.model.importing.families.llamas.recurrent import RECURRENT
+from kvasir.model.importing.families.llamas.traits import (
+    ALL_BIASES,
+    ROPE,
+    fairseq,
+    scaled_embedding,
+)
 from kvasir.model.importing.families.options import Options, refuse
-from kvasir.model.importing.families.recurrent import RECURRENT
-from kvasir.model.importing.families.traits import QKV, ROPE
+from kvasir.model.importing.heads import interleaved_by_head
 from kvasir.model.importing.tensors import (
-    Source,
     all_ones,
     computed,
     fairseq_sinusoids,
-    in_blocks,
     in_layers,
-    interleaved_by_head,
-    pairs_apart,
     rows_of_experts,
     stacked,
-    transposed,
     without_rows,
 )
 
 _LAYER_NORM = {"norm": "layernorm", "norm_eps": 1e-5}
-_ALL_BIASES = dict.fromkeys(("qkv_bias", "output_bias", "feed_forward_bias"), True)
-_GPT = {"hidden_act": "gelu_new", "rms_norm_eps": 1e-5}
-_GPT_NAMES = {
-    "hidden_size": "n_embd",
-    "intermediate_size": "n_inner",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "max_position_embeddings": "n_positions",
-    "hidden_act": "activation_function",
-    "rms_norm_eps": "layer_norm_epsilon",
-}
-_FAIRSEQ = in_layers(
-    "layers.*.",
-    attention_norm="self_attn_layer_norm",
-    feed_forward_norm="final_layer_norm",
-    qkv=QKV,
-    output="self_attn.out_proj",
-    up="fc1",
-    down="fc2",
-)
+_FAIRSEQ = fairseq("layers.*.")
 _FALCON_MODULES = {"embedding": "word_embeddings", "norm": "ln_f", "head": "lm_head"} | in_layers(
     "h.*.",
     qkv=interleaved_by_head("self_attention.query_key_value"),
@@ -72,37 +53,6 @@ def _falcon_kv_heads(options: Options) -> int:
         return 1
     grouped = options["num_key_value_heads"] is not None
     return options.whole(f"num_{'key_value' if grouped else 'attention'}_heads")
-
-
-def _gptj_rotary_dim(options: Options) -> int | None:
-    turned = options.whole("rotary_dim")
-    head_dim = options.whole("hidden_size") // options.whole("num_attention_heads")
-    return None if turned == head_dim else turned
-
-
-def _always_four_times(options: Options) -> int:
-    return 4 * options.whole("hidden_size")
-
-
-def _four_times(options: Options) -> Any:
-    inner = options["intermediate_size"]
-    return _always_four_times(options) if inner is None else inner
-
-
-def _gpt_neo_windows(options: Options) -> list[int]:
-    kinds = list[Any]()
-    given = options["attention_types"] or [[["global", "local"], 12]]
-    for pair in given if isinstance(given, list) else [given]:
-        if not isinstance(pair, list) or list(map(type, pair)) != [list, int]:
-            raise refuse("attention_types", pair, "pairs of kinds of layers and a number")
-        kinds += pair[0] * min(pair[1], options.whole("num_hidden_layers"))
-    if len(kinds) != options.whole("num_hidden_layers"):
-        raise refuse("attention_types", options["attention_types"], "one for each layer")
-    return [layer for layer, kind in enumerate(kinds) if kind == "local"]
-
-
-def _scaled_embedding(options: Options) -> float:
-    return math.sqrt(options.whole("hidden_size")) if options["scale_embedding"] else 1.0
 
 
 def _modernbert_windows(options: Options) -> list[int]:
@@ -125,106 +75,13 @@ def _opt_width(options: Options) -> int:
 
 _MODERNBERT = ENCODERS["modernbert"]
 # fmt: off
-_GPT2_FIELDS = _ALL_BIASES | {
-    "position": "learned", "norm": "layernorm", "d_ff": _four_times,
-    "attention_scale": lambda options: None if options["scale_attn_weights"] else 1.0}
-_GPT2_MODULES = {
-    "embedding": "wte", "position_embedding": "wpe", "norm": "ln_f", "head": "lm_head",
-} | in_layers(
-    "h.*.", attention_norm="ln_1", feed_forward_norm="ln_2",
-    qkv=transposed("attn.c_attn"), output=transposed("attn.c_proj"),
-    up=transposed("mlp.c_fc"), down=transposed("mlp.c_proj"))
-_NEOX_MODULES = {
-    "embedding": "embed_in", "norm": "final_layer_norm", "head": "lm_head",
-} | in_layers(
-    "layers.*.", attention_norm="input_layernorm", feed_forward_norm="post_attention_layernorm",
-    qkv=interleaved_by_head("attention.query_key_value"), output="attention.dense",
-    up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h")
-_GPTJ_FIELDS = {"norm": "layernorm", "parallel_residual": True, "feed_forward_bias": True,
-                "head_bias": True, "d_ff": _four_times, "rotary_dim": _gptj_rotary_dim}
-_GPTJ_MODULES = {"embedding": "wte", "norm": "ln_f", "head": "lm_head"} | in_layers(
-    "h.*.", attention_norm="ln_1", feed_forward_norm="ln_1",
-    qkv=pairs_apart(stacked(*(f"attn.{part}_proj" for part in "qkv"))),
-    output="attn.out_proj", up="mlp.fc_in", down="mlp.fc_out")
-DECODERS: dict[str, Family] = LLAMAS | MIXTURES | LATENTS | RECURRENT | MAMBAS | {
-    "gpt2": Family(
-        architectures=("GPT2LMHeadModel", "GPT2Model"),
-        shape=(50257, 768, None, 12, 12, None, 1024), tokens=(50256, 50256),
-        defaults=_GPT | {"scale_attn_weights": True, "tie_word_embeddings": True},
-        names=_GPT_NAMES, only={"scale_attn_by_inverse_layer_idx": (False,)},
-        fields=_GPT2_FIELDS, gated=False, prefixes=("transformer.",), modules=_GPT2_MODULES,
-    ),
-    "gpt_neox": Family(
-        architectures=("GPTNeoXForCausalLM", "GPTNeoXModel"),
-        shape=(50432, 6144, 24576, 44, 64, None, 2048), tokens=(0, 2),
-        defaults=ROPE | {"hidden_act": "gelu", "rms_norm_eps": 1e-5, "attention_bias": True,
-                         "use_parallel_residual": True, "partial_rotary_factor": 0.25,
-                         "tie_word_embeddings": False},
-        names={"rms_norm_eps": "layer_norm_eps", "rope_theta": "rotary_emb_base",
-               "partial_rotary_factor": "rotary_pct"},
-        fields={"norm": "layernorm", "feed_forward_bias": True},
-        gated=False, prefixes=("gpt_neox.",), former_names={"embed_out": "lm_head"},
-        modules=_NEOX_MODULES,
-    ),
-    "gpt_neox_japanese": Family(
-        architectures=("GPTNeoXJapaneseForCausalLM", "GPTNeoXJapaneseModel"),
-        shape=(32000, 2560, None, 32, 32, None, 2048), tokens=(31996, 31999),
-        defaults=ROPE | {"hidden_act": "gelu", "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0,
-                         "intermediate_multiple_size": 4, "tie_word_embeddings": True},
-        names={"rms_norm_eps": "layer_norm_eps", "rope_theta": "rotary_emb_base",
-               "partial_rotary_factor": "rotary_pct"},
-        fields={"norm": "layernorm", "output_bias": True, "d_ff": lambda options: options.whole(
-            "hidden_size") * options.whole("intermediate_multiple_size")},
-        gated=False, prefixes=("gpt_neox_japanese.",), former_names={"embed_out": "lm_head"},
-        modules=_NEOX_MODULES | in_layers(
-            "layers.*.", output=Source(("attention.dense",), zeros_if_absent=True)),
-    ),
-    "gpt_bigcode": Family(
-        architectures=("GPTBigCodeForCausalLM", "GPTBigCodeModel"),
-        shape=(50257, 768, None, 12, 12, None, 1024), tokens=(50256, 50256),
-        defaults=_GPT | {"hidden_act": "gelu_pytorch_tanh", "scale_attn_weights": True,
-                         "tie_word_embeddings": True, "multi_query": True},
-        names=_GPT_NAMES,
-        fields=_GPT2_FIELDS | {
-            "n_kv_head": lambda options: 1 if options["multi_query"] else options.whole(
-                "num_attention_heads")},
-        gated=False, prefixes=("transformer.",),
-        modules=_GPT2_MODULES | in_layers(
-            "h.*.", qkv=interleaved_by_head("attn.c_attn"), output="attn.c_proj",
-            up="mlp.c_fc", down="mlp.c_proj"),
-    ),
-    "gpt_neo": Family(
-        architectures=("GPTNeoForCausalLM", "GPTNeoModel"),
-        shape=(50257, 2048, None, 24, 16, None, 2048), tokens=(50256, 50256),
-        defaults=_GPT | {"sliding_window": 256, "attention_types": None,
-                         "tie_word_embeddings": True},
-        names={"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads",
-               "hidden_act": "activation_function", "rms_norm_eps": "layer_norm_epsilon",
-               "sliding_window": "window_size"},
-        fields={"position": "learned", "norm": "layernorm", "d_ff": _four_times,
-                "attention_scale": 1.0, "output_bias": True, "feed_forward_bias": True},
-        gated=False, windowed=_gpt_neo_windows, prefixes=("transformer.",),
-        modules=_GPT2_MODULES | in_layers(
-            "h.*.", qkv=stacked(*(f"attn.attention.{part}_proj" for part in "qkv")),
-            output="attn.attention.out_proj", up="mlp.c_fc", down="mlp.c_proj"),
-    ),
-    "openai-gpt": Family(
-        architectures=("OpenAIGPTLMHeadModel", "OpenAIGPTModel"),
-        shape=(40478, 768, None, 12, 12, None, 512), tokens=(None, None),
-        defaults=_GPT | {"tie_word_embeddings": True}, names=_GPT_NAMES,
-        only={"afn": ("gelu",)},  # which is gelu_new
-        fields=_ALL_BIASES | {"position": "learned", "norm": "layernorm",
-                              "norm_placement": "post", "d_ff": _always_four_times},
-        gated=False, prefixes=("transformer.",),
-        modules=_GPT2_MODULES | {
-            "embedding": "tokens_embed", "position_embedding": "positions_embed"},
-    ),
+DECODERS: dict[str, Family] = GPTS | LLAMAS | MIXTURES | LATENTS | RECURRENT | MAMBAS | {
     "biogpt": Family(
         architectures=("BioGptForCausalLM", "BioGptModel"),
         shape=(42384, 1024, 4096, 24, 16, None, 1024), tokens=(0, 2),
         defaults={"hidden_act": "gelu", "scale_embedding": True, "tie_word_embeddings": True},
-        fields=_ALL_BIASES | _LAYER_NORM | {"position": "learned",
-                                            "embedding_scale": _scaled_embedding},
+        fields=ALL_BIASES | _LAYER_NORM | {"position": "learned",
+                                            "embedding_scale": scaled_embedding},
         gated=False, prefixes=("biogpt.",),
         modules=_FAIRSEQ | {
             "embedding": "embed_tokens", "norm": "layer_norm", "head": "output_projection",
@@ -237,8 +94,8 @@ DECODERS: dict[str, Family] = LLAMAS | MIXTURES | LATENTS | RECURRENT | MAMBAS |
         names={"hidden_size": "d_model", "intermediate_size": "ffn_dim",
                "num_hidden_layers": "num_layers", "num_attention_heads": "attention_heads",
                "hidden_act": "activation_function"},
-        fields=_ALL_BIASES | _LAYER_NORM | {"position": "learned",
-                                            "embedding_scale": _scaled_embedding},
+        fields=ALL_BIASES | _LAYER_NORM | {"position": "learned",
+                                            "embedding_scale": scaled_embedding},
         gated=False, unused=("embed_positions",),
         modules=_FAIRSEQ | {
             "embedding": "embed_tokens", "norm": "layer_norm", "head": "lm_head",
@@ -258,7 +115,7 @@ DECODERS: dict[str, Family] = LLAMAS | MIXTURES | LATENTS | RECURRENT | MAMBAS |
               "attn_config.qk_ln": (False,), "attn_config.prefix_lm": (False,),
               "attn_config.attn_type": ("multihead_attention",)},
         fields={"position": "alibi", "norm": "layernorm", "norm_bias": False,
-                "d_ff": _always_four_times,
+                "d_ff": always_four_times,
                 "feed_forward": "gelu"},
         prefixes=("transformer.",),
         modules={"embedding": "wte", "norm": "norm_f", "head": "lm_head"} | in_layers(
@@ -290,14 +147,6 @@ DECODERS: dict[str, Family] = LLAMAS | MIXTURES | LATENTS | RECURRENT | MAMBAS |
             output="norm_attn_norm.attn.out_proj", clip=all_ones(), router="ffn.router.layer",
             expert_up=rows_of_experts("ffn.experts.mlp.w1", "ffn.experts.mlp.v1"),
             expert_down=rows_of_experts("ffn.experts.mlp.w2", transposed=True)),
-    ),
-    "codegen": Family(
-        architectures=("CodeGenForCausalLM", "CodeGenModel"),
-        shape=(50400, 4096, None, 28, 16, None, 2048), tokens=(50256, 50256),
-        defaults=_GPT | {"rotary_dim": 64, "tie_word_embeddings": False}, names=_GPT_NAMES,
-        fields=_GPTJ_FIELDS, gated=False, prefixes=("transformer.",),
-        modules=_GPTJ_MODULES | in_layers(
-            "h.*.", qkv=pairs_apart(in_blocks("attn.qkv_proj", 4, "qvk"))),
     ),
     "modernbert-decoder": replace(
         _MODERNBERT, architectures=("ModernBertDecoderForCausalLM", "ModernBertDecoderModel"),
@@ -338,7 +187,7 @@ DECODERS: dict[str, Family] = LLAMAS | MIXTURES | LATENTS | RECURRENT | MAMBAS |
                "attention_bias": "bias", "mlp_bias": "bias", "hidden_size": "n_embed",
                "num_key_value_heads": "num_kv_heads", "intermediate_size": "ffn_hidden_size"},
         only={"parallel_attn": (True,)},
-        fields={"norm": "layernorm", "parallel_residual": True, "d_ff": _four_times,
+        fields={"norm": "layernorm", "parallel_residual": True, "d_ff": four_times,
                 "n_kv_head": _falcon_kv_heads},
         gated=False, prefixes=("transformer.",),
         modules=_FALCON_MODULES | in_layers(
@@ -353,18 +202,12 @@ DECODERS: dict[str, Family] = LLAMAS | MIXTURES | LATENTS | RECURRENT | MAMBAS |
                "num_attention_heads": "n_head", "rms_norm_eps": "layer_norm_epsilon",
                "max_position_embeddings": "seq_length"},
         only={"apply_residual_connection_post_layernorm": (False,)},
-        fields=_ALL_BIASES | {"position": "alibi", "norm": "layernorm", "embedding_norm": True,
-                              "d_ff": _always_four_times,
+        fields=ALL_BIASES | {"position": "alibi", "norm": "layernorm", "embedding_norm": True,
+                              "d_ff": always_four_times,
                               "feed_forward": "gelu_tanh"},
         prefixes=("transformer.",),
         modules=_FALCON_MODULES | {"embedding_norm": "word_embeddings_layernorm"} | in_layers(
             "h.*.", attention_norm="input_layernorm", feed_forward_norm="post_attention_layernorm"),
-    ),
-    "gptj": Family(
-        architectures=("GPTJForCausalLM", "GPTJModel"),
-        shape=(50400, 4096, None, 28, 16, None, 2048), tokens=(50256, 50256),
-        defaults=_GPT | {"rotary_dim": 64, "tie_word_embeddings": False}, names=_GPT_NAMES,
-        fields=_GPTJ_FIELDS, gated=False, prefixes=("transformer.",), modules=_GPTJ_MODULES,
     ),
 }
 # Models that also see images: their architecture, and the usual model_type of their text part.

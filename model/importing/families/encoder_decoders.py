@@ -6,7 +6,6 @@ Keys, defaults and tensor names are those of Hugging Face transformers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kvasir.model.importing.families.family import Family
+from kvasir.model.importing.families.llamas.traits import ALL_BIASES, fairseq, scaled_embedding
 from kvasir.model.importing.families.options import Options, refuse
-from kvasir.model.importing.families.traits import QKV
 from kvasir.model.importing.tensors import (
     Source,
     computed,
@@ -81,20 +80,8 @@ def _t5_modules(side: str, last: int) -> dict[str, str | Source]:
     )
 
 
-def _scaled_embedding(options: Options) -> float:
-    return math.sqrt(options.whole("hidden_size")) if options["scale_embedding"] else 1.0
-
-
 def _bart_modules(side: str) -> dict[str, str | Source]:
-    return in_layers(
-        f"{side}.layers.*.",
-        attention_norm="self_attn_layer_norm",
-        qkv=QKV,
-        output="self_attn.out_proj",
-        feed_forward_norm="final_layer_norm",
-        up="fc1",
-        down="fc2",
-    ) | {
+    return fairseq(f"{side}.layers.*.") | {
         "position_embedding": without_rows(f"{side}.embed_positions", 2),
         "embedding_norm": f"{side}.layernorm_embedding",
         "norm": f"{side}.layer_norm",
@@ -143,14 +130,11 @@ _T5_FIELDS: dict[str, Any] = {
     "attention_scale": 1.0,
     "feed_forward": _t5_feed_forward,
 }
-_BART_FIELDS: dict[str, Any] = {
+_BART_FIELDS: dict[str, Any] = ALL_BIASES | {
     "position": "learned",
     "norm": "layernorm",
     "norm_placement": "post",
-    "qkv_bias": True,
-    "output_bias": True,
-    "feed_forward_bias": True,
-    "embedding_scale": _scaled_embedding,
+    "embedding_scale": scaled_embedding,
 }
 _ENCODER: dict[str, Any] = {"causal": False, "tied_embeddings": True}
 _SIDES = ("encoder.embed_tokens", "decoder.embed_tokens")

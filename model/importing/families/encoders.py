@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from kvasir.model.importing.families.family import Dense, Family
+from kvasir.model.importing.families.llamas.traits import ALL_BIASES, ROPE
 from kvasir.model.importing.families.options import Options
-from kvasir.model.importing.families.traits import ROPE
 from kvasir.model.importing.tensors import in_layers, stacked, without_rows
 
 
@@ -37,12 +37,7 @@ _POST_NORM: dict[str, Any] = {
     "norm_placement": "post",
     "embedding_norm": True,
 }
-_BERT_FIELDS = _POST_NORM | {
-    "position": "learned",
-    "qkv_bias": True,
-    "output_bias": True,
-    "feed_forward_bias": True,
-}
+_BERT_FIELDS = _POST_NORM | ALL_BIASES | {"position": "learned"}
 _BERT = {"hidden_act": "gelu", "rms_norm_eps": 1e-12}
 _BERT_NAMES = {"rms_norm_eps": "layer_norm_eps"}
 _NOT_CAUSAL = {"is_causal": (False,), "is_decoder": (False,)}

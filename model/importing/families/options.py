@@ -63,6 +63,18 @@ class Options(dict[str, Any]):
             raise refuse(key, given, f"{n_layers} layers of {' or '.join(kinds)}")
         return given
 
+    def layers_of(self, kind: str, *others: str, key: str = "layer_types") -> tuple[int, ...]:
+        """Return the layers of a kind in a key that lists those of all; none without the key."""
+        kinds = self.layer_kinds(key, (kind, *others)) or ()
+        return tuple(layer for layer, own in enumerate(kinds) if own == kind)
+
+    def layers(self, key: str) -> list[int]:
+        """Return the layers that a key lists; null is none. Raises UnsupportedError."""
+        listed, n_layers = self[key] or [], self.whole("num_hidden_layers")
+        if not isinstance(listed, list) or not all(layer in range(n_layers) for layer in listed):
+            raise refuse(key, listed, f"a list of layers from 0 to {n_layers - 1}")
+        return listed
+
     def _wrong(self, key: str, wanted: str, value: object) -> UnsupportedError:
         name = self.names.get(key, key).partition("|")[0]
         return UnsupportedError(f"config.json's {name} must be {wanted}, not {value!r}")

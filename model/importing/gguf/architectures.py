@@ -76,6 +76,7 @@ OF_SOME = {  # keys whose defaults are those of their families
     "n_group": "expert_group_count",
     "topk_group": "expert_group_used_count",
 }
+KEYS = REQUIRED | OPTIONAL | OF_SOME
 EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
 # The last layer of each has no window.
 PERIODS = {"gemma2": 2, "gemma3": 6, "olmo2": 4, "exaone4": 4, "cohere2": 4, "gpt-oss": 2}

@@ -19,23 +19,7 @@ from kvasir.model.config import TransformerConfig
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.families.decoders import DECODERS
 from kvasir.model.importing.families.family import Family
-from kvasir.model.importing.gguf.architectures import (
-    ARCHITECTURES,
-    CLAMP,
-    EPSILONS,
-    EXPERT_WIDTH,
-    KNOWN,
-    MODULES,
-    NEIGHBOURS,
-    NEUTRAL,
-    OF_SOME,
-    OPTIONAL,
-    PATTERN,
-    PERIODS,
-    RENAMED,
-    REQUIRED,
-    SHARED_WIDTH,
-)
+from kvasir.model.importing.gguf import architectures as ggml
 from kvasir.model.importing.gguf.file import Gguf, shortest
 from kvasir.model.importing.gguf.positions import (
     FACTORS,
@@ -61,10 +45,10 @@ def read_family(
     decoder does not compute, and ConfigError.
     """
     kind = gguf.values.get("general.architecture")
-    if not isinstance(kind, str) or kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ggml.ARCHITECTURES:
         raise UnsupportedError(
             f"it describes a model of general.architecture {kind!r}; supported are "
-            f"{', '.join(sorted(ARCHITECTURES))}"
+            f"{', '.join(sorted(ggml.ARCHITECTURES))}"
         )
     tensors = {tensor.name: _as_published(tensor) for tensor in gguf.tensors}
     values = _values(kind, gguf.values, tensors)
@@ -84,9 +68,9 @@ def read_family(
     factors = tensors.pop(FACTORS, None)
     if factors is not None:
         values["rope_parameters"] |= llama3_scaling(values, family, factors)
-    names = {key: f"{kind}.{name}" for key, name in (REQUIRED | OPTIONAL | OF_SOME).items()}
+    names = {key: f"{kind}.{name}" for key, name in ggml.KEYS.items()}
     neutral = _neutral(kind, family, names, values)
-    read_anyhow = {f"{kind}.{name}" for name in KNOWN}
+    read_anyhow = {f"{kind}.{name}" for name in ggml.KNOWN}
     for key in values:
         if key.startswith(f"{kind}.") and key not in {*read_anyhow, *names.values(), *neutral}:
             raise UnsupportedError(
@@ -115,7 +99,7 @@ def _model_type(kind: str, values: Mapping[str, Any]) -> str:
         return "olmo3"
     if kind == "llama" and values.get(f"{kind}.expert_count"):
         return "mixtral"
-    return ARCHITECTURES[kind]
+    return ggml.ARCHITECTURES[kind]
 
 
 def _neutral(
@@ -123,12 +107,12 @@ def _neutral(
 ) -> dict[str, tuple[Any, ...]]:
     """Return the keys that a family does not read, and the values that change nothing."""
     read = family.options({})
-    neutral = {f"{kind}.{key}": (None, *allowed) for key, allowed in NEUTRAL.items()}
-    neutral |= {names[key]: (None, 0) for key in (*OPTIONAL, *OF_SOME)}
-    if kind in PERIODS:
-        neutral[f"{kind}.{PATTERN}"] = (None, PERIODS[kind])
+    neutral = {f"{kind}.{key}": (None, *allowed) for key, allowed in ggml.NEUTRAL.items()}
+    neutral |= {names[key]: (None, 0) for key in (*ggml.OPTIONAL, *ggml.OF_SOME)}
+    if kind in ggml.PERIODS:
+        neutral[f"{kind}.{ggml.PATTERN}"] = (None, ggml.PERIODS[kind])
     neutral[names["head_dim"]] = (None, head_dim(kind, {**values, names["head_dim"]: None}))
-    for width in (EXPERT_WIDTH, SHARED_WIDTH):  # else as wide as a layer without experts
+    for width in (ggml.EXPERT_WIDTH, ggml.SHARED_WIDTH):  # else as wide as another layer
         neutral[f"{kind}.{width}"] = (None, 0, values[names["intermediate_size"]])
     neutral[f"{kind}.expert_gating_func"] = (None, 1 + ("router" in family.fields))
     if kind == "glm4moe":
@@ -171,14 +155,14 @@ def _add_unsaid(kind: str, values: dict[str, Any]) -> None:
 def _values(kind: str, given: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metadata, with what a config.json would say beside it."""
     values = {k: _single(value) for k, value in given.items() if k.startswith(f"{kind}.")}
-    for name in REQUIRED.values():
+    for name in ggml.REQUIRED.values():
         if f"{kind}.{name}" not in values:
             raise UnsupportedError(f"it lacks the key {kind}.{name}; convert the model again")
-    for name in OPTIONAL.values():
+    for name in ggml.OPTIONAL.values():
         values.setdefault(f"{kind}.{name}", None)
     if "token_embd.weight" not in tensors:
         raise UnsupportedError("it lacks the tensor 'token_embd.weight'; copy it again")
-    epsilons = (values.get(f"{kind}.{name}") for name in EPSILONS)
+    epsilons = (values.get(f"{kind}.{name}") for name in ggml.EPSILONS)
     values |= {
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in tensors or kind == "gpt2",
@@ -189,16 +173,16 @@ def _values(kind: str, given: Mapping[str, Any], tensors: Mapping[str, Any]) -> 
         "rms_norm_eps": next((epsilon for epsilon in epsilons if epsilon is not None), None),
         "rope_parameters": rope_parameters(kind, values),
     }
-    for name in ("attention.sliding_window", CLAMP):
+    for name in ("attention.sliding_window", ggml.CLAMP):
         if values.get(f"{kind}.{name}") == 0:
             values[f"{kind}.{name}"] = None
     _add_unsaid(kind, values)
-    pattern: Any = given.get(f"{kind}.{PATTERN}")
-    if kind in PERIODS and hasattr(pattern, "tolist"):  # a value for each layer
-        del values[f"{kind}.{PATTERN}"]
+    pattern: Any = given.get(f"{kind}.{ggml.PATTERN}")
+    if kind in ggml.PERIODS and hasattr(pattern, "tolist"):  # a value for each layer
+        del values[f"{kind}.{ggml.PATTERN}"]
         if len(pattern) != (n_layers := values[f"{kind}.block_count"]):
             raise UnsupportedError(
-                f"its key {kind}.{PATTERN} has {len(pattern)} values for {n_layers} layers"
+                f"its key {kind}.{ggml.PATTERN} has {len(pattern)} values for {n_layers} layers"
             )
         types = ("full_attention", "sliding_attention")
         values["layer_types"] = [types[bool(slides)] for slides in pattern]
@@ -214,10 +198,10 @@ def _single(value: Any) -> Any:
 def _places(family: Family, module: str, kind: str) -> tuple[str, ...]:
     """Return the modules of a GGUF file that hold one of ours."""
     several = len(family.source(module).modules) > 1
-    names = MODULES[module]
+    names = ggml.MODULES[module]
     if module.endswith((".qkv", "forward.up")):
         names = names[1:] if several else names[:1]
-    if (renamed := RENAMED.get((module, kind))) is not None:
+    if (renamed := ggml.RENAMED.get((module, kind))) is not None:
         names = (renamed,)
     places = tuple(f"blk.*.{name}" if module.startswith("blocks.") else name for name in names)
     if module == _SECOND_NORM:  # one norm may serve both sublayers
@@ -242,9 +226,8 @@ def _source(family: Family, module: str, kind: str) -> Source:
         return of_gates(*places)
     if not module.endswith(".qkv"):
         return stacked(*places)
-    return replace(
-        source, modules=places, join=_join_neighbours if kind in NEIGHBOURS else source.join
-    )
+    join = _join_neighbours if kind in ggml.NEIGHBOURS else source.join
+    return replace(source, modules=places, join=join)
 
 
 def _as_published(tensor: StoredTensor) -> StoredTensor:

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from kvasir.model.config import TransformerConfig
 from kvasir.model.configuration.recurrences import DeltaRule
-from kvasir.model.importing.families import traits as t
 from kvasir.model.importing.families.family import Family
-from kvasir.model.importing.families.mixtures import STEPS
-from kvasir.model.importing.families.options import Options, refuse
-from kvasir.model.importing.tensors import Source, or_zeros, plus_one, repeated_for_heads, stacked
+from kvasir.model.importing.families.llamas import experts as e
+from kvasir.model.importing.families.llamas import traits as t
+from kvasir.model.importing.families.options import Options
+from kvasir.model.importing.heads import repeated_for_heads
+from kvasir.model.importing.tensors import Source, or_zeros, plus_one, stacked
 from kvasir.model.tensor_files import Shape
 
 MOST_STEPS = 4096  # of a convolution, and of a width
@@ -28,13 +29,9 @@ MOST_STEPS = 4096  # of a convolution, and of a width
 def _lfm2_layers(options: Options) -> tuple[int, ...]:
     """Return the layers of convolutions, which layer_types or full_attn_idxs say."""
     if options["layer_types"] is None and options["full_attn_idxs"] is not None:
-        listed, layers = options["full_attn_idxs"], t.every_layer(options)
-        if not isinstance(listed, list) or not all(layer in layers for layer in listed):
-            raise refuse("full_attn_idxs", listed, f"a list of layers from 0 to {layers[-1]}")
-        kinds = ["full_attention" if layer in listed else "conv" for layer in layers]
-        options["layer_types"] = kinds
-    kinds = options.layer_kinds("layer_types", ("conv", "full_attention")) or []
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == "conv")
+        listed, kinds = options.layers("full_attn_idxs"), ("conv", "full_attention")
+        options["layer_types"] = [kinds[i in listed] for i in t.every_layer(options)]
+    return options.layers_of("conv", "full_attention")
 
 
 def _short_convolution(options: Options) -> dict[str, Any] | None:
@@ -55,31 +52,14 @@ def _lfm2_width(options: Options) -> int:
     return -(-int(options.number("block_ffn_dim_multiplier") * width) // multiple) * multiple
 
 
-def _lfm2_choice(options: Options) -> str | None:
-    return "scores" if options["use_expert_bias"] else None
-
-
-def _layers_of(
-    kind: str, *, others: str = "full_attention", key: str
-) -> Callable[[Options], tuple[int, ...]]:
-    """Return a function that returns the layers of a kind in layer_types, and sets these if absent.
-
-    key: of the interval of other layers.
-    """
-
-    def layers(options: Options) -> tuple[int, ...]:
-        if options["layer_types"] is None:
-            every = options.whole(key)
-            options["layer_types"] = [
-                kind if (layer + 1) % every else others for layer in t.every_layer(options)
-            ]
-        kinds = options.layer_kinds("layer_types", (kind, others)) or []
-        return tuple(layer for layer, given in enumerate(kinds) if given == kind)
-
-    return layers
-
-
-_delta_layers = _layers_of("linear_attention", key="full_attention_interval")
+def _delta_layers(options: Options) -> tuple[int, ...]:
+    """Return the recurrent layers in layer_types, which are set if absent."""
+    kinds = ("full_attention", "linear_attention")
+    if options["layer_types"] is None:
+        every = options.whole("full_attention_interval")
+        layers = t.every_layer(options)
+        options["layer_types"] = [kinds[(layer + 1) % every > 0] for layer in layers]
+    return options.layers_of("linear_attention", "full_attention")
 
 
 def _delta_rule(options: Options) -> dict[str, Any] | None:
@@ -178,14 +158,12 @@ def _with_gates(*, gates: bool) -> Source:
 
 def _lfm3_layers(kind: str) -> Callable[[Options], tuple[int, ...]]:
     """Return the function that returns the layers of a kind."""
-    kinds = ("conv", "sliding_attention", "full_attention")
 
     def layers(options: Options) -> tuple[int, ...]:
         if options["layer_types"] is None:
             order = ("sliding_attention", "conv", "full_attention", "conv")
             options["layer_types"] = [order[i % 4] if i else "conv" for i in t.every_layer(options)]
-        every = enumerate(options.layer_kinds("layer_types", kinds) or ())
-        return tuple(layer for layer, own in every if own == kind)
+        return options.layers_of(kind, "conv", "sliding_attention", "full_attention")
 
     return layers
 
@@ -230,7 +208,7 @@ _QWEN: t.Trait = {  # of 2025 and later: norms multiply by 1 + weight, and atten
         "query_norm": repeated_for_heads(plus_one("self_attn.q_norm")),
         "key_norm": repeated_for_heads(plus_one("self_attn.k_norm")),
         "qkv": _with_gates(gates=False), "gate": _with_gates(gates=True)}}
-_QWEN_SHARED = t.shared_expert(
+_QWEN_SHARED = e.shared_expert(
     "mlp.shared_expert", "shared_expert_intermediate_size", gate="mlp.shared_expert_gate")
 RECURRENT: dict[str, Family] = {
     "lfm2": t.llama(
@@ -241,11 +219,12 @@ RECURRENT: dict[str, Family] = {
         fields={"d_ff": _lfm2_width}),
     "lfm2_moe": t.llama(
         "Lfm2Moe", (65536, 2048, 7168, 32, 32, 8, 128000), (1, 2), _LFM2,
-        t.experts(32, 4, 1792, router="feed_forward.gate", parts="feed_forward.experts.#.{}",
+        e.experts(32, 4, 1792, router="feed_forward.gate", parts="feed_forward.experts.#.{}",
                   names=("w1", "w3", "w2")),
         keys={"num_dense_layers": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
               "use_expert_bias": True},
-        fields={"router": "sigmoid", "choice_bias": _lfm2_choice,
+        fields={"router": "sigmoid",
+                "choice_bias": lambda o: "scores" if o["use_expert_bias"] else None,
                 "dense_layers": lambda o: tuple(range(o.whole("num_dense_layers", least=0)))},
         layers={"choice_bias": "feed_forward.expert_bias"}),
     "lfm3": t.llama(
@@ -272,12 +251,12 @@ RECURRENT: dict[str, Family] = {
         body="Qwen3_5Text"),
     "qwen3_5_moe_text": t.llama(
         "Qwen3_5Moe", (248320, 2048, None, 40, 16, 2, 32768), (None, None), _DELTA, _QWEN,
-        t.experts(256, 8, 512, normalize_expert_shares=True), _QWEN_SHARED,
+        e.experts(256, 8, 512, normalize_expert_shares=True), _QWEN_SHARED,
         body="Qwen3_5MoeText", keys={"shared_expert_intermediate_size": 512},
         fields={"d_ff": lambda options: options.whole("moe_intermediate_size")}),
     "qwen3_next": t.llama(
         "Qwen3Next", (151936, 2048, 5632, 48, 16, 2, 32768), (None, None), _DELTA, _QWEN,
-        t.experts(512, 10, 512), STEPS, _QWEN_SHARED,
+        e.experts(512, 10, 512), e.STEPS, _QWEN_SHARED,
         keys={"shared_expert_intermediate_size": 512, "norm_topk_prob": True},
         layers={"recurrence.input": _by_key_head(
             "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")}),

@@ -10,18 +10,17 @@ import math
 from functools import partial
 from operator import itemgetter
 
-from kvasir.model.importing.families import traits as t
 from kvasir.model.importing.families.family import Family
+from kvasir.model.importing.families.llamas import traits as t
 from kvasir.model.importing.families.options import Options
 from kvasir.model.importing.families.positions import head_dim, layers_without_rotary
-from kvasir.model.importing.tensors import (
-    all_ones,
+from kvasir.model.importing.heads import (
     interleaved_by_head,
     pairs_of_norm,
-    plus_one,
     repeated_for_heads,
     turned_back,
 )
+from kvasir.model.importing.tensors import all_ones, plus_one
 
 _PHI3: t.Trait = {
     "keys": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "sliding_window": None},
@@ -78,10 +77,6 @@ def _gemma3_windows(options: Options) -> list[int]:
     if options["use_bidirectional_attention"]:  # half of it on either side
         options["sliding_window"] = options.whole("sliding_window") // 2 + 1
     return [layer for layer in t.every_layer(options) if (layer + 1) % every]
-
-
-def _clova_placement(options: Options) -> str:
-    return "both" if options["use_post_norm"] else "pre"
 
 
 def _clova_residual(options: Options, *, normed: bool) -> float:
@@ -153,7 +148,7 @@ LLAMAS: dict[str, Family] = {
         "Phi", (51200, 2048, 8192, 24, 32, None, 2048), (1, 2), t.LAYER_NORM, t.PARALLEL, t.UNGATED,
         t.HEAD_LAYER_NORMS, without=("head_dim",),
         keys={"hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
-        fields=dict.fromkeys(("head_bias", "qkv_bias", "output_bias", "feed_forward_bias"), True),
+        fields=t.ALL_BIASES | {"head_bias": True},
         norm="final_layernorm",
         layers={"output": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2"}),
     "arcee": t.llama(
@@ -189,7 +184,7 @@ LLAMAS: dict[str, Family] = {
         "Persimmon", (262144, 4096, 16384, 36, 64, None, 16384), (1, 2), t.LAYER_NORM, t.UNGATED,
         t.HEAD_LAYER_NORMS, norm="final_layernorm", prefixes=t.WITHIN,
         keys={"hidden_act": "relu2", "partial_rotary_factor": 0.5, "qk_layernorm": True},
-        fields=dict.fromkeys(("qkv_bias", "output_bias", "feed_forward_bias"), True),
+        fields=t.ALL_BIASES,
         layers={"qkv": interleaved_by_head("self_attn.query_key_value"),
                 "output": "self_attn.dense", "up": "mlp.dense_h_to_4h",
                 "down": "mlp.dense_4h_to_h"}),
@@ -261,7 +256,7 @@ LLAMAS: dict[str, Family] = {
     "hyperclovax": t.llama(
         "HyperCLOVAX", _7B_SHAPE, (1, 2), t.BIASES, t.MULTIPLIERS,
         keys={"attention_multiplier": None, "use_post_norm": True},
-        fields={"norm_placement": _clova_placement,
+        fields={"norm_placement": lambda o: "both" if o["use_post_norm"] else "pre",
                 "attention_scale": lambda options: options.number(
                     "attention_multiplier", head_dim(options) ** -0.5)},
         layers={"attention_output_norm": "post_norm1", "feed_forward_output_norm": "post_norm2"},

@@ -9,12 +9,13 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvasir.model.importing.families import traits as t
 from kvasir.model.importing.families.family import Family
-from kvasir.model.importing.families.mixtures import BALANCED, FIRST_DENSE, SHARED, TYPES
+from kvasir.model.importing.families.llamas import experts as e
+from kvasir.model.importing.families.llamas import traits as t
 from kvasir.model.importing.families.options import Options, only, refuse
 from kvasir.model.importing.families.positions import head_dim, latent_scale
-from kvasir.model.importing.tensors import Source, last_pairs_apart, of_latents, or_zeros
+from kvasir.model.importing.heads import last_pairs_apart, of_latents
+from kvasir.model.importing.tensors import Source, or_zeros
 
 _V2_ROUTING = ("greedy", "group_limited_greedy")
 
@@ -102,7 +103,7 @@ LATENTS: dict[str, Family] = {
         keys={"tie_word_embeddings": True}),
     "deepseek_v2": t.llama(
         "DeepseekV2", (102400, 4096, 11008, 32, 32, None, 2048), (1, 2), _LATENTS,
-        t.experts(64, None, 1407, count="n_routed_experts"), SHARED, FIRST_DENSE,
+        e.experts(64, None, 1407, count="n_routed_experts"), e.SHARED, e.FIRST_DENSE,
         keys={"n_shared_experts": 2, "routed_scaling_factor": 1.0, "n_group": None,
               "topk_group": None, "topk_method": "greedy"},
         only={"scoring_func": ("softmax", None), "norm_topk_prob": (False, None),
@@ -111,18 +112,18 @@ LATENTS: dict[str, Family] = {
                 "n_groups_per_token": _of_groups("topk_group")}),
     "deepseek_v3": t.llama(
         "DeepseekV3", (129280, 7168, 18432, 61, 128, 128, 4096), (0, 1), _LATENTS,
-        t.experts(256, 8, 2048, count="n_routed_experts"), BALANCED, SHARED, FIRST_DENSE,
+        e.experts(256, 8, 2048, count="n_routed_experts"), e.BALANCED, e.SHARED, e.FIRST_DENSE,
         keys={"n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
               "first_k_dense_replace": 3}),
     "glm4_moe_lite": t.llama(
         "Glm4MoeLite", (154880, 2048, 10240, 47, 20, 20, 202752), (0, 1), _LATENTS,
-        t.experts(64, 4, 1536, count="n_routed_experts"), BALANCED, SHARED, TYPES,
+        e.experts(64, 4, 1536, count="n_routed_experts"), e.BALANCED, e.SHARED, e.TYPES,
         keys={"rms_norm_eps": 1e-5, "n_shared_experts": 1, "routed_scaling_factor": 1.8,
               "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256,
               "first_k_dense_replace": 1}),
     "axk1": t.llama(
         "AXK1", (163840, 7168, 18432, 61, 64, 64, 32768), (163691, 163691), _LATENTS,
-        t.experts(192, 8, 2048, count="n_routed_experts"), BALANCED, SHARED, TYPES,
+        e.experts(192, 8, 2048, count="n_routed_experts"), e.BALANCED, e.SHARED, e.TYPES,
         keys={"n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
               "first_k_dense_replace": 1}, fields={"mixture_norm": True},
         layers={"feed_forward_output_norm": "post_mlp_layernorm",

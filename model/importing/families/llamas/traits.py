@@ -6,6 +6,7 @@ the fields of TransformerConfig that it sets, and the modules of a layer that it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
 from typing import Any
@@ -13,15 +14,8 @@ from typing import Any
 from kvasir.model.importing.families.family import Family
 from kvasir.model.importing.families.options import Options, refuse
 from kvasir.model.importing.families.positions import LAYER_TYPES
-from kvasir.model.importing.tensors import (
-    all_ones,
-    in_layers,
-    of_experts,
-    pairs_apart,
-    repeated_for_heads,
-    split_by_head,
-    stacked,
-)
+from kvasir.model.importing.heads import pairs_apart, repeated_for_heads, split_by_head
+from kvasir.model.importing.tensors import Source, all_ones, in_layers, stacked
 
 Trait = dict[str, Any]
 _MERGED = ("keys", "layers")
@@ -29,6 +23,7 @@ Windows = Callable[[Options], Iterable[int]]
 ROPE: dict[str, Any] = {"rope_theta": 10000.0, "rope_scaling": None, "rope_parameters": None}
 ROPE |= {"original_max_position_embeddings": None}
 QKV = stacked(*(f"self_attn.{part}_proj" for part in "qkv"))
+ALL_BIASES = dict.fromkeys(("qkv_bias", "output_bias", "feed_forward_bias"), True)
 IN, MIDDLE, LAST = "input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
 # Of tensors, alone or within a model that also sees images.
 WITHIN = (
@@ -138,6 +133,24 @@ def every_layer(options: Options) -> range:
     return range(options.whole("num_hidden_layers"))
 
 
+def scaled_embedding(options: Options) -> float:
+    """Return the factor of embeddings: √d_model where scale_embedding says so (fairseq's)."""
+    return math.sqrt(options.whole("hidden_size")) if options["scale_embedding"] else 1.0
+
+
+def fairseq(prefix: str) -> dict[str, str | Source]:
+    """Return the places of a layer's modules with fairseq's names; prefix: of these."""
+    return in_layers(
+        prefix,
+        attention_norm="self_attn_layer_norm",
+        feed_forward_norm="final_layer_norm",
+        qkv=QKV,
+        output="self_attn.out_proj",
+        up="fc1",
+        down="fc2",
+    )
+
+
 def all_but_every(n: int, key: str | None = None, first: int = 1) -> Windows:
     """Return the rule that every n-th layer has no window: those that `first` is added to.
 
@@ -156,64 +169,6 @@ def all_but_every(n: int, key: str | None = None, first: int = 1) -> Windows:
 def windows(size: int | None, windowed: Windows, **keys: Any) -> Trait:
     """Return the trait of windows of `size` in the layers of a rule, or of layer_types."""
     return {"keys": {"sliding_window": size, "layer_types": None, **keys}, "windowed": windowed}
-
-
-def experts(
-    n_experts: int | None,
-    n_chosen: int | None,
-    d_expert: int | None = None,
-    *,
-    router: str = "mlp.gate",
-    count: str = "num_experts",
-    parts: str = "mlp.experts.#.{}_proj",
-    names: tuple[str, str, str] = ("gate", "up", "down"),
-    **fields: Any,
-) -> Trait:
-    """Return the trait of experts, each with tensors of its own, in place of one feed-forward.
-
-    n_experts, n_chosen, d_expert: the defaults of the keys `count`, num_experts_per_tok and
-    moe_intermediate_size; without the last experts are intermediate_size wide.
-    """
-    gate, up, down = (parts.format(name) for name in names)
-    width: dict[str, Any] = {"d_expert": itemgetter("intermediate_size")}
-    keys: dict[str, Any] = {count: n_experts, "num_experts_per_tok": n_chosen}
-    if d_expert is not None:
-        width, keys = {}, keys | {"moe_intermediate_size": d_expert}
-    return {
-        "keys": keys,
-        "only": {"hidden_act": ("silu",)},
-        "fields": {"n_experts": lambda options: options.whole(count), **width, **fields},
-        "layers": {
-            "router": router,
-            "expert_up": of_experts(gate, up),
-            "expert_down": of_experts(down),
-        },
-    }
-
-
-def shared_expert(
-    place: str,
-    width: str = "moe_intermediate_size",
-    count: str | None = None,
-    gate: str | None = None,
-) -> Trait:
-    """Return the trait of an expert of every token at a place, with a gate of it at another.
-
-    width, count: keys of its width, and of the times that it is as wide; 0 or null is none of them.
-    """
-
-    def wide(options: Options) -> int | None:
-        n = 1 if count is None else options.whole(count, least=0) if options[count] else 0
-        return n * options.whole(width, least=0) or None
-
-    parts = {
-        "shared.up": stacked(f"{place}.gate_proj", f"{place}.up_proj"),
-        "shared.down": f"{place}.down_proj",
-    }
-    return {
-        "fields": {"d_shared_expert": wide, "shared_expert_gate": gate is not None},
-        "layers": parts if gate is None else parts | {"shared_gate": gate},
-    }
 
 
 def theta_of_layers(windowed: Windows) -> Trait:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from operator import itemgetter
-from typing import Any
 
-from kvasir.model.importing.families import traits as t
 from kvasir.model.importing.families.family import Family
-from kvasir.model.importing.families.llamas import COHERE, qwen_windows
+from kvasir.model.importing.families.llamas import experts as e
+from kvasir.model.importing.families.llamas import traits as t
+from kvasir.model.importing.families.llamas.llamas import COHERE, qwen_windows
 from kvasir.model.importing.families.options import Options, refuse
 from kvasir.model.importing.families.positions import layers_without_rotary, window_fields
 from kvasir.model.importing.tensors import (
@@ -23,28 +23,6 @@ from kvasir.model.importing.tensors import (
     transposed_experts,
     without_first_axis,
 )
-
-
-def _dense_layers(options: Options) -> tuple[int, ...]:
-    step, listed = options.whole("decoder_sparse_step"), options["mlp_only_layers"] or []
-    layers = t.every_layer(options)
-    if not isinstance(listed, list) or not all(layer in layers for layer in listed):
-        raise refuse("mlp_only_layers", listed, f"a list of layers from 0 to {layers[-1]}")
-    return tuple(layer for layer in layers if layer in listed or (layer + 1) % step)
-
-
-def _dense_by_type(options: Options) -> tuple[int, ...]:
-    """Return the layers that mlp_layer_types names or, without it, the first ones."""
-    kinds = options.layer_kinds("mlp_layer_types", ("dense", "sparse"))
-    if kinds is None:
-        return _dense_first(options)
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
-
-
-def _dense_first(options: Options) -> tuple[int, ...]:
-    key = "first_k_dense_replace"
-    first = options.whole(key, least=0) if options.get(key) is not None else 0
-    return tuple(t.every_layer(options)[:first])
 
 
 def _ernie_dense(options: Options) -> tuple[int, ...]:
@@ -65,7 +43,7 @@ def _flint_windows(options: Options) -> list[int]:
 
 
 def _cohere_windows(options: Options) -> list[int]:
-    layers, first = t.every_layer(options), len(_dense_first(options))
+    layers, first = t.every_layer(options), len(e.dense_first(options))
     every = options.whole("sliding_window_pattern")
     of_dense = options.whole("prefix_dense_sliding_window_pattern")
     dense = [i for i in layers[:first] if (i + 1) % of_dense]
@@ -79,7 +57,7 @@ def _cohere_unturned(options: Options) -> tuple[int, ...]:
     """
     windows = window_fields(options, _cohere_windows)["sliding_window_layers"] or ()
     all_turn = options["prefix_dense_sliding_window_pattern"] == 1
-    turned = {*windows, *(_dense_by_type(options) if all_turn else ())}
+    turned = {*windows, *(e.dense_by_type(options) if all_turn else ())}
     return tuple(layer for layer in t.every_layer(options) if layer not in turned)
 
 
@@ -91,22 +69,6 @@ def _cohere_share(options: Options) -> float:
     return 0.5 if options[key] == "average" and options["num_shared_experts"] else 1.0
 
 
-# fmt: off
-_EITHER_COUNT: t.Trait = {"names": {"num_experts": "num_local_experts|num_experts"}}
-_W123: dict[str, Any] = {"count": "num_local_experts", "router": "block_sparse_moe.gate",
-                         "parts": "block_sparse_moe.experts.#.{}", "names": ("w1", "w3", "w2")}
-_SHARES: t.Trait = {"keys": {"norm_topk_prob": False}}
-STEPS: t.Trait = {"keys": {"decoder_sparse_step": 1, "mlp_only_layers": None},
-                   "fields": {"dense_layers": _dense_layers}}
-TYPES: t.Trait = {"keys": {"mlp_layer_types": None}, "fields": {"dense_layers": _dense_by_type}}
-FIRST_DENSE: t.Trait = {"keys": {"first_k_dense_replace": 0},
-                         "fields": {"dense_layers": _dense_first}}
-# Experts with a learned bias for their choice (DeepSeek-V3, 2024).
-_BIASED: t.Trait = {"fields": {"router": "sigmoid", "choice_bias": "scores"}}
-BALANCED: t.Trait = _BIASED | {
-    "keys": {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
-    "only": {"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)},
-    "layers": {"choice_bias": "mlp.gate.e_score_correction_bias"}}
 def _llama4_length(options: Options) -> int:
     """Return the positions up to which chunks and growing queries change nothing."""
     lengths = [options.whole("max_position_embeddings")]
@@ -119,36 +81,22 @@ def _llama4_length(options: Options) -> int:
 
 
 def _llama4_dense(options: Options) -> tuple[int, ...]:
-    layers, listed = t.every_layer(options), options["moe_layers"]
-    step = options.whole("interleave_moe_layer_step")
-    if listed is None:
-        listed = layers[step - 1 :: step]
-    elif not isinstance(listed, list) or not all(layer in layers for layer in listed):
-        raise refuse("moe_layers", listed, f"a list of layers from 0 to {layers[-1]}")
+    layers, step = t.every_layer(options), options.whole("interleave_moe_layer_step")
+    listed = layers[step - 1 :: step]
+    if options["moe_layers"] is not None:
+        listed = options.layers("moe_layers")
     return tuple(layer for layer in layers if layer not in listed)
 
 
-SHARED = t.shared_expert("mlp.shared_experts", count="n_shared_experts")
-GRANITE_EXPERTS: t.Trait = t.experts(
-    8, 2, count="num_local_experts", normalize_expert_shares=True,
-) | {
-    "layers": {"router": "block_sparse_moe.router.layer",
-               "expert_up": in_halves("block_sparse_moe.input_linear"),
-               "expert_down": "block_sparse_moe.output_linear"},
-    "scales": {
-        f"blocks.*.feed_forward.{module}": lambda options: options.number("residual_multiplier")
-        for module in ("expert_down", "shared.down")}}
-GRANITE_SHARED: t.Trait = t.shared_expert("shared_mlp", "shared_intermediate_size") | {
-    "keys": {"shared_intermediate_size": 0},
-    "layers": {"shared.up": "shared_mlp.input_linear", "shared.down": "shared_mlp.output_linear"}}
+# fmt: off
 MIXTURES: dict[str, Family] = {
     "mixtral": t.llama(
         "Mixtral", (32000, 4096, 14336, 32, 32, 8, 131072), (1, 2),
-        t.experts(8, 2, **_W123, normalize_expert_shares=True),
+        e.experts(8, 2, **e.W123, normalize_expert_shares=True),
         keys={"rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "sliding_window": None}),
     "phimoe": t.llama(
         "Phimoe", (32064, 4096, 6400, 32, 32, 8, 131072), (1, 2), t.ATTENTION_BIAS,
-        t.experts(16, 2, **_W123),
+        e.experts(16, 2, **e.W123),
         keys={"rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "sliding_window": None,
               "lm_head_bias": False, "short_mscale": None, "long_mscale": None},
         only={"router_jitter_noise": (0.01,), "num_experts_per_tok": (2,)}, scalings=("longrope",),
@@ -156,34 +104,34 @@ MIXTURES: dict[str, Family] = {
                 "head_bias": itemgetter("lm_head_bias")}),
     "qwen3_moe": t.llama(
         "Qwen3Moe", (151936, 2048, 6144, 24, 32, 4, 32768), (None, None), t.ATTENTION_BIAS,
-        t.HEAD_NORMS, _SHARES, STEPS, _EITHER_COUNT, t.experts(128, 8, 768)),
+        t.HEAD_NORMS, e.SHARES, e.STEPS, e.EITHER_COUNT, e.experts(128, 8, 768)),
     "olmoe": t.llama(
         "Olmoe", (50304, 2048, 2048, 16, 16, None, 4096), (None, 50279), t.ATTENTION_BIAS,
-        t.NORMS_ACROSS_HEADS, _SHARES, t.experts(64, 8), t.CLIP, keys={"rms_norm_eps": 1e-5}),
+        t.NORMS_ACROSS_HEADS, e.SHARES, e.experts(64, 8), t.CLIP, keys={"rms_norm_eps": 1e-5}),
     "flex_olmo": t.llama(
         "FlexOlmo", (100352, 4096, 11008, 32, 32, None, 4096), (None, 100257), t.ATTENTION_BIAS,
-        t.NORMS_ACROSS_HEADS, t.NORMS_AFTER, _SHARES, t.experts(7, 5),
+        t.NORMS_ACROSS_HEADS, t.NORMS_AFTER, e.SHARES, e.experts(7, 5),
         keys={"rope_theta": 500000.0}),
     "granitemoe": t.llama(
         "GraniteMoe", (32000, 4096, 11008, 32, 32, None, 2048), (1, 2), t.ATTENTION_BIAS,
-        t.MULTIPLIERS, GRANITE_EXPERTS),
+        t.MULTIPLIERS, e.GRANITE_EXPERTS),
     "granitemoeshared": t.llama(
         "GraniteMoeShared", (32000, 4096, 11008, 32, 32, None, 2048), (1, 2), t.ATTENTION_BIAS,
-        t.MULTIPLIERS, GRANITE_EXPERTS, GRANITE_SHARED),
+        t.MULTIPLIERS, e.GRANITE_EXPERTS, e.GRANITE_SHARED),
     "granitemoe_swa": t.llama(
         "GraniteMoeSWA", (32000, 4096, 11008, 32, 32, None, 2048), (1, 2), t.ATTENTION_BIAS,
-        t.MULTIPLIERS, GRANITE_EXPERTS, GRANITE_SHARED, t.SINKS,
+        t.MULTIPLIERS, e.GRANITE_EXPERTS, e.GRANITE_SHARED, t.SINKS,
         t.windows(128, t.all_but_every(4, first=0)), t.theta_of_layers(t.all_but_every(4, first=0)),
         layers={"router": "block_sparse_moe.router",
                 "expert_up": in_halves("block_sparse_moe.experts.gate_up_proj"),
                 "expert_down": "block_sparse_moe.experts.down_proj"}),
     "afmoe": t.llama(
         "Afmoe", (200192, 2048, 6144, 32, 16, None, 16384), (None, None), t.ATTENTION_BIAS,
-        t.HEAD_NORMS, t.NORMS_BEFORE_AND_AFTER, t.ROTARY_IN_WINDOWS, _BIASED, FIRST_DENSE,
+        t.HEAD_NORMS, t.NORMS_BEFORE_AND_AFTER, t.ROTARY_IN_WINDOWS, e.BIASED, e.FIRST_DENSE,
         t.windows(1024, t.all_but_every(4, "global_attn_every_n_layers"),
                   global_attn_every_n_layers=4),
-        t.experts(64, 6, 1408, router="mlp.router.gate", normalize_expert_shares=True),
-        t.shared_expert("mlp.shared_experts", "moe_intermediate_size", "num_shared_experts"),
+        e.experts(64, 6, 1408, router="mlp.router.gate", normalize_expert_shares=True),
+        e.shared_expert("mlp.shared_experts", "moe_intermediate_size", "num_shared_experts"),
         keys={"head_dim": 128, "rms_norm_eps": 1e-5, "num_shared_experts": 2,
               "first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "mup_enabled": False},
         names={"routed_scaling_factor": "route_scale", "first_k_dense_replace": "num_dense_layers"},
@@ -193,65 +141,65 @@ MIXTURES: dict[str, Family] = {
                 "feed_forward_output_norm": "post_mlp_layernorm",
                 "gate": or_zeros("self_attn.gate_proj"), "choice_bias": "mlp.expert_bias"}),
     "qwen2_moe": t.llama(
-        "Qwen2Moe", (151936, 2048, 5632, 24, 16, 16, 32768), (None, None), _SHARES, STEPS,
-        _EITHER_COUNT, t.experts(60, 4, 1408), t.QKV_BIAS,
-        t.shared_expert(
+        "Qwen2Moe", (151936, 2048, 5632, 24, 16, 16, 32768), (None, None), e.SHARES, e.STEPS,
+        e.EITHER_COUNT, e.experts(60, 4, 1408), t.QKV_BIAS,
+        e.shared_expert(
             "mlp.shared_expert", "shared_expert_intermediate_size", gate="mlp.shared_expert_gate"),
         t.windows(4096, _qwen2_windows, use_sliding_window=False, max_window_layers=28),
         keys={"attention_bias": True, "shared_expert_intermediate_size": 5632},
         names={"attention_bias": "qkv_bias"}),
     "aria_text": t.llama(
         "AriaText", (32000, 4096, 4096, 32, 32, None, 2048), (1, 2), t.ATTENTION_BIAS,
-        t.experts(8, 2, normalize_expert_shares=True),
-        t.shared_expert("mlp.shared_experts", "intermediate_size", "moe_num_shared_experts"),
+        e.experts(8, 2, normalize_expert_shares=True),
+        e.shared_expert("mlp.shared_experts", "intermediate_size", "moe_num_shared_experts"),
         keys={"moe_num_shared_experts": 2}, only={"mlp_bias": (False,)},
         names={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_topk"},
         layers={"router": "mlp.router", "expert_up": halves_transposed("mlp.experts.fc1"),
                 "expert_down": transposed_experts("mlp.experts.fc2")}),
     "glm4_moe": t.llama(
         "Glm4Moe", (151552, 4096, 10944, 46, 96, 8, 131072), (None, None), t.QKV_BIAS, t.HEAD_NORMS,
-        t.experts(128, 8, 1408, count="n_routed_experts"), BALANCED, SHARED, FIRST_DENSE,
+        e.experts(128, 8, 1408, count="n_routed_experts"), e.BALANCED, e.SHARED, e.FIRST_DENSE,
         keys={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "use_qk_norm": False,
               "n_shared_experts": 1, "first_k_dense_replace": 1},
         fields={"qk_norm": itemgetter("use_qk_norm")}),
     "dots1": t.llama(
         "Dots1", (152064, 4608, 10944, 62, 32, 32, 2048), (None, None), t.ATTENTION_BIAS,
-        t.HEAD_NORMS, t.experts(None, None, 1408, count="n_routed_experts"), BALANCED, SHARED,
-        FIRST_DENSE, t.windows(4096, qwen_windows, max_window_layers=62),
+        t.HEAD_NORMS, e.experts(None, None, 1408, count="n_routed_experts"), e.BALANCED, e.SHARED,
+        e.FIRST_DENSE, t.windows(4096, qwen_windows, max_window_layers=62),
         keys={"n_shared_experts": None, "norm_topk_prob": False}),
     "solar_open": t.llama(
         "SolarOpen", (196608, 4096, 10240, 48, 64, 8, 131072), (None, None), t.ATTENTION_BIAS,
-        t.experts(128, 8, 1280, count="n_routed_experts"), BALANCED, SHARED,
+        e.experts(128, 8, 1280, count="n_routed_experts"), e.BALANCED, e.SHARED,
         keys={"rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "head_dim": 128, "n_shared_experts": 1,
               "partial_rotary_factor": 1.0},
         only={"use_qk_norm": (False,), "first_k_dense_replace": (0,)}),
     "hy_v3": t.llama(
         "HYV3", (120832, 4096, 13312, 80, 64, 8, 131072), (None, None), t.BIASES, t.HEAD_NORMS,
-        t.experts(192, 8, 1536, router="mlp.router.gate", normalize_expert_shares=True), TYPES,
-        _BIASED, t.shared_expert("mlp.shared_mlp", count="num_shared_experts"),
+        e.experts(192, 8, 1536, router="mlp.router.gate", normalize_expert_shares=True), e.TYPES,
+        e.BIASED, e.shared_expert("mlp.shared_mlp", count="num_shared_experts"),
         keys={"rms_norm_eps": 1e-5, "rope_theta": 11158840.0, "head_dim": 128,
               "num_shared_experts": 1, "routed_scaling_factor": 2.826, "first_k_dense_replace": 1},
         names={"routed_scaling_factor": "router_scaling_factor"},
         layers={"choice_bias": "mlp.expert_bias"}),
     "exaone_moe": t.llama(
         "ExaoneMoe", (102400, 4096, 16384, 32, 32, 32, 2048), (1, 53), t.HEAD_NORMS,
-        t.ROTARY_IN_WINDOWS, t.experts(64, 8, 1024), BALANCED, TYPES,
+        t.ROTARY_IN_WINDOWS, e.experts(64, 8, 1024), e.BALANCED, e.TYPES,
         t.windows(4096, t.all_but_every(4, "sliding_window_pattern"), sliding_window_pattern=4),
-        t.shared_expert("mlp.shared_experts", count="num_shared_experts"),
+        e.shared_expert("mlp.shared_experts", count="num_shared_experts"),
         keys={"rms_norm_eps": 1e-5, "num_shared_experts": 1, "routed_scaling_factor": 2.5,
               "first_k_dense_replace": 1}, layers={"choice_bias": "mlp.e_score_correction_bias"},
         unused=("mtp.",), also=("ExaoneMoEForCausalLM",)),
     "minimax_m2": t.llama(
         "MiniMaxM2", (200064, 3072, 1536, 62, 48, 8, 196608), (200034, 200020),
-        t.NORMS_ACROSS_HEADS, t.experts(256, 8, **_W123, normalize_expert_shares=True), _BIASED,
+        t.NORMS_ACROSS_HEADS, e.experts(256, 8, **e.W123, normalize_expert_shares=True), e.BIASED,
         keys={"head_dim": 128, "rope_theta": 5000000.0, "rotary_dim": None,
               "partial_rotary_factor": None},
         only={"scoring_func": ("sigmoid",), "shared_intermediate_size": (0,)},
         layers={"choice_bias": "block_sparse_moe.e_score_correction_bias"}),
     "ernie4_5_moe": t.llama(
         "Ernie4_5_Moe", (103424, 2560, 12288, 28, 20, 4, 131072), (1, 2), t.PAIRS,
-        t.experts(64, 6, 1536, normalize_expert_shares=True),
-        t.shared_expert("mlp.shared_experts", count="moe_num_shared_experts"),
+        e.experts(64, 6, 1536, normalize_expert_shares=True),
+        e.shared_expert("mlp.shared_experts", count="moe_num_shared_experts"),
         keys={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True,
               "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1,
               "moe_layer_interval": 1},
@@ -260,25 +208,25 @@ MIXTURES: dict[str, Family] = {
         layers={"choice_bias": without_first_axis("mlp.moe_statics.e_score_correction_bias")}),
     "flint": t.llama(
         "Flint", (150144, 2048, 6144, 49, 32, 4, 262144), (None, None), t.ATTENTION_BIAS,
-        t.HEAD_NORMS, t.ROTARY_IN_WINDOWS, _SHARES, STEPS, t.experts(256, 6, 512), t.SINKS,
+        t.HEAD_NORMS, t.ROTARY_IN_WINDOWS, e.SHARES, e.STEPS, e.experts(256, 6, 512), t.SINKS,
         t.windows(513, _flint_windows),
-        t.shared_expert("mlp.shared_expert", "shared_expert_intermediate_size"),
+        e.shared_expert("mlp.shared_expert", "shared_expert_intermediate_size"),
         keys={"head_dim": 128, "norm_topk_prob": True, "mlp_only_layers": [0, 1],
               "shared_expert_intermediate_size": 1024}, fields={"router": "sigmoid"},
         layers={"sinks": "self_attn.softmax_offset"}),
     "kolibri1": t.llama(
         "Kolibri1", (128000, 2560, 512, 50, 48, 4, 262144), (None, None), t.HEAD_NORMS,
-        t.NORMS_BEFORE_AND_AFTER, t.ROTARY_IN_WINDOWS, _SHARES, _EITHER_COUNT,
-        t.experts(384, 6, 512), t.windows(513, t.all_but_every(5)),
-        t.shared_expert("mlp.shared_experts", "shared_expert_intermediate_size"),
+        t.NORMS_BEFORE_AND_AFTER, t.ROTARY_IN_WINDOWS, e.SHARES, e.EITHER_COUNT,
+        e.experts(384, 6, 512), t.windows(513, t.all_but_every(5)),
+        e.shared_expert("mlp.shared_experts", "shared_expert_intermediate_size"),
         keys={"head_dim": 128, "shared_expert_intermediate_size": 512},
         fields={"router": "sigmoid", "choice_bias": "logits"},
         layers={"choice_bias": "moe.router.expert_bias", "attention_output_norm": "post_attn_norm",
                 "feed_forward_output_norm": "post_ffn_norm"}),
     "cohere2_moe": t.llama(
         "Cohere2Moe", (256000, 8192, 22528, 40, 64, None, 8192), (5, 255001), t.PAIRS, t.PARALLEL,
-        t.LAYER_NORM, t.ATTENTION_BIAS, COHERE, t.experts(8, 2), TYPES,
-        t.shared_expert("mlp.shared_experts", "intermediate_size", "num_shared_experts"),
+        t.LAYER_NORM, t.ATTENTION_BIAS, COHERE, e.experts(8, 2), e.TYPES,
+        e.shared_expert("mlp.shared_experts", "intermediate_size", "num_shared_experts"),
         t.windows(4096, _cohere_windows, sliding_window_pattern=4,
                   prefix_dense_sliding_window_pattern=1),
         keys={"rope_theta": 10000.0, "head_dim": 128, "num_shared_experts": 0,
@@ -294,20 +242,20 @@ MIXTURES: dict[str, Family] = {
         scales={"blocks.*.feed_forward.shared.down": _cohere_share}),
     "hunyuan_v1_moe": t.llama(
         "HunYuanMoEV1", (290943, 4096, 11008, 32, 32, None, 2048), (1, 2), t.NORMS_AFTER_ROTARY,
-        t.experts(1, 1, router="mlp.gate.wg", normalize_expert_shares=True),
-        t.shared_expert("mlp.shared_mlp", "intermediate_size"),
+        e.experts(1, 1, router="mlp.gate.wg", normalize_expert_shares=True),
+        e.shared_expert("mlp.shared_mlp", "intermediate_size"),
         names={"num_experts_per_tok": "moe_topk"},
         fields={"n_experts_per_token": lambda options: options.same("num_experts_per_tok"),
                 "n_experts": lambda options: options.same("num_experts")}),
     "mellum": t.llama(
         "Mellum", (98304, 2304, 7168, 28, 32, 4, 131072), (None, None), t.ATTENTION_BIAS,
-        t.HEAD_NORMS, t.windows(1024, lambda _: ()), t.experts(64, 8, 896), _EITHER_COUNT, TYPES,
+        t.HEAD_NORMS, t.windows(1024, lambda _: ()), e.experts(64, 8, 896), e.EITHER_COUNT, e.TYPES,
         keys={"head_dim": 128, "norm_topk_prob": True, "rope_theta": 500000.0,
               "rope_local_base_freq": 10000.0}),
     "llama4_text": t.llama(
         "Llama4", (202048, 5120, 8192, 48, 40, 8, 131072), (1, 2), t.PAIRS, t.BIASES,
-        t.experts(16, 1, count="num_local_experts", router="feed_forward.router"),
-        t.shared_expert("feed_forward.shared_expert", "intermediate_size"), body="Llama4Text",
+        e.experts(16, 1, count="num_local_experts", router="feed_forward.router"),
+        e.shared_expert("feed_forward.shared_expert", "intermediate_size"), body="Llama4Text",
         keys={"rms_norm_eps": 1e-5, "head_dim": 128, "rope_theta": 500000.0, "use_qk_norm": True,
               "intermediate_size_mlp": 16384, "moe_layers": None, "interleave_moe_layer_step": 1,
               "no_rope_layers": None, "no_rope_layer_interval": 4, "attention_chunk_size": 8192,
@@ -327,7 +275,7 @@ MIXTURES: dict[str, Family] = {
     "gpt_oss": t.llama(
         "GptOss", (201088, 2880, 2880, 36, 64, 8, 131072), (None, None),
         t.windows(128, t.all_but_every(2)),
-        t.experts(128, 4, count="num_local_experts", router="mlp.router", feed_forward_bias=True,
+        e.experts(128, 4, count="num_local_experts", router="mlp.router", feed_forward_bias=True,
                   feed_forward="swiglu_clamped", normalize_expert_shares=True),
         keys={"head_dim": 64, "rms_norm_eps": 1e-5, "attention_bias": True, "rope_theta": 150000.0,
               "rope_parameters": {

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from kvasir.model.importing.families import traits as t
 from kvasir.model.importing.families.family import MOST_LAYERS, Family
-from kvasir.model.importing.families.mixtures import GRANITE_EXPERTS, GRANITE_SHARED
+from kvasir.model.importing.families.llamas import experts as e
+from kvasir.model.importing.families.llamas import traits as t
+from kvasir.model.importing.families.llamas.recurrent import MOST_STEPS
 from kvasir.model.importing.families.options import Options, refuse
-from kvasir.model.importing.families.recurrent import MOST_STEPS
 from kvasir.model.importing.tensors import Source, stacked
 
 # Of the steps of Mamba-2: transformers limits them in prompts, and not in tokens after these.
@@ -27,10 +27,8 @@ _MAMBA2_NAMES = {
 
 def _bamba_layers(options: Options) -> tuple[int, ...]:
     """Return the recurrent layers: those that attn_layer_indices do not list."""
-    layers, listed = t.every_layer(options), options["attn_layer_indices"] or []
-    if not isinstance(listed, list) or not all(layer in layers for layer in listed):
-        raise refuse("attn_layer_indices", listed, f"a list of layers from 0 to {layers[-1]}")
-    return tuple(layer for layer in layers if layer not in listed)
+    listed = options.layers("attn_layer_indices")
+    return tuple(layer for layer in t.every_layer(options) if layer not in listed)
 
 
 def _granite_layers(options: Options) -> tuple[int, ...]:
@@ -157,7 +155,7 @@ MAMBAS: dict[str, Family] = {
                 "up": stacked("feed_forward.gate_proj", "feed_forward.up_proj")}),
     "granitemoehybrid": t.llama(
         "GraniteMoeHybrid", (32000, 4096, 11008, 32, 32, None, 2048), (1, 2), t.ATTENTION_BIAS,
-        t.MULTIPLIERS, GRANITE_EXPERTS, GRANITE_SHARED, _mamba2(_granite_layers),
+        t.MULTIPLIERS, e.GRANITE_EXPERTS, e.GRANITE_SHARED, _mamba2(_granite_layers),
         keys={"position_embedding_type": None, "layer_types": None,
               "shared_intermediate_size": 1024},
         fields={"position": _granite_position,
