@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -135,13 +135,31 @@ def check_text(text: str) -> str:
 LineText = Annotated[str, AfterValidator(check_text)]
 
 
-def parse_texts(kind: type[BaseModel], line: object, names: Collection[str]) -> tuple[str, ...]:
-    """Return the texts of a line in the order of the fields of `kind`, by any of `names`.
+class TextLine(BaseModel, extra="forbid"):
+    """A line of JSON whose fields are texts, in the order of training."""
 
-    Raises ValueError saying what is wrong.
-    """
-    try:
-        texts = kind.model_validate(line)
-    except ValidationError as error:
-        raise ValueError(first_problem(error, names)) from None
-    return tuple(texts.model_dump(exclude_none=True).values())
+    @classmethod
+    def names(cls) -> list[str]:
+        """Return the names that its fields may have."""
+        fields = cls.model_fields.items()
+        return [n for name, f in fields for n in getattr(f.validation_alias, "choices", [name])]
+
+    @classmethod
+    def is_meant(cls, line: Any) -> bool:
+        """Tell whether a line is meant as one of these, be it right or wrong."""
+        meant = isinstance(line, dict) and not line.keys().isdisjoint(cls.names())
+        return meant and "messages" not in line
+
+    @classmethod
+    def parse(cls, line: Any) -> tuple[str, ...]:
+        """Return its texts in the order of the fields. Raises ValueError saying what is wrong."""
+        if not cls.is_meant(line):
+            needed = (n for n, field in cls.model_fields.items() if field.is_required())
+            example = ", ".join(f'"{name}": …' for name in needed)
+            kind = cls.model_config["title"]
+            raise ValueError(f"not {kind}, {{{example}}}, but {line!r:.200}")
+        try:
+            texts = cls.model_validate(line)
+        except ValidationError as error:
+            raise ValueError(first_problem(error, cls.names())) from None
+        return tuple(texts.model_dump(exclude_none=True).values())

@@ -11,11 +11,11 @@ from kvasir.model.configuration.fields import ConfigError
 from kvasir.model.template.chat_template import ChatTemplate
 from kvasir.model.training.data.conversations import Conversation, read_conversations
 from kvasir.model.training.data.corpus import Corpus, CorpusError, read_corpus, read_lines
-from kvasir.model.training.data.labels import is_labelled, read_labelled
-from kvasir.model.training.data.pairs import Pairs, is_pair, read_pairs
+from kvasir.model.training.data.labels import LabelLine, read_labelled
+from kvasir.model.training.data.pairs import PairLine, Pairs, read_pairs
 from kvasir.model.training.data.translations import (
+    TranslationLine,
     Translations,
-    is_translation,
     read_translations,
 )
 
@@ -49,12 +49,12 @@ def read_documents(
         raise CorpusError(f"{chats[0]} {message}")
     if not chats:
         return read_corpus(corpus.paths, corpus.include, corpus.exclude, seed)
-    if any(read_lines(corpus.paths, is_labelled)):
+    if any(read_lines(corpus.paths, LabelLine.is_meant)):
         return read_labelled(corpus.paths, seed)
     makes_vectors = config.pooling is not None or not config.causal
-    if makes_vectors or any(read_lines(corpus.paths, is_pair)):
+    if makes_vectors or any(read_lines(corpus.paths, PairLine.is_meant)):
         return read_pairs(corpus.paths, seed)
-    if any(read_lines(corpus.paths, is_translation)):
+    if any(read_lines(corpus.paths, TranslationLine.is_meant)):
         mend = "use --preset tiny-seq2seq"
         raise ConfigError(f"sources and targets are for an encoder-decoder; {mend}")
     template = ChatTemplate.parse(files)

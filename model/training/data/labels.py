@@ -8,20 +8,32 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel
 
 from kvasir.model.config import Pooling, TransformerConfig
 from kvasir.model.configuration.fields import ConfigError
 from kvasir.model.configuration.parts import Projection
-from kvasir.model.training.data.corpus import CorpusError, LineText, parse_texts, read_lines
-from kvasir.model.training.data.pairs import Pairs, is_pair
-
-_NAMES = ("text", "label")
+from kvasir.model.training.data.corpus import CorpusError, LineText, TextLine, read_lines
+from kvasir.model.training.data.pairs import PairLine, Pairs
 
 
-class _Line(BaseModel, extra="forbid", title="a labelled text"):
+class LabelLine(TextLine, title="a labelled text"):
+    """A text and its label."""
+
     text: LineText
     label: LineText
+
+    @classmethod
+    def is_meant(cls, line: Any) -> bool:
+        """Tell whether a line is meant as a labelled text, be it right or wrong."""
+        return super().is_meant(line) and not PairLine.is_meant(line)
+
+    @classmethod
+    def parse(cls, line: Any) -> tuple[str, ...]:
+        """Return the text and the label. Raises ValueError saying what is wrong."""
+        label = line.get("label", "") if cls.is_meant(line) else ""
+        if not isinstance(label, str):
+            raise ValueError(f"label must be text, not {label!r:.200}; write it in quotes")
+        return super().parse(line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +43,13 @@ class LabelledTexts(Pairs):
     labels: Sequence[str]
 
 
-def is_labelled(line: Any) -> bool:
-    """Tell whether a line of JSON is meant as a labelled text, be it right or wrong."""
-    meant = isinstance(line, dict) and not line.keys().isdisjoint(_NAMES)
-    return meant and "messages" not in line and not is_pair(line)
-
-
 def read_labelled(paths: Sequence[Path], seed: int) -> LabelledTexts:
     """Read every line of the files once, shuffled by `seed`.
 
     Raises CorpusError, also for a text of two labels and where all have one.
     """
     labels = dict[str, str]()
-    for text, label in dict.fromkeys(read_lines(paths, _parse)):
+    for text, label in dict.fromkeys(read_lines(paths, LabelLine.parse)):
         if text in labels:
             wrong = f"the text {text!r:.200} has the labels {labels[text]!r} and {label!r}"
             raise CorpusError(f"{wrong}; keep the line with the right one")
@@ -54,15 +60,6 @@ def read_labelled(paths: Sequence[Path], seed: int) -> LabelledTexts:
     texts, order = list(labels), np.random.default_rng(seed).permutation(len(labels))
     shuffled = [texts[i] for i in order]
     return LabelledTexts([(text,) for text in shuffled], [labels[text] for text in shuffled])
-
-
-def _parse(line: Any) -> tuple[str, ...]:
-    """Return a line's text and label. Raises ValueError saying what is wrong."""
-    if not is_labelled(line):
-        raise ValueError(f'not a labelled text, {{"text": …, "label": …}}, but {line!r:.200}')
-    if not isinstance(label := line.get("label", ""), str):
-        raise ValueError(f"label must be text, not {label!r:.200}; write it in quotes")
-    return parse_texts(_Line, line, _NAMES)
 
 
 def with_labels(config: TransformerConfig, labels: Sequence[str]) -> TransformerConfig:

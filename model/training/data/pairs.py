@@ -9,27 +9,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import AliasChoices, BaseModel, Field
+from pydantic import AliasChoices, Field
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
 from kvasir.model.platform.progress import Progress, no_progress
-from kvasir.model.training.data.corpus import CorpusError, LineText, parse_texts, read_lines
+from kvasir.model.training.data.corpus import CorpusError, LineText, TextLine, read_lines
 from kvasir.model.training.data.tokens import encode, write_arrays
 
 _SCALE = 20.0  # of cosines: a temperature of 0.05, sentence-transformers' default
-_NAMES = ("query", "anchor", "document", "positive", "negative")
 
 Pair = tuple[str, ...]  # a query, its document, and perhaps a negative
 
 
-class _Line(BaseModel, extra="forbid", title="a pair"):
+class PairLine(TextLine, title="a pair"):
+    """A query and its document, by either name, and perhaps a negative."""
+
     query: LineText = Field(validation_alias=AliasChoices("query", "anchor"))
     document: LineText = Field(validation_alias=AliasChoices("document", "positive"))
     negative: LineText | None = None
@@ -47,27 +47,15 @@ class Pairs:
         return list(dict.fromkeys(text for pair in self.pairs for text in pair))
 
 
-def is_pair(line: Any) -> bool:
-    """Tell whether a line of JSON is meant as a pair, be it right or wrong."""
-    return isinstance(line, dict) and not line.keys().isdisjoint(_NAMES) and "messages" not in line
-
-
 def read_pairs(paths: Sequence[Path], seed: int) -> Pairs:
     """Read every line of the files once, shuffled by `seed`. Raises CorpusError."""
-    pairs = list(dict.fromkeys(read_lines(paths, _parse)))
+    pairs = list(dict.fromkeys(read_lines(paths, PairLine.parse)))
     widths = {len(pair) for pair in pairs}
     if len(widths) > 1:
         without = sum(len(pair) == 2 for pair in pairs)
         raise CorpusError(f"{without} of {len(pairs)} pairs lack a negative; give all one, or none")
     order = np.random.default_rng(seed).permutation(len(pairs))
     return Pairs([pairs[i] for i in order])
-
-
-def _parse(line: Any) -> Pair:
-    """Return a line's texts. Raises ValueError saying what is wrong."""
-    if not is_pair(line):
-        raise ValueError(f'not a pair, {{"query": …, "document": …}}, but {line!r}')
-    return parse_texts(_Line, line, _NAMES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,22 +10,21 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import AfterValidator, Field
 from tokenizers import Tokenizer
 
 from kvasir.model.config import TransformerConfig
 from kvasir.model.platform.progress import Progress, no_progress
-from kvasir.model.training.data.corpus import CorpusError, check_text, parse_texts, read_lines
+from kvasir.model.training.data.corpus import CorpusError, TextLine, check_text, read_lines
 from kvasir.model.training.data.masking import IGNORED
 from kvasir.model.training.data.tokens import encode, write_arrays
 
 SUFFIXES = (".jsonl", ".tsv")
 HELD_OUT_FILE = "held_out.jsonl"  # in the checkpoint directory, for whoever measures the model
-_KEYS = ("source", "target")
 _LISTED = 1000  # translations in HELD_OUT_FILE, at most
 _SHARED_STEPS = 64  # whose batches are drawn together
 
@@ -34,9 +33,14 @@ _Translation = tuple[str, ...]  # a source and its target
 _Side = Annotated[str, Field(max_length=2**20), AfterValidator(check_text)]
 
 
-class _Line(BaseModel, extra="forbid", title="a translation"):
+class TranslationLine(TextLine, title="a translation"):
+    """A source and its target."""
+
     source: _Side
     target: _Side
+
+
+_KEYS = tuple(TranslationLine.model_fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +55,6 @@ class Translations:
         return [text for pair in self.pairs for text in pair]
 
 
-def is_translation(line: Any) -> bool:
-    """Tell whether a line of JSON is meant as a translation, be it right or wrong."""
-    return isinstance(line, dict) and not line.keys().isdisjoint(_KEYS) and "messages" not in line
-
-
 def read_translations(paths: Sequence[Path], seed: int) -> Translations:
     """Read every line of the files once, the sources shuffled by `seed`. Raises CorpusError."""
     lines = {suffix: [path for path in paths if path.suffix == suffix] for suffix in SUFFIXES}
@@ -63,20 +62,13 @@ def read_translations(paths: Sequence[Path], seed: int) -> Translations:
         if path.suffix not in SUFFIXES:
             wanted = " or ".join(f"*{suffix}" for suffix in SUFFIXES)
             raise CorpusError(f"{path} holds no sources and targets, which are read from {wanted}")
-    pairs = read_lines(lines[".jsonl"], _parse) if lines[".jsonl"] else []
+    pairs = read_lines(lines[".jsonl"], TranslationLine.parse) if lines[".jsonl"] else []
     if lines[".tsv"]:
-        pairs += read_lines(lines[".tsv"], _parse, _split)
+        pairs += read_lines(lines[".tsv"], TranslationLine.parse, _split)
     sources = list(dict.fromkeys(source for source, _ in pairs))
     order = np.random.default_rng(seed).permutation(len(sources))
     rank = dict(zip(sources, order, strict=True))
     return Translations(sorted(dict.fromkeys(pairs), key=lambda pair: rank[pair[0]]))
-
-
-def _parse(line: Any) -> _Translation:
-    """Return a line's texts. Raises ValueError saying what is wrong."""
-    if not is_translation(line):
-        raise ValueError(f'not a translation, {{"source": …, "target": …}}, but {line!r:.200}')
-    return parse_texts(_Line, line, _KEYS)
 
 
 def _split(line: str) -> dict[str, str]:
