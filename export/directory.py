@@ -18,11 +18,10 @@ from kvasir.export.graphs.encoder import export_encoder_graph
 from kvasir.export.graphs.paged import KV_DTYPES, check_pageable, export_paged_graph, speed_notes
 from kvasir.export.graphs.source import export_source_graph, join_layers
 from kvasir.export.rounding.activations import Activations
-from kvasir.export.rounding.adapters import with_factors
 from kvasir.export.rounding.formulas import BITS
 from kvasir.export.rounding.kv_cache import KVScales
 from kvasir.export.rounding.smoothing import smooth
-from kvasir.export.rounding.weights import Weights
+from kvasir.export.rounding.weights import Weights, with_factors
 from kvasir.export.verification.paged_session import require_device
 from kvasir.export.verification.plan import SampleText
 from kvasir.export.verification.samples import make_sample, sample_calibration
@@ -114,7 +113,10 @@ def export_checkpoint(
             config, checkpoint.weights, sample, device, calibration, calibrates=target.smooths
         )
     with new_directory(out, MANIFEST_FILE if replaces else None) as part:
-        _save_files(checkpoint, extra_files, part)
+        config.save(part / CONFIG_FILE)
+        checkpoint.tokenizer.save(str(part / TOKENIZER_FILE))
+        for name, content in extra_files.items():
+            (part / name).write_bytes(content)
         report = _write_graphs(checkpoint, verifier, part, target, calibration, progress)
         graph = part / GRAPH_FILE
         figures, problem = measure(checkpoint, verifier, graph, device, precision, progress)
@@ -185,13 +187,6 @@ def _write_graphs(
         if target.device == "cpu":
             write_attention_graph(part)
     return None if activations is None else activations.report
-
-
-def _save_files(checkpoint: Checkpoint, files: dict[str, bytes], part: Path) -> None:
-    checkpoint.config.save(part / CONFIG_FILE)
-    checkpoint.tokenizer.save(str(part / TOKENIZER_FILE))
-    for name, content in files.items():
-        (part / name).write_bytes(content)
 
 
 def _check_options(

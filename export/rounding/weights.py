@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from kvasir.export.rounding.activations import Activations
+from kvasir.model.adapters.layout import Layer, Layout
 
 TRANSPOSED = ".T"  # ends the name of a weight that the graph has transposed
 Inputs = Callable[[str], Tensor | None]
@@ -74,3 +78,24 @@ class Weights:
             rows_of_result[start : start + len(rows)] = rows
             start += len(rows)
         return result
+
+
+def with_factors(layout: Layout, weights: Weights, activations: Activations | None) -> Layout:
+    """Return a layout with the factors of weights, and with those that smooth activations.
+
+    Adapters, which are added to products, get them too.
+    """
+    smoothing = {} if activations is None else activations.multipliers
+
+    def scaled(name: str, layer: Layer) -> Layer:
+        outputs, inputs = layer.outputs, layer.inputs
+        for factor in [*smoothing.get(name, ()), *weights.factors(name)]:
+            if factor.shape[-1] > 1:  # [1, n_in]
+                inputs = inputs * factor.ravel()
+            else:  # [n_out, 1], or one number
+                outputs = outputs * factor.ravel()
+        as_float32 = (values.astype(np.float32) for values in (outputs, inputs))
+        return Layer(layer.parts, *as_float32)
+
+    layers = {name: scaled(name, layer) for name, layer in layout.layers.items()}
+    return replace(layout, layers=layers)

@@ -6,17 +6,28 @@ import torch
 from torch import Tensor, nn
 
 from kvasir.model.config import TransformerConfig
+from kvasir.model.configuration.recurrences import DeltaRule, Lstm, Mamba2, ShortConvolution
 from kvasir.model.network.attention import Attention, LayerCache, RunInputs
 from kvasir.model.network.cross_attention import CrossAttention, Source, SourceRows
 from kvasir.model.network.feed_forward import FeedForward, Mixture
 from kvasir.model.network.latent_attention import LatentAttention
 from kvasir.model.network.norm import make_norm
 from kvasir.model.network.positions import Positions
-from kvasir.model.network.recurrent.mixers import make_mixer
+from kvasir.model.network.recurrent.delta_rule import DeltaRuleMixer
+from kvasir.model.network.recurrent.lstm import LstmMixer
+from kvasir.model.network.recurrent.mamba2 import Mamba2Mixer
+from kvasir.model.network.recurrent.mixer import Mixer
+from kvasir.model.network.recurrent.short_convolution import ShortConvolutionMixer
 
 LAYER_MARK = "kvasir::LayerMark"  # an operator that the exporter takes out again
 # What a layer keeps of a row: a LayerCache, or the state of a recurrent layer.
 Cache = tuple[Tensor, ...]
+MIXERS: dict[type, type[Mixer]] = {
+    DeltaRule: DeltaRuleMixer,
+    Lstm: LstmMixer,
+    Mamba2: Mamba2Mixer,
+    ShortConvolution: ShortConvolutionMixer,
+}
 
 
 class Block(nn.Module):
@@ -35,8 +46,10 @@ class Block(nn.Module):
         before, after = self.placement != "output", self.placement in ("both", "output")
         normed = before and layer not in config.layers_without_attention_norm
         self.attention_norm = make_norm(config) if normed else nn.Identity()
-        self.recurrence = make_mixer(config) if layer in config.recurrent_layers else None
-        if self.recurrence is None:
+        self.recurrence: Mixer | None = None
+        if layer in config.recurrent_layers:
+            self.recurrence = MIXERS[type(config.recurrence)](config)
+        else:
             kind = Attention if config.latents is None else LatentAttention
             self.attention = kind(config, layer)
         self.cross_attention = None

@@ -28,6 +28,7 @@ from torch.nn.utils import clip_grad_norm_
 from kvasir.model import checkpoint
 from kvasir.model.network.low_rank import adapter_parameters
 from kvasir.model.network.transformer import Transformer
+from kvasir.model.platform.progress import handling
 from kvasir.model.training.compilation import compile_blocks, uncompiled
 from kvasir.model.training.data.tokens import TokenData
 from kvasir.model.training.distributed import Processes, gather, one_process, without_reducing
@@ -276,9 +277,5 @@ def _interruption() -> Iterator[list[int]]:
             signal.default_int_handler(number, frame)
         caught.append(number)
 
-    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handling(note, signal.SIGINT, signal.SIGTERM):
         yield caught
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -18,8 +18,7 @@ from tokenizers import Tokenizer
 
 from kvasir.model.checkpoint import CheckpointError, load_checkpoint
 from kvasir.model.importing.errors import UnsupportedError
-from kvasir.model.importing.huggingface.marian import read_marian
-from kvasir.model.importing.huggingface.sentencepiece import read_sentencepiece
+from kvasir.model.importing.huggingface.sentencepiece import read_marian, read_sentencepiece
 from tests.kit.huggingface_models import make_encoder_decoder
 
 with warnings.catch_warnings():

@@ -19,8 +19,13 @@ from kvasir.model.directory import (
     token_texts,
 )
 from kvasir.model.importing.errors import UnsupportedError
-from kvasir.model.importing.huggingface.marian import SOURCE_FILE, VOCABULARY_FILE, read_marian
-from kvasir.model.importing.huggingface.sentencepiece import FILES, read_sentencepiece
+from kvasir.model.importing.huggingface.sentencepiece import (
+    FILES,
+    SOURCE_FILE,
+    VOCABULARY_FILE,
+    read_marian,
+    read_sentencepiece,
+)
 from kvasir.model.platform.files import read_limited, read_object
 from kvasir.model.tokenizer import check_tokenizer, parse_tokenizer
 from kvasir.model.tokenizer_limits import MAX_FILE

@@ -135,6 +135,12 @@ def check_text(text: str) -> str:
 LineText = Annotated[str, AfterValidator(check_text)]
 
 
+def draws(seed: int, step: int) -> np.random.Generator:
+    """Return the stream of a step: what it draws is a function of (seed, step) alone."""
+    key = np.array([seed, step], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key))
+
+
 class TextLine(BaseModel, extra="forbid"):
     """A line of JSON whose fields are texts, in the order of training."""
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvasir.model.platform.progress import Progress, no_progress
-from kvasir.model.training.data.corpus import CorpusError, LineText, TextLine, read_lines
+from kvasir.model.training.data.corpus import CorpusError, LineText, TextLine, draws, read_lines
 from kvasir.model.training.data.tokens import encode, write_arrays
 
 _SCALE = 20.0  # of cosines: a temperature of 0.05, sentence-transformers' default
@@ -111,10 +111,8 @@ class PairData:
 
         Only the texts of `rows` are read (None: all).
         """
-        key = np.array([seed, step], dtype=np.uint64)
         n_train = len(self.pairs) - self.n_held_out_pairs
-        generator = np.random.Generator(np.random.Philox(key=key))
-        drawn = generator.choice(n_train, batch_size, replace=False)
+        drawn = draws(seed, step).choice(n_train, batch_size, replace=False)
         return self.read(self.pairs[drawn], rows or range(batch_size))
 
     def read(self, pairs: NDArray[np.int64], rows: range) -> PairBatch:

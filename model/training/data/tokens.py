@@ -29,7 +29,7 @@ from kvasir.model.tokenizer import (
     reads_lines_alone,
     vocabulary_size,
 )
-from kvasir.model.training.data.corpus import Corpus, CorpusError
+from kvasir.model.training.data.corpus import Corpus, CorpusError, draws
 from kvasir.model.training.data.masking import IGNORED, Masking
 
 DATA_FOLDER = "data"  # in the folder of a run
@@ -121,10 +121,9 @@ class TokenData:
 
         Every place is equally likely. Only `rows` of the batch are read (None: all).
         """
-        key = np.array([seed, step], dtype=np.uint64)
         stride = self._stride(1)
         n_places = (self.n_train - context - 1) // stride + 1
-        drawn = np.random.Generator(np.random.Philox(key=key)).integers(n_places, size=batch_size)
+        drawn = draws(seed, step).integers(n_places, size=batch_size)
         wanted = drawn if rows is None else drawn[rows.start : rows.stop]
         first = 0 if rows is None else rows.start
         seeds = [(seed, step, first + i) for i in range(len(wanted))]

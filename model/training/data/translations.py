@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from kvasir.model.config import TransformerConfig
 from kvasir.model.platform.progress import Progress, no_progress
-from kvasir.model.training.data.corpus import CorpusError, TextLine, check_text, read_lines
+from kvasir.model.training.data.corpus import CorpusError, TextLine, check_text, draws, read_lines
 from kvasir.model.training.data.masking import IGNORED
 from kvasir.model.training.data.tokens import encode, write_arrays
 
@@ -147,8 +147,7 @@ class TranslationData:
         """
         n_batches = min(_SHARED_STEPS, self.n_train_pairs // batch_size)
         draw, place = divmod(step, n_batches)
-        key = np.array([seed, draw], dtype=np.uint64)
-        generator = np.random.Generator(np.random.Philox(key=key))
+        generator = draws(seed, draw)
         drawn = generator.choice(self.n_train_pairs, n_batches * batch_size, replace=False)
         order = np.lexsort(self.lengths[drawn].T[::-1])
         batches = drawn[order].reshape(n_batches, batch_size)
