@@ -120,6 +120,17 @@ def attribute(node: NodeProto, name: str, default: Any = None) -> Any:
     return next((get_attribute_value(attribute) for attribute in found), default)
 
 
+def attention_options(node: NodeProto) -> dict[str, Any]:
+    """Return what our attentions have of a GroupQueryAttention's attributes, by their names."""
+    return {
+        "heads": attribute(node, "num_heads"),
+        "kv_heads": attribute(node, "kv_num_heads"),
+        "scale": attribute(node, "scale", 0.0),
+        "softcap": attribute(node, "softcap", 0.0),
+        "interleaved": attribute(node, "rotary_interleaved", 0),
+    }
+
+
 def set_attributes(node: NodeProto, **values: float | str) -> None:
     """Give a node attributes, in the place of those with these names."""
     kept = [attribute for attribute in node.attribute if attribute.name not in values]

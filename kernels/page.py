@@ -11,19 +11,18 @@ BLOCK_SIZE]. Outputs are logits, and the same blocks as present.{i}.…, to be a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
-from onnx.helper import (
-    get_attribute_value,
-    make_attribute,
-    make_node,
-    make_opsetid,
-    make_tensor,
-    make_tensor_value_info,
-)
+from onnx.helper import make_node, make_opsetid, make_tensor, make_tensor_value_info
 
-from kvasir.kernels.graph import DOMAIN, Mismatch, replace_all
+from kvasir.kernels.graph import (
+    DOMAIN,
+    Mismatch,
+    attention_options,
+    attribute,
+    replace_all,
+    set_attributes,
+)
 
 BLOCK_SIZE = 64  # tokens
 MOST_CHANNELS = 640  # of a head
@@ -80,9 +79,7 @@ def _decoding(graph: GraphProto) -> Iterator[NodeProto]:
         if node.op_type != "If" or node.input[0] != _DECODE:
             yield node
             continue
-        branch: GraphProto = next(
-            get_attribute_value(a) for a in node.attribute if a.name == "then_branch"
-        )
+        branch: GraphProto = attribute(node, "then_branch")
         names = {
             made.name: name for made, name in zip(branch.output, node.output, strict=True) if name
         }
@@ -102,7 +99,7 @@ def _attend_over_blocks(
     """
     inputs = [*node.input, *[""] * (_STEP + 2 - len(node.input))]
     keys, values = inputs[_KEYS : _KEYS + 2]
-    attributes = {a.name: get_attribute_value(a) for a in node.attribute}
+    options = attention_options(node) | {"window": attribute(node, "local_window_size", -1)}
     rows = given[keys].type.tensor_type
     if rows.elem_type != TensorProto.INT8:
         raise Mismatch("keys and values have no 8 bits")
@@ -111,7 +108,7 @@ def _attend_over_blocks(
     n_channels = rows.shape.dim[3].dim_value
     if n_channels % 16 or n_channels > MOST_CHANNELS:
         raise Mismatch(f"a head of {n_channels} channels")
-    rotation = inputs[_COSINES : _SINES + 1] if attributes.get("do_rotary") else ["", ""]
+    rotation = inputs[_COSINES : _SINES + 1] if attribute(node, "do_rotary") else ["", ""]
     cached = [keys, f"{keys}_scales", values, f"{values}_scales"]
     attended, *present = node.output
     unread: list[str] = []
@@ -124,15 +121,7 @@ def _attend_over_blocks(
     node.op_type, node.domain = "Attention", DOMAIN
     node.input.extend([inputs[_QKV], *cached, *_RUN, *rotation, "", inputs[_SINKS]])
     node.output.extend([attended, *made])
-    options: dict[str, Any] = {
-        "heads": attributes["num_heads"],
-        "kv_heads": attributes["kv_num_heads"],
-        "scale": attributes.get("scale", 0.0),
-        "softcap": attributes.get("softcap", 0.0),
-        "window": attributes.get("local_window_size", -1),
-        "interleaved": attributes.get("rotary_interleaved", 0),
-    }
-    node.attribute.extend(make_attribute(name, value) for name, value in options.items())
+    set_attributes(node, **options)
     return unread
 
 

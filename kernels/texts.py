@@ -13,6 +13,7 @@ from kvasir.kernels.graph import (
     DOMAIN,
     LINEARS,
     Values,
+    attention_options,
     attribute,
     replace_all,
     require,
@@ -40,9 +41,9 @@ def attend_over_texts(values: Values, node: NodeProto) -> None:
     flat = values.reader(node.output[0], "Reshape")
     packed = values.reader(flat.output[0], "Gather")
     require(packed.input[1] == _PLACES, "the tokens are not packed again")
-    n_head, n_kv_head = attribute(node, "num_heads"), attribute(node, "kv_num_heads")
+    options = attention_options(node)
     n_in = values.sizes(values.reader(packed.output[0], *LINEARS))[0]
-    n_channels = n_in // n_head
+    n_channels = n_in // options["heads"]
     require(
         n_channels % 16 == 0 and n_channels <= MOST_CHANNELS, f"{n_channels} channels of a head"
     )
@@ -51,16 +52,8 @@ def attend_over_texts(values: Values, node: NodeProto) -> None:
     packed.op_type, packed.domain = "TextAttention", DOMAIN
     packed.input[:] = [qkv, STARTS, *rotation, bias, inputs[_SINKS]]
     packed.attribute.clear()
-    set_attributes(
-        packed,
-        heads=n_head,
-        kv_heads=n_kv_head,
-        scale=attribute(node, "scale", 0.0),
-        softcap=attribute(node, "softcap", 0.0),
-        window=window,
-        looks_ahead=1 - attribute(node, "causal", 1),
-        interleaved=attribute(node, "rotary_interleaved", 0),
-    )
+    looks_ahead = 1 - attribute(node, "causal", 1)
+    set_attributes(packed, **options, window=window, looks_ahead=looks_ahead)
 
 
 def _window(values: Values, node: NodeProto, bias: str) -> tuple[int, str]:

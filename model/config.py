@@ -16,9 +16,6 @@ from kvasir.model.configuration.recurrences import Recurrence, states_of
 from kvasir.model.configuration.rules import rules
 from kvasir.model.platform.files import read_object
 
-Norm = Literal["rmsnorm", "layernorm"]
-NormPlacement = Literal["pre", "post", "both", "output", "output_of_attention"]
-
 
 @checked("pooling")
 class Pooling:
@@ -138,7 +135,7 @@ class TransformerConfig:
     sliding_window_rope_theta: Positive | None = None
     qk_norm: StrictBool = False
     qk_norm_across_heads: StrictBool = False
-    qk_norm_kind: Norm = "rmsnorm"
+    qk_norm_kind: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     qk_norm_after_rotary: StrictBool = False
     layers_without_qk_norm: tuple[StrictInt, ...] = ()
     qkv_clip: Positive | None = None
@@ -152,10 +149,10 @@ class TransformerConfig:
     attention_softcap: Positive | None = None
     logit_softcap: Positive | None = None
     embedding_scale: Positive = 1.0
-    norm: Norm = "rmsnorm"
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: Positive = 1e-5
     norm_bias: StrictBool = True
-    norm_placement: NormPlacement = "pre"
+    norm_placement: Literal["pre", "post", "both", "output", "output_of_attention"] = "pre"
     layers_without_attention_norm: tuple[StrictInt, ...] = ()
     embedding_norm: StrictBool = False
     parallel_residual: StrictBool = False
@@ -276,7 +273,7 @@ class TransformerConfig:
         """Tell whether a layer normalises queries and keys."""
         return self.qk_norm and layer not in self.layers_without_qk_norm
 
-    def placement_of(self, layer: int) -> NormPlacement:
+    def placement_of(self, layer: int) -> str:
         """Return where a layer's norms are: `norm_placement`, or what it means in the layer."""
         if self.norm_placement != "output_of_attention":
             return self.norm_placement

@@ -41,11 +41,8 @@ ADAPTERS_FILE = "adapters.safetensors"  # how adapters fit the graph: see `model
 REQUIRED_FILES = (CONFIG_FILE, TOKENIZER_FILE, GRAPH_FILE, WEIGHTS_FILE)
 _GRAPHS = frozenset({GRAPH_FILE, ENCODER_GRAPH_FILE, ATTENTION_GRAPH_FILE})
 EXTRA_FILES = (
-    CHAT_TEMPLATE_FILE,
-    SPECIAL_TOKENS_FILE,
-    GENERATION_FILE,
-    EMBEDDING_FILE,
-    EXAMPLES_FILE,
+    *(CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE, GENERATION_FILE),
+    *(EMBEDDING_FILE, EXAMPLES_FILE),
 )
 _MOST_EXTRA = 2**22  # bytes of each
 _Prompts = TypeAdapter(list[str])
@@ -191,26 +188,15 @@ def load_model_dir(directory: Path) -> ModelDirectory:
             wrong = "lacks" if config.encoder else "lists, for a model without an encoder,"
             raise ValueError(f"{MANIFEST_FILE} {wrong} {ENCODER_GRAPH_FILE}")
         files = read_extra_files(directory)
-        generation, embedding = GenerationDefaults.parse(files), EmbeddingDefaults.parse(files)
-        template, special_tokens = parse_template(files)
-        examples = _parse_examples(files)
+        defaults = GenerationDefaults.parse(files), *parse_template(files)
+        extras = *defaults, EmbeddingDefaults.parse(files), _parse_examples(files)
     except OSError as error:
         file = error.filename or directory
         raise ModelDirectoryError(f"{file} cannot be read: {error.strerror}") from None
     except ValueError as error:
         reason = f"{directory} cannot be loaded: {error}"
         raise ModelDirectoryError(f"{reason}; export the model again") from None
-    return ModelDirectory(
-        directory,
-        config,
-        manifest,
-        tokenizer,
-        generation,
-        template,
-        special_tokens,
-        embedding,
-        examples,
-    )
+    return ModelDirectory(directory, config, manifest, tokenizer, *extras)
 
 
 def _check_files(directory: Path, hashes: Mapping[str, str]) -> None:

@@ -17,11 +17,11 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnx_ir.tape import Tape
 
 from kvasir.export.graphs.decoder import STEP_INPUTS
+from kvasir.export.graphs.lens import add_lens, add_output
 from kvasir.export.graphs.trace import SOURCE_INPUTS
 from kvasir.export.rewrite import (
     MICROSOFT,
     constant,
-    copy_node,
     remove_unused_constants,
     replace_node,
     take_branch,
@@ -30,7 +30,6 @@ from kvasir.model.directory import (
     ATTENTION_GRAPH_FILE,
     GRAPH_FILE,
     HEAD_MASK_INPUT,
-    LENS_OUTPUT,
     NEW_TOKENS_INPUT,
     ROWS_OUTPUT,
     STATE_OUTPUTS,
@@ -41,7 +40,6 @@ _AFTER_SOFTMAX = 2  # of the operator's attribute qk_output
 _PAST = (3, 4)  # the operator's inputs for keys and values; the first is LinearAttention's state
 _ROTARY = (7, 8)  # cosines and sines
 _BIAS = 10  # added to scores; the next one is the score of each head's sink
-_LAYER = re.compile(r"(?:^|\.)blocks\.(\d+)\.")  # in the name of a parameter
 _OF_PAST = re.compile(r"\.(\d+)\.\w+$")  # in the name of a row or state
 _SCORE = ".cross_attention.score"
 _KEPT_INPUTS = (f"{SOURCE_OUTPUT}.", *STATE_OUTPUTS)
@@ -85,7 +83,7 @@ def write_attention_graph(directory: Path) -> None:
     own = [node for node in attentions if node.inputs[1] is None]
     if is_decoder:
         indices = next(value for value in graph.inputs if value.name == "logits_indices")
-        _add_lens(graph, indices)
+        add_lens(graph, indices)
     memories = [node for node in graph if node.op_type == "LinearAttention"]
     heads = [node.attributes["num_heads"].as_int() for node in own]
     heads += [node.attributes["q_num_heads"].as_int() for node in memories]
@@ -105,10 +103,10 @@ def write_attention_graph(directory: Path) -> None:
     for layer, node in enumerate(of_sources):
         weights, n_head = _spell_out(graph, node), node.attributes["num_heads"].as_int()
         sizes: list[int | str] = ["batch", n_head, "sequence", "n_source_positions"]
-        _add_output(graph, weights, f"source_attention.{layer}", sizes)
+        add_output(graph, weights, f"source_attention.{layer}", sizes)
     for layer, node in enumerate(additive):
         sizes = ["batch", heads[0], "sequence", "n_source_positions"]
-        _add_output(graph, node.outputs[0], f"source_attention.{layer}", sizes)
+        add_output(graph, node.outputs[0], f"source_attention.{layer}", sizes)
     RemoveUnusedNodesPass()(model)
     graph.inputs[:] = [v for v in graph.inputs if v.uses() or v.name not in SOURCE_INPUTS]
     remove_unused_constants(graph)
@@ -122,11 +120,6 @@ def _is_additive(node: ir.Node) -> bool:
     return total is not None and total.op_type == "CumSum"
 
 
-def _add_output(graph: ir.Graph, value: ir.Value, name: str, shape: list[int | str]) -> None:
-    value.name, value.type, value.shape = name, ir.TensorType(ir.DataType.FLOAT), ir.Shape(shape)
-    graph.outputs.append(value)
-
-
 def _show_attention(graph: ir.Graph, node: ir.Node, layer: int, mask: ir.Value) -> None:
     """Make what attention computes outputs of the graph, and multiply its heads by their mask."""
     n_head, n_kv_head = (node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads"))
@@ -136,9 +129,9 @@ def _show_attention(graph: ir.Graph, node: ir.Node, layer: int, mask: ir.Value) 
     node.attributes["qk_output"] = ir.AttrInt64("qk_output", _AFTER_SOFTMAX)
     node.resize_outputs(4)
     _, *rows, weights = node.outputs
-    _add_output(graph, weights, f"attention.{layer}", ["batch", n_head, "sequence", "sequence"])
+    add_output(graph, weights, f"attention.{layer}", ["batch", n_head, "sequence", "sequence"])
     for value, name in zip(rows, ("keys", "values"), strict=True):
-        _add_output(graph, value, f"{name}.{layer}", ["batch", n_kv_head, "sequence", "head_dim"])
+        add_output(graph, value, f"{name}.{layer}", ["batch", n_kv_head, "sequence", "head_dim"])
     tape = Tape()
     if node.attributes["do_rotary"].as_int():  # the texts' positions begin at 0
         start = constant(graph, "first_position", np.array([0]))
@@ -153,11 +146,11 @@ def _show_attention(graph: ir.Graph, node: ir.Node, layer: int, mask: ir.Value) 
         queries = tape.op("RotaryEmbedding", inputs, attributes, domain=MICROSOFT)
     else:
         queries = tape.op("Identity", [qkv])
-    _add_output(graph, queries, f"queries.{layer}", ["batch", "sequence", "width"])
+    add_output(graph, queries, f"queries.{layer}", ["batch", "sequence", "width"])
     shapes: list[list[int | str]] = [["biases", n_head, "sequence", "sequence"], [n_head]]
     for extra, name, shape in zip(more, ("bias", "sinks"), shapes, strict=False):
         if extra is not None:
-            _add_output(graph, tape.op("Identity", [extra]), f"{name}.{layer}", shape)
+            add_output(graph, tape.op("Identity", [extra]), f"{name}.{layer}", shape)
     _mask_heads(graph, node, n_head, mask, layer, tape)
 
 
@@ -167,7 +160,7 @@ def _show_memory(graph: ir.Graph, node: ir.Node, mask: ir.Value) -> None:
     for name, position in _MEMORY.items():
         if position < len(node.inputs):
             shown = tape.op("Identity", [node.inputs[position]])
-            _add_output(graph, shown, f"{name}.{layer}", ["batch", "sequence", "width"])
+            add_output(graph, shown, f"{name}.{layer}", ["batch", "sequence", "width"])
     _mask_heads(graph, node, node.attributes["q_num_heads"].as_int(), mask, layer, tape)
 
 
@@ -201,87 +194,7 @@ def _add_rows(graph: ir.Graph, attentions: Sequence[ir.Value], indices: ir.Value
     rows = [tape.op("Gather", [weights, indices], {"axis": 2}) for weights in attentions]
     every = tape.op("Concat", rows, {"axis": 0})
     graph.extend(tape.nodes)
-    _add_output(graph, every, ROWS_OUTPUT, ["layers", "n_head", "rows", "sequence"])
-
-
-def _add_lens(graph: ir.Graph, indices: ir.Value) -> None:
-    """Give the graph the output `lens`: what follows the last layer, over every layer's output.
-
-    Logits become a part of it: on x86 without VNNI ONNX Runtime opens no graph with two products of
-    one matrix.
-    """
-    select = next(node for node in graph if node.op_type == "Gather" and _reads(node, indices))
-    flatten = select.inputs[0].producer() if select.inputs[0] else None
-    assert flatten is not None
-    last, reached = flatten.inputs[0], {select.outputs[0]}
-    assert last is not None
-    nodes: list[ir.Node] = []
-    rows = [
-        _repeat([flatten, select], flatten.inputs[0], residual, nodes)
-        for residual in (*_between_layers(graph), last)
-    ]
-    nodes.append(ir.node("Concat", rows, {"axis": 0}))
-    tail = []
-    for node in graph:
-        if reached.intersection(node.inputs):
-            tail.append(node)
-            reached.update(node.outputs)
-    lens = _repeat(tail, select.outputs[0], nodes[-1].outputs[0], nodes)
-    logits = graph.outputs.pop()
-    assert logits.shape is not None
-    (*_, n_vocab), tape = logits.shape.dims, Tape()
-    assert isinstance(n_vocab, int)
-    apart = constant(graph, "layers_apart", np.array([len(rows), -1, n_vocab]))
-    last_layer = constant(graph, "last_layer", np.array(len(rows) - 1))
-    own = tape.op("Gather", [tape.op("Reshape", [lens, apart]), last_layer], {"axis": 0})
-    own = tape.op("Reshape", [own, constant(graph, "layers_joined", np.array([-1, n_vocab]))])
-    graph.insert_after(tail[-1], [*nodes, *tape.nodes])
-    logits.name = "logits.alone"
-    _add_output(graph, own, "logits", ["rows", n_vocab])
-    _add_output(graph, lens, LENS_OUTPUT, ["layers · rows", "vocab_size"])
-
-
-def _reads(node: ir.Node, value: ir.Value) -> bool:
-    """Return whether a node chooses rows by a value, or by its reshaped form."""
-    index = node.inputs[1]
-    producer = index.producer() if index is not None else None
-    return index is value or (producer is not None and producer.inputs[0] is value)
-
-
-def _between_layers(graph: ir.Graph) -> list[ir.Value]:
-    """Return what each layer but the last hands to the next.
-
-    If later layers read several values of a layer, take the first; the others are computed from it.
-    A node's layer is the last whose parameters it depends on, shapes apart.
-    """
-    layers: dict[ir.Value | None, int] = {}
-    outputs: dict[int, ir.Value] = {}
-    positions: dict[ir.Value | None, int] = {}
-    for position, node in enumerate(graph):
-        names = (str(value.name) for value in node.inputs if value)
-        own = [int(match[1]) for name in names if (match := _LAYER.search(name))]
-        layer = max([-1, *own, *(layers.get(value, -1) for value in node.inputs)])
-        for value in node.inputs:
-            before = layers.get(value, -1)
-            if value is None or not 0 <= before < layer:
-                continue
-            if before not in outputs or positions[value] < positions[outputs[before]]:
-                outputs[before] = value
-        if node.op_type != "Shape":
-            layers |= dict.fromkeys(node.outputs, layer)
-            positions |= dict.fromkeys(node.outputs, position)
-    return [outputs[layer] for layer in sorted(outputs)]
-
-
-def _repeat(
-    nodes: Sequence[ir.Node], old: ir.Value | None, new: ir.Value, copies: list[ir.Node]
-) -> ir.Value:
-    """Append copies of nodes that read `new` in place of `old`; return the last one's output."""
-    own: dict[ir.Value | None, ir.Value] = {old: new}
-    for node in nodes:
-        copies.append(copy_node(node, [own.get(value, value) for value in node.inputs]))
-        own |= zip(node.outputs, copies[-1].outputs, strict=True)
-    return copies[-1].outputs[0]
+    add_output(graph, every, ROWS_OUTPUT, ["layers", "n_head", "rows", "sequence"])
 
 
 def _spell_out(graph: ir.Graph, node: ir.Node) -> ir.Value:

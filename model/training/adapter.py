@@ -25,12 +25,12 @@ from kvasir.model.directory import (
     newest_checkpoint,
     read_extra_files,
 )
-from kvasir.model.network.low_rank import LowRank
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.platform.files import new_directory, read_object
 from kvasir.model.platform.suggestions import did_you_mean
 from kvasir.model.tensor_files import WEIGHTS_FILE, hash_weights
 from kvasir.model.tokenizer import load_tokenizer
+from kvasir.model.training.low_rank import LowRank
 
 _SHOWN = 20  # names in an error
 

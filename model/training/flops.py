@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from kvasir.model.network.feed_forward import ExpertLinear
-from kvasir.model.network.low_rank import adapter_parameters
 from kvasir.model.network.transformer import Transformer
+from kvasir.model.training.low_rank import adapter_parameters
 
 # FLOP/s of dense bfloat16 products by CUDA's name of a GPU (NVIDIA's data sheets). The name has to
 # match as a whole, because similar ones (L40, H100 NVL, a MIG slice) have other peaks.

@@ -45,6 +45,7 @@ from kvasir.model.training.data.corpus import Corpus, CorpusError
 from kvasir.model.training.data.documents import CorpusSettings, Documents, read_documents
 from kvasir.model.training.data.labels import LabelledTexts, with_labels
 from kvasir.model.training.data.masking import Masking
+from kvasir.model.training.data.openings import example_prompts
 from kvasir.model.training.data.pairs import Pairs, write_pairs
 from kvasir.model.training.data.tokens import DATA_FOLDER, TokenData, write_tokens
 from kvasir.model.training.data.translations import (
@@ -54,7 +55,6 @@ from kvasir.model.training.data.translations import (
 )
 from kvasir.model.training.distributed import Processes
 from kvasir.model.training.objectives import Data
-from kvasir.model.training.openings import example_prompts
 from kvasir.model.training.settings import PASSES, TrainSettings
 from kvasir.model.training.trainer import Trainer
 

@@ -26,13 +26,13 @@ from torch.distributed import ReduceOp
 from torch.nn.utils import clip_grad_norm_
 
 from kvasir.model import checkpoint
-from kvasir.model.network.low_rank import adapter_parameters
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.platform.progress import handling
 from kvasir.model.training.compilation import compile_blocks, uncompiled
 from kvasir.model.training.data.tokens import TokenData
 from kvasir.model.training.distributed import Processes, gather, one_process, without_reducing
 from kvasir.model.training.flops import peak_flops
+from kvasir.model.training.low_rank import adapter_parameters
 from kvasir.model.training.metrics import Evaluation, StepMetrics, open_metrics
 from kvasir.model.training.objectives import OBJECTIVES, Data
 from kvasir.model.training.settings import TrainSettings

@@ -8,8 +8,8 @@ from pathlib import Path
 from kvasir.model.directory import EXAMPLES_FILE
 from kvasir.model.tokenizer import train_tokenizer
 from kvasir.model.training.data.corpus import Corpus
+from kvasir.model.training.data.openings import example_prompts
 from kvasir.model.training.data.tokens import write_tokens
-from kvasir.model.training.openings import example_prompts
 
 TEXTS = [f"number{i} begins here, and {'goes on ' * 20}until it ends" for i in range(40)]
 

@@ -11,12 +11,11 @@ from kvasir.model.directory import EXAMPLES_FILE
 from kvasir.model.tokenizer import END_OF_TEXT
 from kvasir.model.training.data.tokens import TokenData
 from kvasir.model.training.data.translations import TranslationData
-from kvasir.model.training.objectives import Data
 
 _N_OPENINGS, _MOST_TOKENS = 3, 24
 
 
-def example_prompts(tokens: Data, tokenizer: Tokenizer) -> dict[str, bytes]:
+def example_prompts(tokens: object, tokenizer: Tokenizer) -> dict[str, bytes]:
     """Return the file of a checkpoint with prompts for what it learns: text, or translations.
 
     Other models are not given prompts, and have none.
