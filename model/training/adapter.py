@@ -19,12 +19,7 @@ from kvasir.model.adapters.layout import Layout
 from kvasir.model.adapters.peft import Factors, read_adapter
 from kvasir.model.checkpoint import PROGRESS_FILE, Checkpoint, load_checkpoint
 from kvasir.model.config import TransformerConfig
-from kvasir.model.directory import (
-    CONFIG_FILE,
-    TOKENIZER_FILE,
-    newest_checkpoint,
-    read_extra_files,
-)
+from kvasir.model.directory import CONFIG_FILE, TOKENIZER_FILE, newest_checkpoint, read_extra_files
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.platform.files import new_directory, read_object
 from kvasir.model.platform.suggestions import did_you_mean

@@ -48,11 +48,7 @@ from kvasir.model.training.data.masking import Masking
 from kvasir.model.training.data.openings import example_prompts
 from kvasir.model.training.data.pairs import Pairs, write_pairs
 from kvasir.model.training.data.tokens import DATA_FOLDER, TokenData, write_tokens
-from kvasir.model.training.data.translations import (
-    Translations,
-    held_out_file,
-    write_translations,
-)
+from kvasir.model.training.data.translations import Translations, held_out_file, write_translations
 from kvasir.model.training.distributed import Processes
 from kvasir.model.training.objectives import Data
 from kvasir.model.training.settings import PASSES, TrainSettings

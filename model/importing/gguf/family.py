@@ -21,12 +21,7 @@ from kvasir.model.importing.families.decoders import DECODERS
 from kvasir.model.importing.families.family import Family
 from kvasir.model.importing.gguf import architectures as ggml
 from kvasir.model.importing.gguf.file import Gguf, shortest
-from kvasir.model.importing.gguf.positions import (
-    FACTORS,
-    head_dim,
-    llama3_scaling,
-    rope_parameters,
-)
+from kvasir.model.importing.gguf.positions import FACTORS, head_dim, llama3_scaling, rope_parameters
 from kvasir.model.importing.tensors import Source, of_gates, stacked
 from kvasir.model.tensor_files import StoredTensor
 

@@ -13,11 +13,7 @@ from kvasir.model.training.data.conversations import Conversation, read_conversa
 from kvasir.model.training.data.corpus import Corpus, CorpusError, read_corpus, read_lines
 from kvasir.model.training.data.labels import LabelLine, read_labelled
 from kvasir.model.training.data.pairs import PairLine, Pairs, read_pairs
-from kvasir.model.training.data.translations import (
-    TranslationLine,
-    Translations,
-    read_translations,
-)
+from kvasir.model.training.data.translations import TranslationLine, Translations, read_translations
 
 Documents = Corpus | Pairs | Translations | list[Conversation]
 
