@@ -69,13 +69,6 @@ def branches(graph: ir.Graph) -> list[ir.Graph]:
     return [branch.as_graph() for node in choices for branch in node.attributes.values()]
 
 
-def name_inner_values(graph: ir.Graph) -> None:
-    """Give the values inside branches names of their own: branches see those of the whole graph."""
-    for branch in branches(graph):
-        for i, value in enumerate(output for node in branch for output in node.outputs):
-            value.name = f"{branch.name}.{i}"
-
-
 def replace_node(node: ir.Node, new: Sequence[ir.Node], *outputs: ir.Value) -> None:
     """Put other nodes in a node's place; `outputs` take the place and names of its outputs."""
     graph = owner_of(node)

@@ -34,12 +34,19 @@ from kvasir.model.directory import (
     read_extra_files,
 )
 from kvasir.model.importing.errors import UnsupportedError
+from kvasir.model.importing.gguf.model import read_gguf_model
+from kvasir.model.importing.huggingface.folder import read_folder
 from kvasir.model.importing.plan import plan_adapters
-from kvasir.model.importing.published import is_published, read_published
 from kvasir.model.network.skeleton import build_decoder, check_size, parameter_shapes
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.not_a_model import find_mistake
-from kvasir.model.platform.files import in_words, new_directory, read_object
+from kvasir.model.platform.files import (
+    in_words,
+    new_directory,
+    parse_object,
+    read_limited,
+    read_object,
+)
 from kvasir.model.tensor_files import (
     WEIGHTS_FILE,
     LazyWeights,
@@ -53,6 +60,7 @@ STATE_FILE = "training.safetensors"
 STATE_FOLDER = "training"  # in place of the file
 PROGRESS_FILE = "training.json"
 _POSITIONS = "position_embedding.weight"
+_FAULTS = (ConfigError, TokenizerError, TensorFileError, SafetensorError)
 
 
 class CheckpointError(Exception):
@@ -162,10 +170,29 @@ def load_checkpoint(source: Path, max_model_len: int | None = None) -> Checkpoin
     return dataclasses.replace(checkpoint, config=config, weights=weights)
 
 
-def _open_published(source: Path) -> Checkpoint:
+def is_published(source: Path) -> bool:
+    """Tell a Hugging Face folder and a GGUF file from a checkpoint directory or a run."""
+    if source.suffix == ".gguf" and not source.is_dir():
+        return True
     try:
-        published = read_published(source)
-    except (UnsupportedError, OSError) as error:
+        values = parse_object(read_limited(source / CONFIG_FILE))
+    except (OSError, ValueError):
+        return False
+    return not values.keys().isdisjoint({"model_type", "architectures"})
+
+
+def _open_published(source: Path) -> Checkpoint:
+    """Open a Hugging Face folder or a GGUF file: read its headers, and plan its parameters.
+
+    Weights keep their types, or get those that `model.importing.quantized` gives them.
+    """
+    read = read_gguf_model if source.suffix == ".gguf" else read_folder
+    try:
+        published = read(source)
+    except (*_FAULTS, UnsupportedError) as error:
+        problem = " ".join(str(error).split())  # a header's array is written in several lines
+        raise CheckpointError(f"{source} cannot be read: {problem}") from None
+    except OSError as error:
         raise CheckpointError(in_words(error)) from None
     files = {name: text.encode() for name, text in published.texts.items() if text is not None}
     tokenizer = parse_tokenizer(files.pop(TOKENIZER_FILE), source)
@@ -187,7 +214,7 @@ def _open_directory(directory: Path) -> Checkpoint:
         progress = read_object(notes, CheckpointError) if notes.is_file() else {}
         extra_files = read_extra_files(path)
         check_size(config, sum(torch.Size(tensor.shape).numel() for tensor in stored.values()))
-    except (ConfigError, TokenizerError, TensorFileError, SafetensorError, OSError) as error:
+    except (*_FAULTS, OSError) as error:
         raise CheckpointError(f"{path} cannot be loaded: {error}") from None
     shapes = parameter_shapes(config)
     for name in sorted(shapes.keys() ^ stored.keys()):

@@ -41,7 +41,6 @@ from kvasir.export.rewrite import (
     branches,
     constant,
     lazy_constant,
-    name_inner_values,
     owner_of,
     remove_unused_constants,
     replace_node,
@@ -79,7 +78,9 @@ def quantize(
         if node.inputs[0] is not None and node.inputs[0].name == _EMBEDDING:
             quantizer.replace_lookup(node)
     remove_unused_constants(graph)
-    name_inner_values(graph)
+    for branch in branches(graph):  # which see the values of the whole graph
+        for i, value in enumerate(output for node in branch for output in node.outputs):
+            value.name = f"{branch.name}.{i}"
     model.opset_imports[MICROSOFT] = 1
 
 

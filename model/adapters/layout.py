@@ -96,10 +96,8 @@ class Layout:
                 values = json.loads(file.metadata()[_KEY])
                 layers = {}
                 for name, described in values["layers"].items():
-                    rows, ends = (
-                        file.get_tensor(f"{name}.rows"),
-                        np.cumsum([p[3] for p in described]),
-                    )
+                    rows = file.get_tensor(f"{name}.rows")
+                    ends = np.cumsum([p[3] for p in described])
                     parts = zip(described, np.split(rows, ends[:-1]), strict=True)
                     layers[name] = Layer(
                         tuple(Part(module, n, at, own) for (module, n, at, _), own in parts),

@@ -169,18 +169,15 @@ def _experts(config: Any) -> Iterator[Rule]:
     yield "n_groups_per_token", n_kept <= n_groups, f"at most n_expert_groups, {n_groups}"
     enough = (config.n_experts_per_token or 0) <= n_kept * config.n_experts // n_groups
     yield "n_experts_per_token", enough, "at most the experts of n_groups_per_token groups"
-    yield (
-        "shared_expert_gate",
-        bool(config.d_shared_expert) or not config.shared_expert_gate,
-        ("left out without d_shared_expert"),
-    )
+    gated = bool(config.d_shared_expert) or not config.shared_expert_gate
+    yield "shared_expert_gate", gated, "left out without d_shared_expert"
     if config.router == "sparse_mixer":
         for name in ("choice_bias", "n_expert_groups", "normalize_expert_shares"):
             yield name, not getattr(config, name), "left out with a sparse_mixer"
     simple = not config.dense_layers and not config.d_shared_expert
-    gated = ("swiglu", "swiglu_clamped") if simple else ("swiglu",)
-    allowed = f"{' or '.join(gated)} with these experts"
-    yield "feed_forward", config.feed_forward in gated, allowed
+    kinds = ("swiglu", "swiglu_clamped") if simple else ("swiglu",)
+    allowed = f"{' or '.join(kinds)} with these experts"
+    yield "feed_forward", config.feed_forward in kinds, allowed
 
 
 def _encoder(config: Any) -> Iterator[Rule]:

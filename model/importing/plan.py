@@ -67,10 +67,8 @@ def _merge_embeddings(
     held: dict[str, StoredTensor], family: Family, config: TransformerConfig
 ) -> TransformerConfig:
     """Leave one of equal embeddings; return the configuration of the head that is left."""
-    embedding, head = (
-        f"{family.modules['embedding']}.weight",
-        f"{family.modules.get('head')}.weight",
-    )
+    embedding = f"{family.modules['embedding']}.weight"
+    head = f"{family.modules.get('head')}.weight"
     for module in family.same_embeddings:
         if (other := held.pop(f"{module}.weight", None)) is None:
             continue
@@ -84,9 +82,8 @@ def _merge_embeddings(
             config = replace(config, head_bias=True)
         else:
             del held[_LOGIT_BIAS]
-    if (
-        config.pooling is None and config.tied_embeddings and head in held
-    ):  # tied ones are stored under either name or both
+    # Tied ones are stored under either name or both.
+    if config.pooling is None and config.tied_embeddings and head in held:
         other = held.pop(head)
         if not _same(held.setdefault(embedding, other), other):
             held[head] = other

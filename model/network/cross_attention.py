@@ -25,10 +25,8 @@ class Source(NamedTuple):
         """Attend from queries [batch, sequence, n_head · head_dim], in the shape of these."""
         config, place = attention.config, torch.arange(self.hidden.shape[1], device=query.device)
         if attention.score is not None:
-            keys_values, inside = (
-                attention.keys_and_values(self.hidden),
-                place < self.lengths[:, None],
-            )
+            keys_values = attention.keys_and_values(self.hidden)
+            inside = place < self.lengths[:, None]
             return attend_additively(query, *keys_values, inside, attention.score)
         attended = functional.scaled_dot_product_attention(
             query.unflatten(-1, (-1, config.head_dim)).transpose(1, 2),

@@ -86,9 +86,8 @@ class Transformer(nn.Module):
         self.config = config
         if embedding is None:
             self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self._borrowed = (
-            () if embedding is None else (embedding,)
-        )  # a module in a tuple is no child
+        # A module in a tuple is no child.
+        self._borrowed = () if embedding is None else (embedding,)
         self.encoder = None
         if config.encoder is not None:
             own = self.embedding if config.shared_embedding else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 from torch import compiler, nn
 
@@ -48,6 +48,5 @@ def compile_blocks(network: nn.Module, trial: Callable[[], object]) -> str:
 def uncompiled(compiled: bool) -> AbstractContextManager[None]:
     """Return a block in which nothing that was compiled is, for batches of other shapes."""
     stance: Any = compiler.set_stance  # it loads the compiler
-    return (
-        cast("AbstractContextManager[None]", stance("force_eager")) if compiled else nullcontext()
-    )
+    block: AbstractContextManager[None] = stance("force_eager") if compiled else nullcontext()
+    return block

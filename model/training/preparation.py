@@ -234,10 +234,8 @@ def _write_data(
         if isinstance(documents, LabelledTexts) and config.pooling is not None:
             labels = np.array([config.pooling.labels.index(label) for label in documents.labels])
         pairs, n_cut = write_pairs(documents, tokenizer, folder, share, context, progress, labels)
-        n_train, kind = (
-            len(pairs.pairs) - pairs.n_held_out_pairs,
-            "pairs" if labels is None else "texts",
-        )
+        n_train = len(pairs.pairs) - pairs.n_held_out_pairs
+        kind = "pairs" if labels is None else "texts"
         tell(f"{n_train:,} {kind}, and {pairs.n_held_out_pairs:,} held out; {n_cut} texts were cut")
         if n_train < settings.batch_size:
             wrong = f"a batch of {settings.batch_size} is more than {n_train} {kind} to train on"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvasir.export.graphs import trace
+from kvasir.export.graphs import layers
 from kvasir.export.graphs.decoder import load_weights
 from kvasir.export.verification.verify import VerificationError, check
 from kvasir.model.reference import generate
@@ -68,7 +68,7 @@ def test_the_graph_computes_what_pytorch_does(changes: dict[str, Any], tmp_path:
 
 def test_layers_that_are_alike_are_traced_once() -> None:
     decoder = make_decoder(make_config(**VARIANTS["gemma"] | {"n_layer": 3}))
-    first, second, third = map(trace._kind_of, decoder.blocks)
+    first, second, third = map(layers.kind_of, decoder.blocks)
     assert first != second == third
 
 

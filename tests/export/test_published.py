@@ -15,9 +15,8 @@ from kvasir.__main__ import app
 from kvasir.export.directory import export_checkpoint
 from kvasir.export.evaluation import verify_directory
 from kvasir.export.verification import verify
-from kvasir.model.checkpoint import CheckpointError, load_checkpoint
+from kvasir.model.checkpoint import CheckpointError, is_published, load_checkpoint
 from kvasir.model.checkpoint import save_checkpoint as save_run
-from kvasir.model.importing.published import is_published
 from tests.kit.gguf_files import write_gguf
 from tests.kit.huggingface_checkpoints import make_model, save_checkpoint
 from tests.model.test_quantized import write as write_rounded

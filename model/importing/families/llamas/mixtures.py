@@ -82,9 +82,8 @@ def _llama4_length(options: Options) -> int:
 
 def _llama4_dense(options: Options) -> tuple[int, ...]:
     layers, step = t.every_layer(options), options.whole("interleave_moe_layer_step")
-    listed = layers[step - 1 :: step]
-    if options["moe_layers"] is not None:
-        listed = options.layers("moe_layers")
+    regular = options["moe_layers"] is None
+    listed = layers[step - 1 :: step] if regular else options.layers("moe_layers")
     return tuple(layer for layer in layers if layer not in listed)
 
 

@@ -182,11 +182,8 @@ def theta_of_layers(windowed: Windows) -> Trait:
             in_windows = {layer for layer, kind in enumerate(kinds) if kind != "full_attention"}
         every = options["layer_rope_theta"] or [options["rope_theta"]] * n_layers
         wanted = f"two numbers, of layers with a window and of others, in {n_layers}"
-        if (
-            not isinstance(every, list)
-            or len(every) != n_layers
-            or not all(type(theta) in (int, float, type(None)) for theta in every)
-        ):
+        is_list = isinstance(every, list) and len(every) == n_layers
+        if not is_list or {*map(type, every)} - {int, float, type(None)}:
             raise refuse("layer_rope_theta", every, wanted)
         parts = [
             {theta for i, theta in enumerate(every) if theta and (i in in_windows) == is_windowed}
