@@ -68,6 +68,7 @@ class PairPlan:
             np.concatenate((prefix, np.resize(targets, self.longest)))[: self.longest + 1]
         )
         self.tests.append(_long(self.rows, self.sources))
+        self.calibrated, self.long_rows = range(len(self.rows)), range(0)  # see Plan
         kind = "pairs" if sample.are_translations else "texts as sources and targets"
         self.text = f"{sample.name}, {len(chosen)} {kind}"
 

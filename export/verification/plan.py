@@ -84,6 +84,7 @@ class Plan:
         calibrates: bool = False,
     ) -> None:
         self._config, self._generator = config, np.random.default_rng(0)
+        self.sources: Sequence[Ids] = ()  # as only pairs have
         n_parameters = count_parameters(config)
         n_tokens = affordable_tokens(n_parameters, *_OF_LONG_ROWS)
         long_rows = self._make_long_rows(text, n_tokens)

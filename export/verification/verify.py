@@ -89,24 +89,20 @@ class Verifier:
         """
         watch = None if activations is None else activations.watch
         plan, rows = self._plan, [row[:-1] for row in self._plan.rows]
-        described = rows
-        if isinstance(plan, PairPlan):
-            assert self._encoder is not None
+        calibrated, observed = plan.calibrated, {*plan.calibrated, *plan.long_rows}
+
+        def observe_some(layer: int, row: int, cache: LayerCache) -> None:
+            if observe is not None and row in observed:
+                observe(layer, row, cache)
+
+        sources = list[Tensor]()
+        if self._encoder is not None:
             sources = self._encoder.encode(plan.sources, progress, watch)
-            calibrated, described = range(len(rows)), [*plan.sources, *rows]
-            self._hidden = self._decoder.run(rows, progress, sources=sources, watch=watch)
-        else:
-            calibrated = plan.calibrated
-            described, observed = [rows[row] for row in calibrated], {*calibrated, *plan.long_rows}
-
-            def observe_some(layer: int, row: int, cache: LayerCache) -> None:
-                if observe is not None and row in observed:
-                    observe(layer, row, cache)
-
-            self._hidden = self._decoder.run(
-                rows, progress, observe_some, watch=watch, watched=calibrated
-            )
+        self._hidden = self._decoder.run(
+            rows, progress, observe_some, sources, watch=watch, watched=calibrated
+        )
         if activations is not None:
+            described = [*plan.sources, *(rows[row] for row in calibrated)]
             activations.describe(self._calibrates_on, described)
             tied = self._decoder.config.tied_embeddings
             head = "embedding.weight" if tied else "head.weight"
