@@ -39,10 +39,10 @@ class Options(dict[str, Any]):
             return value
         raise self._wrong(key, f"a whole number from {least} to {most}", value)
 
-    def number(self, key: str, default: float | None = None) -> Any:
+    def number(self, key: str, default: float | None = None) -> float:
         """Return a positive number; null is the default. Raises UnsupportedError for another."""
-        value: Any = default if self.get(key) is None else self[key]
-        if type(value) in (int, float) and 0 < value <= sys.float_info.max:
+        value: float | None = default if self.get(key) is None else self[key]
+        if value is not None and type(value) in (int, float) and 0 < value <= sys.float_info.max:
             return value
         raise self._wrong(key, "a positive number", value)
 

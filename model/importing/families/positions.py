@@ -58,7 +58,7 @@ def rotary_fields(options: Options, scalings: tuple[str, ...]) -> dict[str, Any]
     kind = rope.get("rope_type") or rope.get("type")
     of_pairs = kind == "proportional"  # which has factors of those that do not turn, too
     turned = width if of_pairs else int(width * fraction)
-    fields = {
+    fields: dict[str, Any] = {
         "rope_theta": rope.number("rope_theta") * _ntk_factor(rope, turned),
         "rope_scaling": _rope_scaling(options, rope, scalings),
         "rotary_dim": None if turned == width else turned,
@@ -86,8 +86,7 @@ def _ntk_factor(rope: Options, rotary_dim: int) -> float:
         return 1.0
     if (alpha := rope.number("alpha")) > _MOST_ALPHA:
         raise refuse("alpha", alpha, f"at most {_MOST_ALPHA:g}")
-    factor: float = alpha ** (rotary_dim / max(rotary_dim - 2, 1))
-    return factor
+    return float(alpha ** (rotary_dim / max(rotary_dim - 2, 1)))
 
 
 def _rope_scaling(
@@ -158,7 +157,7 @@ def latent_scale(options: Options) -> float:
         return scale
     rope = Options(given, {})
     logarithm = math.log(max(rope.number("factor"), 1.0))
-    factor: float = 0.1 * rope.number("mscale_all_dim") * logarithm + 1.0
+    factor = 0.1 * rope.number("mscale_all_dim") * logarithm + 1.0
     return scale * factor * factor
 
 

@@ -56,14 +56,12 @@ def _latent_places(options: Options) -> Mapping[str, Source]:
 
 def _minicpm_residual(options: Options) -> float:
     depth = math.sqrt(options.whole("num_hidden_layers"))
-    factor: float = options.number("scale_depth", depth) / depth
-    return factor
+    return options.number("scale_depth", depth) / depth
 
 
 def _minicpm_logits(options: Options) -> float:
     width = options.whole("hidden_size")
-    factor: float = options.number("dim_model_base", width) / width
-    return factor
+    return options.number("dim_model_base", width) / width
 
 
 _MINICPM_SCALES = {

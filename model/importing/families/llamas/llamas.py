@@ -80,8 +80,8 @@ def _gemma3_windows(options: Options) -> list[int]:
 
 
 def _clova_residual(options: Options, *, normed: bool) -> float:
-    factor: float = options.number("residual_multiplier")
-    return factor if bool(options["use_post_norm"]) == normed else 1.0
+    is_own = bool(options["use_post_norm"]) == normed
+    return options.number("residual_multiplier") if is_own else 1.0
 
 
 _CLOVA_SCALES = {"norm": lambda options: options.number("logits_scaling")} | {
