@@ -197,8 +197,7 @@ def _open_published(source: Path) -> Checkpoint:
     files = {name: text.encode() for name, text in published.texts.items() if text is not None}
     tokenizer = parse_tokenizer(files.pop(TOKENIZER_FILE), source)
     config, weights = published.config, LazyWeights(published.weights)
-    notes = tuple(published.notes)
-    of_files = files, published.files, notes, published.adapters
+    of_files = files, published.files, tuple(published.notes), published.adapters
     return Checkpoint(source, config, weights, tokenizer, {}, *of_files)
 
 

@@ -185,8 +185,7 @@ class LayeredDecoder:
                 positions = self._decoder.positions(place[None], lambda: torch.arange(sequence))
                 output, cache = block.step(chunk, positions, inputs, cache)
                 outputs.append(output)
-        kept = cache if isinstance(cache, LayerCache) else None
-        return torch.cat(outputs, dim=1), kept
+        return torch.cat(outputs, dim=1), cache if isinstance(cache, LayerCache) else None
 
     def _load(self, module: torch.nn.Module, prefix: str) -> None:
         names = module.state_dict()

@@ -25,7 +25,7 @@ class ConfigError(ValueError):
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def checked(title: str) -> Callable[[type[T]], type[T]]:
-    """Return a decorator: frozen dataclasses whose constructor checks fields, or is a ConfigError.
+    """Return what makes a class a frozen dataclass that checks its fields, or raises ConfigError.
 
     title: of the class in errors.
     """

@@ -85,8 +85,7 @@ class Parts:
     def words(self, part: StoredTensor, shape: Shape | None = None) -> StoredTensor:
         """Return a part that packs integers. Raises UnsupportedError for another."""
         if part.dtype != torch.int32:
-            kind = dtype_name(part.dtype)
-            raise UnsupportedError(f"{part} is {kind}, not I32")
+            raise UnsupportedError(f"{part} is {dtype_name(part.dtype)}, not I32")
         return self.check(part, shape)
 
     def groups_of(self, order: StoredTensor | None, n_in: int, group: int) -> Tensor:
@@ -172,8 +171,7 @@ def packed(parts: Parts, _: Scheme) -> Made:
     """compressed-tensors, packed: weight_packed [out, in · bits / 32], scales [out, groups]."""
     words, stored = parts.words(parts.first), parts.take("weight_shape", shape=(2,))
     if stored.dtype.is_floating_point:
-        kind = dtype_name(stored.dtype)
-        raise UnsupportedError(f"{stored} is {kind}, not I64")
+        raise UnsupportedError(f"{stored} is {dtype_name(stored.dtype)}, not I64")
     n_out, n_in = (int(size) for size in stored.read())
     bits = next((n for n in (4, 8) if words.shape == (n_out, math.ceil(n_in * n / 32))), None)
     scales = parts.check(parts.take("weight_scale"), None)

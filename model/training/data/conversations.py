@@ -25,7 +25,7 @@ from kvasir.model.platform.progress import Progress, no_progress
 from kvasir.model.platform.suggestions import did_you_mean
 from kvasir.model.template.chat_template import REASONING, ChatTemplate, ChatTemplateError
 from kvasir.model.tokenizer import special_ids
-from kvasir.model.training.data.corpus import CorpusError, read_lines
+from kvasir.model.training.data.corpus import CorpusError, read_lines, shuffled
 from kvasir.model.training.data.tokens import TokenData, encode, token_type, write_arrays
 
 _WEIGHT = "weight"  # OpenAI's fine-tuning format: 1 if an assistant's message is learned, else 0
@@ -88,9 +88,8 @@ def read_conversations(
     paths: Sequence[Path], template: ChatTemplate, seed: int
 ) -> list[Conversation]:
     """Render every line of the files, shuffled by `seed`. Raises CorpusError naming a bad line."""
-    conversations = read_lines(paths, lambda line: _render(template, *_parse(line, template)))
-    order = np.random.default_rng(seed).permutation(len(conversations))
-    return [conversations[i] for i in order]
+    chats = read_lines(paths, lambda line: _render(template, *_parse(line, template)))
+    return shuffled(chats, seed)
 
 
 def _parse(chat: Any, template: ChatTemplate) -> tuple[list[_Object], list[_Object] | None]:

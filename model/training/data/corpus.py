@@ -68,8 +68,7 @@ def read_corpus(
     if not texts:
         skipped = f"; left out because they are not UTF-8 text: {n_skipped}" if n_skipped else ""
         raise CorpusError(f"no text in {', '.join(map(str, paths))}{skipped}")
-    order = np.random.default_rng(seed).permutation(len(texts))
-    return Corpus([texts[i] for i in order], n_skipped)
+    return Corpus(shuffled(texts, seed), n_skipped)
 
 
 def _walk(folder: Path, include: Sequence[str], exclude: Sequence[str]) -> Iterator[Path]:
@@ -133,6 +132,11 @@ def check_text(text: str) -> str:
 
 
 LineText = Annotated[str, AfterValidator(check_text)]
+
+
+def shuffled(items: Sequence[T], seed: int) -> list[T]:
+    """Return items in an order that a seed decides."""
+    return [items[i] for i in np.random.default_rng(seed).permutation(len(items))]
 
 
 def draws(seed: int, step: int) -> np.random.Generator:

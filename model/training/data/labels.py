@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from kvasir.model.config import Pooling, TransformerConfig
 from kvasir.model.configuration.fields import ConfigError
 from kvasir.model.configuration.parts import Projection
-from kvasir.model.training.data.corpus import CorpusError, LineText, TextLine, read_lines
+from kvasir.model.training.data.corpus import CorpusError, LineText, TextLine, read_lines, shuffled
 from kvasir.model.training.data.pairs import PairLine, Pairs
 
 
@@ -57,9 +55,8 @@ def read_labelled(paths: Sequence[Path], seed: int) -> LabelledTexts:
     if len(kinds := {*labels.values()}) == 1:
         wrong = f"all {len(labels)} texts have the label {kinds.pop()!r}"
         raise CorpusError(f"{wrong}; a classifier needs texts of another label, too")
-    texts, order = list(labels), np.random.default_rng(seed).permutation(len(labels))
-    shuffled = [texts[i] for i in order]
-    return LabelledTexts([(text,) for text in shuffled], [labels[text] for text in shuffled])
+    texts = shuffled(list(labels), seed)
+    return LabelledTexts([(text,) for text in texts], [labels[text] for text in texts])
 
 
 def with_labels(config: TransformerConfig, labels: Sequence[str]) -> TransformerConfig:

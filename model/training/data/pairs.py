@@ -19,7 +19,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvasir.model.platform.progress import Progress, no_progress
-from kvasir.model.training.data.corpus import CorpusError, LineText, TextLine, draws, read_lines
+from kvasir.model.training.data.corpus import (
+    CorpusError,
+    LineText,
+    TextLine,
+    draws,
+    read_lines,
+    shuffled,
+)
 from kvasir.model.training.data.tokens import encode, write_arrays
 
 _SCALE = 20.0  # of cosines: a temperature of 0.05, sentence-transformers' default
@@ -54,8 +61,7 @@ def read_pairs(paths: Sequence[Path], seed: int) -> Pairs:
     if len(widths) > 1:
         without = sum(len(pair) == 2 for pair in pairs)
         raise CorpusError(f"{without} of {len(pairs)} pairs lack a negative; give all one, or none")
-    order = np.random.default_rng(seed).permutation(len(pairs))
-    return Pairs([pairs[i] for i in order])
+    return Pairs(shuffled(pairs, seed))
 
 
 @dataclass(frozen=True, slots=True)
