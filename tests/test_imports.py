@@ -41,7 +41,7 @@ WITHOUT_TORCH = (
 # Each room may import itself and the rooms named here. The first rule that covers a file holds.
 SHARED = (*WITHOUT_TORCH, "server.errors")
 RULES = {
-    "model.network": ("model.adapters", "model.config", "model.configuration"),
+    "model.network": ("model.config", "model.configuration"),
     "model.training": ("model",),
     "model.importing": ("model.network", "model.tensor_files", *WITHOUT_TORCH),
     "model.download": (

@@ -1,4 +1,4 @@
 """The Transformer as PyTorch modules, the only definition of the model.
 
-Imports `model.config` and `model.adapters`.
+Imports `model.config` and `model.configuration`.
 """
