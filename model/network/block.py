@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +24,7 @@ from kvasir.model.network.recurrent.short_convolution import ShortConvolutionMix
 LAYER_MARK = "kvasir::LayerMark"  # an operator that the exporter takes out again
 # What a layer keeps of a row: a LayerCache, or the state of a recurrent layer.
 Cache = tuple[Tensor, ...]
-MIXERS: dict[type, type[Mixer]] = {
+MIXERS: dict[type, Callable[..., Mixer]] = {
     DeltaRule: DeltaRuleMixer,
     Lstm: LstmMixer,
     Mamba2: Mamba2Mixer,
@@ -48,7 +50,7 @@ class Block(nn.Module):
         self.attention_norm = make_norm(config) if normed else nn.Identity()
         self.recurrence: Mixer | None = None
         if layer in config.recurrent_layers:
-            self.recurrence = MIXERS[type(config.recurrence)](config)
+            self.recurrence = MIXERS[type(config.recurrence)](config, config.recurrence)
         else:
             kind = Attention if config.latents is None else LatentAttention
             self.attention = kind(config, layer)

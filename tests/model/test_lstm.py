@@ -37,7 +37,8 @@ def make_mixer(*, encoder: bool, both_ways: bool = False) -> LstmMixer:
         assert config.encoder is not None
         config = config.encoder
         object.__setattr__(config, "recurrence", Lstm(width=12, both_ways=both_ways))
-    mixer = LstmMixer(config).eval()
+    assert isinstance(config.recurrence, Lstm)
+    mixer = LstmMixer(config, config.recurrence).eval()
     nn.init.normal_(mixer.bias)
     return mixer
 

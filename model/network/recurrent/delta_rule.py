@@ -30,10 +30,8 @@ class DeltaRuleMixer(Mixer):
     length 1. Outputs are normalised a head, and multiplied by SiLU of a gate.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, recurrence: DeltaRule) -> None:
         super().__init__(config)
-        recurrence = config.recurrence
-        assert isinstance(recurrence, DeltaRule)
         self.recurrence = recurrence
         n_head, n_values = recurrence.n_head, recurrence.widths[2]
         # What the convolution reads, the gate, and each head's rate and decay.

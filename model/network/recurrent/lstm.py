@@ -24,10 +24,8 @@ class LstmMixer(Mixer):
     of which is from right to left in an encoder; gates are i, o, f and g.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, recurrence: Lstm) -> None:
         super().__init__(config)
-        recurrence = config.recurrence
-        assert isinstance(recurrence, Lstm)
         self.width, self.is_encoder = recurrence.width, not config.causal
         n, gates = 1 + recurrence.both_ways, 4 * self.width
         self.weight = nn.Parameter(torch.empty(n, gates, config.d_model))

@@ -27,10 +27,8 @@ class Mamba2Mixer(Mixer):
     output is q S + D v, times SiLU of a gate, and then normalised in groups.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, recurrence: Mamba2) -> None:
         super().__init__(config)
-        recurrence = config.recurrence
-        assert isinstance(recurrence, Mamba2)
         self.recurrence, self.eps = recurrence, config.norm_eps
         n_head, bias = recurrence.n_head, recurrence.bias
         n_values, convolved = recurrence.widths[0], sum(recurrence.widths)

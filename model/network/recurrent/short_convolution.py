@@ -12,11 +12,9 @@ from kvasir.model.network.recurrent.mixer import CausalConvolution, Mixer, State
 class ShortConvolutionMixer(Mixer):
     """C · conv(B · x), with B, C and x made of each token by one matrix."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, recurrence: ShortConvolution) -> None:
         super().__init__(config)
-        recurrence, width = config.recurrence, config.d_model
-        assert isinstance(recurrence, ShortConvolution)
-        bias = recurrence.bias
+        width, bias = config.d_model, recurrence.bias
         self.input = nn.Linear(width, 3 * width, bias=bias)
         self.convolution = CausalConvolution(width, recurrence.kernel, bias=bias, activates=False)
         self.output = nn.Linear(width, width, bias=bias)
