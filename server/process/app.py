@@ -85,10 +85,10 @@ def create_app(
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         clock.lap("application")
         await state.start()
-        of_text = [served for served in models.served.values() if served.task == "generate"]
-        for served in of_text if engine is None else ():
-            if served.name not in models.loader.names:
-                served.grammars.warm_up()
+        # By name: a new version of a model takes the place of one, which nothing here may keep.
+        of_text = {name for name, one in models.served.items() if one.task == "generate"}
+        for name in of_text - models.loader.names if engine is None else ():
+            models.served[name].grammars.warm_up()
 
         def build(served: ServedModel, clock: StartClock) -> AnyEngine:
             if served.task != "generate" and of_text:

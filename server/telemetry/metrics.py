@@ -90,6 +90,7 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)  # memory, file descriptors, processor time, start
         self._router = CollectorRegistry()
+        self._facts: dict[str, tuple[str, ...]] = {}  # of `describe`, by model
         self.loads: list[Load] = []  # of models, from which a router's gauges are read
         for index, (name, (text, combine)) in enumerate(_LOAD.items()):
             read = partial(self._read_load, index, combine)
@@ -115,6 +116,14 @@ class ServerMetrics:
         text = "Requests with a field that has no effect, by field."
         self._ignored = counter("ignored_fields", text, ["field"])
         self.begin_rejections("")
+
+    def describe(self, model: str, facts: Mapping[str, str]) -> None:
+        """Show facts of a model, in place of former ones, as labels of a gauge that is 1."""
+        family = self.family(Gauge, "model_info", "The model.", list(facts))
+        if model in self._facts:
+            family.remove(model, *self._facts[model])
+        self._facts[model] = tuple(facts.values())
+        family.labels(model, *facts.values()).set(1)
 
     def family(self, kind: Any, name: str, text: str, labels: Iterable[str], **options: Any) -> Any:
         """Return the family of a model's metric; the first model's call makes it."""
@@ -228,21 +237,20 @@ class ServerMetrics:
 
 
 class Metrics:
-    """The metrics of a model, whose name is their label `model`. steps: the last."""
+    """The metrics of a version of a model, whose name is their label `model`. steps: the last."""
 
     def __init__(self, load: Load, server: ServerMetrics | None = None, model: str = "") -> None:
-        self.server, self.model = server or ServerMetrics(), model
+        self.server, self.model, self._load = server or ServerMetrics(), model, load
+        self._facts: dict[str, str] = {}
         self.steps = deque[StepStats](maxlen=4096)
         self.server.loads.append(load)
         self.server.begin_rejections(model)
         self.server.failed(model, is_failed=False)
 
         metric = self._metric
-        for index, (name, (text, _)) in enumerate(_LOAD.items()):
-            metric(Gauge, name, text).set_function(partial(_read_item, load, index))
+        self._gauges = [metric(Gauge, name, text) for name, (text, _) in _LOAD.items()]
         text = "Memory of the states of recurrent layers, of one sequence."
         self.state_bytes = metric(Gauge, "state_bytes_per_sequence", text)
-        self._facts: tuple[str, ...] = ()  # of `describe`
         counter = partial(metric, Counter)
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens processed.")
         self._generation_tokens = counter("generation_tokens", "Tokens generated.")
@@ -290,6 +298,7 @@ class Metrics:
             self._finished(reason.value)
         for kind in get_args(StepKind):
             self._step(kind)
+        self.show()
 
     def _metric(
         self, kind: Any, name: str, text: str, labels: Iterable[str] = (), **options: Any
@@ -298,12 +307,20 @@ class Metrics:
         return partial(family.labels, self.model) if labels else family.labels(self.model)
 
     def describe(self, **facts: str) -> None:
-        """Show facts of the model, in place of former ones, as labels of a gauge that is 1."""
-        family = self.server.family(Gauge, "model_info", "The model.", list(facts))
+        """Show facts of the version."""
+        self._facts = facts
+        self.server.describe(self.model, facts)
+
+    def show(self) -> None:
+        """Let the model's gauges tell of this version, in place of another."""
+        for index, gauge in enumerate(self._gauges):
+            gauge.set_function(partial(_read_item, self._load, index))
         if self._facts:
-            family.remove(self.model, *self._facts)
-        self._facts = tuple(facts.values())
-        family.labels(self.model, *self._facts).set(1)
+            self.describe(**self._facts)
+
+    def end(self) -> None:
+        """Let a router's gauges leave out this version, which serves no more."""
+        self.server.loads.remove(self._load)
 
     def step(self, stats: StepStats) -> None:
         """Record a step of the engine."""

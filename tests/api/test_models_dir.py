@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -193,6 +194,35 @@ async def test_a_new_version_takes_over_beside_running_streams(tmp_path: Path) -
         renew(tmp_path / "first")  # which no model directory is
         for _ in range(2):
             assert (await complete(client, "first")).status_code == 200, "the one that is there"
+        gone = weakref.ref(former)
+        del former
+        gc.collect()
+        assert gone() is None, "nothing of the server keeps a former version"
+
+
+async def test_a_new_version_that_cannot_be_built_leaves_no_trace(tmp_path: Path) -> None:
+    async with serving(tmp_path, models_memory=9 * CACHE) as (app, client, built):
+        await complete(client, "first")
+        served, metrics = app.state.models.served["first"], app.state.models.metrics
+        renew(tmp_path / "first")
+        built.broken.add("first")
+
+        def load(path: Path) -> ModelDirectory:
+            new = fake_model_dir(path)
+            return replace(new, manifest=new.manifest.model_copy(update={"precision": "int8"}))
+
+        with patch(LOADING, load):
+            assert (await complete(client, "first")).status_code == 200
+        assert app.state.models.served["first"] is served
+        assert len(metrics.loads) == len(TEXTS)
+        facts = {"model": "first", "precision": "fp32", "device": "cpu"}
+        assert sample(served.metrics, "model_info", **facts) == 1
+        assert sample(served.metrics, "model_info", **facts | {"precision": "int8"}) is None
+        built.runners["first"].hold()
+        running = asyncio.create_task(complete(client, "first"))
+        await until(lambda: sample(served.metrics, "num_requests_running", model="first"))
+        built.runners["first"].release()
+        assert (await running).status_code == 200
 
 
 def renew(folder: Path) -> None:

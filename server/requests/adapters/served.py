@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from kvasir.model.adapters.config import AdapterError
 from kvasir.model.directory import (
@@ -33,8 +34,7 @@ class AdaptedModel(ServedModel):
     """
 
     def __init__(self, base: ServedModel, name: str, folder: Path, bank: AdapterBank) -> None:
-        self.__dict__.update(base.__dict__)
-        self.name, self.parent, self._bank = name, base, bank
+        self.parent, self.name, self._bank = base, name, bank
         self._digest = b""  # of the content that the last request had
         self.model_dir = _with_own_files(base.model_dir, name, folder)
         if self.model_dir.chat_template != base.model_dir.chat_template:
@@ -42,6 +42,10 @@ class AdaptedModel(ServedModel):
                 self.chat = chat_format(self.settings, replace(self.model_dir, path=folder))
             except StartupError as error:
                 raise AdapterError(f"adapter {name!r}: {error}") from None
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a part of the model: its engine, admission, settings and all else."""
+        return getattr(self.parent, name)
 
     @property
     def fingerprint(self) -> str:

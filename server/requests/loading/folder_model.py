@@ -89,7 +89,7 @@ class FolderModel:
         served = next(each for each in self.former if each is version)
         await served.stop()
         self.former.remove(served)
-        served.metrics.server.loads.remove(served.engine.occupancy)
+        served.metrics.end()
 
     async def _load(self) -> None:
         if self.build is None:
@@ -113,7 +113,13 @@ class FolderModel:
         before = resident_memory()
         restart_peak()
         clock = StartClock(of_process=False)
-        await served.start(partial(self.build, served, clock), clock)
+        try:
+            await served.start(partial(self.build, served, clock), clock)
+        except BaseException:
+            if served is not self.version:
+                served.metrics.end()
+                self.version.metrics.show()
+            raise
         if served is not self.version:
             self.former.append(self.version)
             self._versions[self.name] = served
