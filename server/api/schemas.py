@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -29,7 +29,7 @@ from pydantic_core import CoreSchema
 
 from kvasir.model.records import MinP, RepetitionPenalty, Temperature, TopP
 from kvasir.server.api.other_servers import IGNORED, NO_OPS, is_no_op, no_op_schema
-from kvasir.server.engine.sampling.params import SamplingParams
+from kvasir.server.engine.sampling.params import MAX_LOGPROBS, SamplingParams
 from kvasir.server.requests.builder import RequestOptions
 
 T = TypeVar("T")
@@ -104,6 +104,24 @@ def _check_bias(value: object) -> object:
     return value
 
 
+CacheSalt = Annotated[
+    str,
+    Field(
+        max_length=1024,
+        description="Only requests with the same salt share the prefix cache. Default: none.",
+    ),
+]
+TopLogprobs = Annotated[
+    int,
+    Field(ge=0, le=MAX_LOGPROBS, description="Number of alternatives to return for each token."),
+]
+TemplateVariables = Annotated[
+    dict[str, Any],
+    Field(
+        default_factory=dict, description="Variables for the template, such as `enable_thinking`."
+    ),
+]
+Effort = Annotated[str, Field(min_length=1, max_length=32)]
 _Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 _TOKEN_IDS = {"propertyNames": {"pattern": "^[0-9]{1,9}$"}}
 LogitBias = Annotated[
@@ -184,6 +202,16 @@ class ResponseBody(BaseModel):
     """A JSON object in a response."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Page(ResponseBody, Generic[T]):
+    """A page of a list."""
+
+    object: Literal["list"] = "list"
+    data: list[T]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class ErrorDetail(ResponseBody):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from tokenizers import Tokenizer
@@ -20,36 +19,33 @@ Side = Literal["left", "right"]
 Layout = list[tuple[int, int]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncodingOptions:
-    """The inputs of a request, in one form for every protocol: texts, pairs, or token ids.
+def encode(
+    reader: PromptReader,
+    inputs: Sequence[Text | list[int]],
+    param: str,
+    *,
+    prompt: str = "",
+    truncate_to: int | None = None,
+    side: Side = "right",
+) -> list[Encoding]:
+    """Return the tokens of each input: a text, a pair, or token ids.
 
     param: the field that they are in. prompt: precedes each text. truncate_to: the number of tokens
     to which longer inputs are cut, if the model takes so many; None refuses them. side: the end at
-    which they are cut.
+    which they are cut. Raises ContextLengthError or InvalidRequestError.
     """
-
-    inputs: Sequence[Text | list[int]]
-    param: str
-    prompt: str = ""
-    truncate_to: int | None = None
-    side: Side = "right"
-
-
-def encode(reader: PromptReader, options: EncodingOptions) -> list[Encoding]:
-    """Return the tokens of each input. Raises ContextLengthError or InvalidRequestError."""
-    tokenizer, limit, param = reader.model_dir.tokenizer, reader.max_model_len, options.param
-    longest = min(limit, options.truncate_to or limit)
-    sources = [_parts(source, options.prompt) for source in options.inputs]
+    tokenizer, limit = reader.model_dir.tokenizer, reader.max_model_len
+    longest = min(limit, truncate_to or limit)
+    sources = [_parts(source, prompt) for source in inputs]
     # A query is in each of its pairs, and is tokenised once.
     texts = list({part for parts in sources if parts is not None for part in parts})
     for text in texts:
-        reader.check_text(text, param, limit if options.truncate_to is None else None)
+        reader.check_text(text, param, limit if truncate_to is None else None)
     tokens = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     ids_of = {text: encoding.ids for text, encoding in zip(texts, tokens, strict=True)}
     layouts = {n: _layout(tokenizer, n) for n in {len(parts) for parts in sources if parts}}
     encodings, n_all = [], 0
-    for place, (source, parts) in enumerate(zip(options.inputs, sources, strict=True)):
+    for place, (source, parts) in enumerate(zip(inputs, sources, strict=True)):
         ids = [ids_of[part] for part in parts or ()]
         n_tokens = len(source)
         if parts is not None:
@@ -58,7 +54,7 @@ def encode(reader: PromptReader, options: EncodingOptions) -> list[Encoding]:
         if not n_tokens:
             message = f"{param}: input {place} is empty; give at least one token"
             raise InvalidRequestError(message, param=param)
-        if n_tokens > limit and options.truncate_to is None:
+        if n_tokens > limit and truncate_to is None:
             raise ContextLengthError(
                 f"{param}: input {place} has {n_tokens} tokens, but the model takes at most "
                 f"{limit}; shorten it, or set truncate",
@@ -72,11 +68,11 @@ def encode(reader: PromptReader, options: EncodingOptions) -> list[Encoding]:
             )
         if isinstance(source, list):
             reader.check_token_ids(source, param)
-            cut = slice(-longest, None) if options.side == "left" else slice(longest)
+            cut = slice(-longest, None) if side == "left" else slice(longest)
             encodings.append(Encoding(source[cut], None))
         else:
             if n_tokens > longest:
-                ids = _truncated(ids, max(0, longest - n_special), options.side)
+                ids = _truncated(ids, max(0, longest - n_special), side)
             encodings.append(_arranged(layouts[len(ids)], ids))
     return encodings
 

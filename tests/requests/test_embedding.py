@@ -22,7 +22,7 @@ from kvasir.server.errors import (
     InvalidRequestError,
     UnavailableError,
 )
-from kvasir.server.requests.encoding import EncodingOptions, Side, encode
+from kvasir.server.requests.encoding import Side, encode
 from kvasir.server.requests.request import EmbeddingRequest
 from kvasir.server.requests.served_model import ServedModel
 from kvasir.server.settings import load_settings
@@ -121,8 +121,7 @@ def test_texts_and_pairs_are_cut_as_the_tokenizer_cuts_them(name: str, side: Sid
     texts = ["", "a", "json.load(path)", "read " * 30, "b" * 90, "c" * 91]
     inputs: list[Any] = [*texts, *product(texts, texts)]
     for longest in (4, 5, 17, 64):
-        asked = EncodingOptions(inputs=inputs, param="inputs", truncate_to=longest, side=side)
-        found = encode(builder, asked)
+        found = encode(builder, inputs, "inputs", truncate_to=longest, side=side)
         tokenizer.enable_truncation(longest, direction=side)
         expected = tokenizer.encode_batch(inputs)
         tokenizer.no_truncation()

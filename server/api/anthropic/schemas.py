@@ -149,7 +149,7 @@ class OutputFormat(RequestBody):
 class OutputConfig(RequestBody):
     """The effort, which is the template's `reasoning_effort`, and the form of the text."""
 
-    effort: str | None = Field(None, min_length=1, max_length=32)
+    effort: schemas.Effort | None = None
     format: OutputFormat | None = None
 
 

@@ -20,7 +20,7 @@ from kvasir.server.api.http.responses import served_model, state_of
 from kvasir.server.engine.encoder.sequence import Encoding
 from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.errors import InvalidRequestError
-from kvasir.server.requests.encoding import MAX_INPUTS, EncodingOptions, Text, encode
+from kvasir.server.requests.encoding import MAX_INPUTS, Text, encode
 from kvasir.server.requests.request import EmbeddingRequest, Output
 from kvasir.server.requests.served_model import ServedModel
 from kvasir.server.requests.text_worker import SHORT
@@ -186,15 +186,15 @@ async def _encodings(
     truncate_to = fields.truncate_prompt_tokens
     if truncate_to == -1 or (truncate_to is None and fields.truncate):
         truncate_to = served.builder.max_model_len
-    options = EncodingOptions(
-        inputs=inputs,
-        param=param,
+    work = partial(
+        encode,
+        *(served.builder, inputs, param),
         prompt=_prompt(served, fields, inputs),
         truncate_to=truncate_to,
         side=fields.truncation_direction,
     )
     size = sum(sum(map(len, text)) if isinstance(text, tuple) else len(text) for text in inputs)
-    return await served.text_worker.call(size, partial(encode, served.builder, options))
+    return await served.text_worker.call(size, work)
 
 
 def each(outputs: list[Floats], item: Callable[[int, Floats], Any]) -> LazyList:

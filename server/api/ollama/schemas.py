@@ -10,7 +10,6 @@ from kvasir.server.api import schemas
 from kvasir.server.api.openai.answers import ChatTokenLogprob
 from kvasir.server.api.openai.chat_schemas import Message, Tool
 from kvasir.server.api.schemas import Items, RequestBody, ResponseBody, Size
-from kvasir.server.engine.sampling.params import MAX_LOGPROBS
 from kvasir.server.settings import seconds_of
 
 Think = bool | Literal["low", "medium", "high"]
@@ -58,9 +57,7 @@ class OllamaBody(RequestBody):
     truncate: bool = Field(True, description="No effect: a prompt that does not fit is a 400.")
     shift: bool = Field(True, description="No effect, as of `truncate`.")
     logprobs: bool = Field(False, description="Return log-probabilities of the tokens.")
-    top_logprobs: int = Field(
-        0, ge=0, le=MAX_LOGPROBS, description="Number of alternatives to return for each token."
-    )
+    top_logprobs: schemas.TopLogprobs = 0
 
     @property
     def wants_model(self) -> bool:

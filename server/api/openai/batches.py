@@ -17,7 +17,7 @@ from kvasir.server.api.http.middleware import new_state
 from kvasir.server.api.http.pieces import compact
 from kvasir.server.api.http.responses import error_body, models_of
 from kvasir.server.api.openai.files import CHANGE_ERRORS, ERRORS, After, Owner, Store, page
-from kvasir.server.api.schemas import RequestBody, ResponseBody
+from kvasir.server.api.schemas import Page, RequestBody
 from kvasir.server.batches.journal import Reply
 from kvasir.server.batches.objects import Batch
 from kvasir.server.batches.worker import BatchWorker
@@ -49,14 +49,8 @@ class BatchBody(RequestBody):
     )
 
 
-class BatchList(ResponseBody):
+class BatchList(Page[Batch]):
     """A page of batches, the newest first."""
-
-    object: Literal["list"] = "list"
-    data: list[Batch]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 _SCHEMA = {"$ref": f"#/components/schemas/{BatchBody.__name__}"}

@@ -9,8 +9,14 @@ from pydantic import ValidatorFunctionWrapHandler as Validate
 
 from kvasir.server.api.http.body import check_amount
 from kvasir.server.api.openai.schemas import OpenAIBody, Part, TextPart, check_content
-from kvasir.server.api.schemas import AddSpecialTokens, Items, RequestBody
-from kvasir.server.engine.sampling.params import MAX_LOGPROBS
+from kvasir.server.api.schemas import (
+    AddSpecialTokens,
+    Effort,
+    Items,
+    RequestBody,
+    TemplateVariables,
+    TopLogprobs,
+)
 from kvasir.server.errors import InvalidRequestError
 from kvasir.server.text.chat_format import REASONING_NAMES
 
@@ -191,13 +197,9 @@ class Conversation(RequestBody):
     tools: Items[Tool] = Field(
         default_factory=list, description="Functions to call, given to the template as written."
     )
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Variables for the template, such as `enable_thinking`."
-    )
-    reasoning_effort: str | None = Field(
+    chat_template_kwargs: TemplateVariables
+    reasoning_effort: Effort | None = Field(
         None,
-        min_length=1,
-        max_length=32,
         description="Variable for the template, such as `low`. `none` also sets `enable_thinking` "
         "to false.",
     )
@@ -252,9 +254,7 @@ class ChatBody(OpenAIBody, Conversation):
     )
     parallel_tool_calls: bool = Field(True, description="False: the first call is the last.")
     logprobs: bool = Field(False, description="Return log-probabilities of the tokens.")
-    top_logprobs: int = Field(
-        0, ge=0, le=MAX_LOGPROBS, description="Number of alternatives to return for each token."
-    )
+    top_logprobs: TopLogprobs = 0
     prediction: PredictedOutput | None = Field(
         None,
         description="Text that the answer is likely to have; it saves time where drafts are on, "

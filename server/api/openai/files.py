@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvasir.server.api.http.responses import errors, state_of
 from kvasir.server.api.http.upload import Content, read_form
-from kvasir.server.api.schemas import ResponseBody
+from kvasir.server.api.schemas import Page, ResponseBody
 from kvasir.server.batches.objects import File
 from kvasir.server.batches.store import BatchStore
 from kvasir.server.batches.threads import in_thread
@@ -40,14 +40,8 @@ _CONTENT: dict[int | str, dict[str, Any]] = {
 }
 
 
-class FileList(ResponseBody):
+class FileList(Page[File]):
     """A page of files, the newest first unless asked otherwise."""
-
-    object: Literal["list"] = "list"
-    data: list[File]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class DeletedFile(ResponseBody):

@@ -123,11 +123,7 @@ class OpenAIBody(schemas.SamplingFields, StructuredFields):
         description="Keep only this many of the prompt's last tokens; -1: as many as the model "
         "takes beside `max_tokens`.",
     )
-    cache_salt: str = Field(
-        "",
-        max_length=1024,
-        description="Only requests with the same salt share the prefix cache. Default: none.",
-    )
+    cache_salt: schemas.CacheSalt = ""
 
     @model_validator(mode="after")
     def _check_fields_agree(self) -> Self:

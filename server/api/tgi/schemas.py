@@ -9,7 +9,6 @@ from pydantic import Field
 from kvasir.server.api import schemas
 from kvasir.server.api.structured import TGIFormat
 from kvasir.server.api.target import TargetFields
-from kvasir.server.engine.sampling.params import MAX_LOGPROBS
 
 
 class GenerateParameters(schemas.SamplingFields, TargetFields):
@@ -35,9 +34,7 @@ class GenerateParameters(schemas.SamplingFields, TargetFields):
     decoder_input_details: bool = Field(
         False, description="Return the prompt's tokens too; not available on a stream."
     )
-    top_n_tokens: int = Field(
-        0, ge=0, le=MAX_LOGPROBS, description="Number of alternatives to return for each token."
-    )
+    top_n_tokens: schemas.TopLogprobs = 0
     truncate: schemas.KeepLast = None
     adapter_id: str | None = Field(
         None, description="The adapter to use, instead of naming it in `model`."

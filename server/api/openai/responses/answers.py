@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from kvasir.server.api.openai.answers import ChatTokenLogprob
-from kvasir.server.api.schemas import ResponseBody, Size
+from kvasir.server.api.schemas import Page, ResponseBody, Size
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -138,11 +138,7 @@ class DeletedResponse(ResponseBody, json_schema_serialization_defaults_required=
     deleted: Literal[True] = True
 
 
-class InputItems(ResponseBody, json_schema_serialization_defaults_required=True):
+class InputItems(Page[dict[str, Any]], json_schema_serialization_defaults_required=True):
     """A page of the conversation before a stored response."""
 
-    object: Literal["list"] = "list"
     data: list[dict[str, Any]] = Field(description="Messages, calls, their outputs, reasoning.")
-    first_id: str | None
-    last_id: str | None
-    has_more: bool

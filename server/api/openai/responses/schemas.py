@@ -12,7 +12,6 @@ from kvasir.server.api.openai.formatting import JSON
 from kvasir.server.api.openai.responses.items import AnyItem, messages_of
 from kvasir.server.api.schemas import Items, RequestBody
 from kvasir.server.api.structured import JSONSchema
-from kvasir.server.engine.sampling.params import MAX_LOGPROBS
 from kvasir.server.errors import InvalidRequestError
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -60,9 +59,7 @@ class TextConfig(RequestBody):
 class ReasoningConfig(RequestBody):
     """Wishes for the reasoning."""
 
-    effort: str | None = Field(
-        None, min_length=1, max_length=32, description="As `reasoning_effort` of a chat."
-    )
+    effort: schemas.Effort | None = Field(None, description="As `reasoning_effort` of a chat.")
     summary: Annotated[
         Literal["auto"] | None,
         _only("auto", instead="reasoning is shown whole: leave it out, or let it be auto"),
@@ -181,9 +178,7 @@ class ResponsesBody(schemas.SamplingFields):
     reasoning: ReasoningConfig | None = Field(
         None, description="`effort`: a variable for the chat template."
     )
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Variables for the template, such as `enable_thinking`."
-    )
+    chat_template_kwargs: schemas.TemplateVariables
     include: Items[
         Annotated[
             Literal["message.output_text.logprobs", "reasoning.encrypted_content"],
@@ -195,9 +190,7 @@ class ResponsesBody(schemas.SamplingFields):
         description="Log-probabilities of the text; reasoning in a form that all clients send "
         "back.",
     )
-    top_logprobs: int = Field(
-        0, ge=0, le=MAX_LOGPROBS, description="Number of alternatives to return for each token."
-    )
+    top_logprobs: schemas.TopLogprobs = 0
     truncation: Annotated[
         Literal["disabled"], _only("disabled", instead="send a shorter conversation")
     ] = Field("disabled", description="A conversation that is too long is an error.")
@@ -206,11 +199,7 @@ class ResponsesBody(schemas.SamplingFields):
     ] = Field(False, description="Responses in the background are not served.")
     metadata: dict[str, Any] | None = Field(None, description="Returned with the response.")
     user: str | None = Field(None, description="Returned with the response.")
-    cache_salt: str = Field(
-        "",
-        max_length=1024,
-        description="Only requests with the same salt share the prefix cache. Default: none.",
-    )
+    cache_salt: schemas.CacheSalt = ""
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
