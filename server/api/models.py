@@ -210,15 +210,7 @@ def model_card(request: Request, served: NamedModel) -> ModelCard:  # as above
     """Return the model's shape, precision, verification and files."""
     model_dir = served.model_dir
     manifest, limits = model_dir.manifest, served.builder.limits
-    kv_cache = None
-    if isinstance(engine := served.engine.engine, Engine):
-        rows = engine.kv
-        kv_cache = KVCache(
-            bytes_per_token=rows.token_bytes,
-            prompt_bytes_per_token=rows.prompt_token_bytes,
-            budget_tokens=rows.budget_tokens,
-            state_bytes_per_sequence=rows.state_bytes,
-        )
+    engine = served.engine.engine
     explain_limits = None
     if served.settings.explain and served.name not in models_of(request.scope).loader.names:
         most = most_tokens(model_dir.config)
@@ -234,7 +226,7 @@ def model_card(request: Request, served: NamedModel) -> ModelCard:  # as above
         max_source_len=limits.max_source_len,
         target_languages=sorted(languages(model_dir.tokenizer)) if model_dir.config.encoder else [],
         max_num_seqs=served.settings.max_num_seqs,
-        kv_cache=kv_cache,
+        kv_cache=KVCache(**engine.kv.sizes) if isinstance(engine, Engine) else None,
         has_chat_template=served.chat is not None,
         has_attention=explain_limits is not None and ATTENTION_GRAPH_FILE in manifest.files,
         explain_limits=explain_limits,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from kvasir.model.config import TransformerConfig
+from kvasir.model.platform.machine import available_memory
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.kv.store import KVStore
 from kvasir.server.engine.sampling.logits import Logits
@@ -21,6 +22,11 @@ def check_max_model_len(wanted: int | None, config: TransformerConfig) -> int:
             f"max_model_len {limit} must be between 2 and the model's {config.max_model_len}"
         )
     return limit
+
+
+def kv_memory(given: int | None, n_models: int) -> int:
+    """Return the bytes of a KV cache: by default half of what is free, divided by the models."""
+    return available_memory() // (2 * n_models) if given is None else given
 
 
 class ContextLimits(NamedTuple):

@@ -21,7 +21,7 @@ from kvasir.kernels.library import Library, load
 from kvasir.model.adapters.layout import Layout
 from kvasir.model.config import TransformerConfig
 from kvasir.model.onnx.runtime import onnxruntime
-from kvasir.model.platform.machine import available_memory, usable_cpus
+from kvasir.model.platform.machine import usable_cpus
 from kvasir.server.engine.adapters.loaded import GraphAdapters
 from kvasir.server.engine.gpu.cuda import bind_blocks_at
 from kvasir.server.engine.gpu.model import DeviceModel
@@ -29,7 +29,7 @@ from kvasir.server.engine.gpu.runner import PagedRunner
 from kvasir.server.engine.kv.blocks import KVBlocks
 from kvasir.server.engine.kv.files import PrefixFiles
 from kvasir.server.engine.kv.memory import map_memory
-from kvasir.server.engine.model_runner import check_max_model_len
+from kvasir.server.engine.model_runner import check_max_model_len, kv_memory
 from kvasir.server.engine.runner import OnnxRunner
 from kvasir.server.engine.session import KVInput, check_shape, kv_inputs, open_session
 
@@ -87,7 +87,7 @@ def open_packed_runner(
     )
     check_shape(session, config)
     block_bytes = sum(kv.bytes_per_item for kv in kv_inputs(session))
-    n_bytes = available_memory() // (2 * n_models) if kv_cache_bytes is None else kv_cache_bytes
+    n_bytes = kv_memory(kv_cache_bytes, n_models)
     cache_bytes = n_bytes // 10 if prefix_cache_bytes is None else prefix_cache_bytes
     most = max_num_seqs * -(-longest // BLOCK_SIZE)
     n_blocks = min(n_bytes // block_bytes, most) + cache_bytes // block_bytes

@@ -25,14 +25,14 @@ from kvasir.model.adapters.layout import Layout
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import DECODE_INPUT, NEW_TOKENS_INPUT, present_name
 from kvasir.model.onnx.runtime import onnxruntime
-from kvasir.model.platform.machine import available_memory, usable_cpus
+from kvasir.model.platform.machine import usable_cpus
 from kvasir.server.engine.adapters.loaded import Adapter
 from kvasir.server.engine.adapters.stock import graph_adapters
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.kv.memory import KVShape, RowMemory
 from kvasir.server.engine.kv.prefix_cache import BLOCK_SIZE, PrefixCache
 from kvasir.server.engine.kv.rows import KVRows, n_rows
-from kvasir.server.engine.model_runner import check_max_model_len, group_neighbours
+from kvasir.server.engine.model_runner import check_max_model_len, group_neighbours, kv_memory
 from kvasir.server.engine.sampling.logits import Logits, most_logits
 from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.engine.session import check_shape, kv_inputs, open_session, state_inputs
@@ -93,9 +93,7 @@ class OnnxRunner:
             graph, threads or usable_cpus(), library=library, adapters=self.adapters
         )
         check_shape(self._session, config)
-        n_bytes = kv_cache_bytes
-        if n_bytes is None:
-            n_bytes = available_memory() // (2 * n_models)
+        n_bytes = kv_memory(kv_cache_bytes, n_models)
         shape = KVShape(*config.cache_shape)
         # In a graph that chooses, running sequences have int8 keys and values.
         chooses = any(value.name == DECODE_INPUT for value in self._session.get_inputs())

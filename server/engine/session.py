@@ -75,13 +75,6 @@ def open_session(
     )
 
 
-def shrinking() -> onnxruntime.RunOptions:
-    """Return the options of a run on the CPU after which the session keeps no memory for others."""
-    options = onnxruntime.RunOptions()
-    options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
-    return options
-
-
 @dataclass(frozen=True, slots=True)
 class KVInput:
     """The keys or the values of one layer, which come in as `name` and go out as `present`.

@@ -18,7 +18,6 @@ from starlette.middleware.cors import CORSMiddleware
 from kvasir.model.directory import ModelDirectory
 from kvasir.model.platform.files import in_words
 from kvasir.model.platform.machine import yield_to_streams
-from kvasir.model.platform.suggestions import install_command
 from kvasir.server.api.explain.routes import Explanations
 from kvasir.server.api.http.keys import ApiKeys
 from kvasir.server.api.http.middleware import (
@@ -36,7 +35,7 @@ from kvasir.server.batches.shared_worker import SharedWorker
 from kvasir.server.batches.store import BatchStore
 from kvasir.server.batches.worker import BatchWorker
 from kvasir.server.errors import StartupError
-from kvasir.server.process.engine_builder import build_encoder_engine, build_engine
+from kvasir.server.process.engine_builder import build_encoder_engine, build_engine, needed
 from kvasir.server.requests.async_engine import AnyEngine
 from kvasir.server.requests.registry import ModelRegistry
 from kvasir.server.requests.served_model import ServedModel
@@ -150,24 +149,15 @@ def _state(settings: Settings) -> State:
     n_bytes, url = int(settings.stored_responses_memory), secret_of(settings, "state_url")
     if url is None:
         return MemoryState(n_bytes)
-    try:
+    with needed("state_url", "redis"):
         from kvasir.server.state.redis_state import RedisState  # noqa: PLC0415  imports redis
-    except ImportError as error:
-        message = (
-            f"state_url needs {error.name}; install it with: {install_command('cpu', 'redis')}"
-        )
-        raise StartupError(message) from None
     return RedisState(url, n_bytes)
 
 
 def _tracing() -> Any:
     """Return the module of spans. Raises StartupError if packages for it are missing."""
-    try:
+    with needed("otlp_endpoint", "otel"):
         from kvasir.server.process import tracing  # noqa: PLC0415  imports opentelemetry
-    except ImportError as error:
-        command = install_command("cpu", "otel")
-        message = f"otlp_endpoint needs {error.name}; install it with: {command}"
-        raise StartupError(message) from None
     return tracing
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,17 @@ _CPU_CHUNK = 256  # prompt tokens in a step, unless `chunk_size` is set
 _NO_KV_EVENTS = (
     "kv_events is for a lone decoder without recurrent layers, with a prefix cache; leave it out"
 )
+
+
+@contextmanager
+def needed(setting: str, extra: str) -> Iterator[None]:
+    """Raise StartupError if an import of the block fails, which a setting needs."""
+    try:
+        yield
+    except ImportError as error:
+        command = install_command("cpu", extra)
+        message = f"{setting} needs {error.name}; install it with: {command}"
+        raise StartupError(message) from None
 
 
 def check_model(settings: Settings, name: str | None = None) -> ModelDirectory:
@@ -178,11 +190,8 @@ def build_engine(
         is_lone, cache = len(settings.models) == 1 and not settings.models_dir, engine.kv.cache
         if not is_lone or not cache.capacity or engine.kv.state_bytes:
             raise ValueError(_NO_KV_EVENTS)
-        try:
+        with needed("kv_events", "kv-events"):
             from kvasir.server.telemetry.kv_events import KVEvents  # noqa: PLC0415  imports zmq
-        except ImportError as error:
-            command = install_command("cpu", "kv-events")
-            raise ValueError(f"kv_events needs {error.name}; install it with: {command}") from None
         engine.scheduler.on_blocks = KVEvents(settings.kv_events, settings.model_name, cache)
     return engine
 

@@ -170,12 +170,7 @@ class ServedModel:
                 if (cache := engine.kv.cache).capacity:
                     server = self.metrics.server
                     server.show_cache(self.name, cache.block_size, cache.capacity)
-                fields["kv_cache"] = {
-                    "bytes_per_token": engine.kv.token_bytes,
-                    "prompt_bytes_per_token": engine.kv.prompt_token_bytes,
-                    "budget_tokens": engine.kv.budget_tokens,
-                    "state_bytes_per_sequence": engine.kv.state_bytes,
-                }
+                fields["kv_cache"] = engine.kv.sizes
             logger.info("ready", extra={"fields": self.describe_model() | fields})
 
     async def stop(self) -> None:

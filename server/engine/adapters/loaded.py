@@ -133,15 +133,20 @@ class GraphAdapters:
         counts: of their packed tokens; None of rows, which have as many each. No entries are no
         adapters, which takes the operators no time.
         """
-        used = list(dict.fromkeys(adapter for adapter in adapters if adapter is not None))
-        places = {adapter: i for i, adapter in enumerate(used)}
-        index = [-1 if adapter is None else places[adapter] for adapter in adapters]
+        used, index = numbered(adapters)
         if not used:
             n_parts = sum(n for _, n in self.parts.values())
             none = np.zeros((0, n_parts, TABLE_NUMBERS), dtype=np.int64)
             return {ADAPTERS: none.ravel(), TABLE: none}
-        entries = np.repeat(np.array(index, dtype=np.int64), 1 if counts is None else counts)
+        entries = np.repeat(index, 1 if counts is None else counts)
         return {ADAPTERS: entries, TABLE: np.stack([adapter.table for adapter in used])}
+
+
+def numbered(adapters: Sequence[Adapter | None]) -> tuple[list[Adapter], NDArray[np.int64]]:
+    """Return different adapters, and the place of each sequence's among them; -1 is none."""
+    used = list(dict.fromkeys(adapter for adapter in adapters if adapter is not None))
+    places: dict[Adapter | None, int] = {adapter: i for i, adapter in enumerate(used)}
+    return used, np.array([places.get(adapter, -1) for adapter in adapters], dtype=np.int64)
 
 
 def _columns(a: NDArray[np.float32], *, is_mixed: bool) -> NDArray[np.float32]:

@@ -16,7 +16,7 @@ from kvasir.kernels.adapter_table import ADAPTERS
 from kvasir.model.adapters.config import refuse
 from kvasir.model.adapters.layout import Layout
 from kvasir.model.adapters.peft import read_adapter
-from kvasir.server.engine.adapters.loaded import Adapter, GraphAdapters
+from kvasir.server.engine.adapters.loaded import Adapter, GraphAdapters, numbered
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -68,14 +68,12 @@ class StockAdapters(GraphAdapters):
         counts: NDArray[np.int64] | None = None,  # noqa: ARG002
     ) -> dict[str, NDArray[Any]]:
         """See GraphAdapters. Packed texts are rows here, too."""
-        used = list(dict.fromkeys(adapter for adapter in adapters if adapter is not None))
-        places = {adapter: i for i, adapter in enumerate(used, 1)}
-        index = [0 if adapter is None else places[adapter] for adapter in adapters]
+        used, index = numbered(adapters)
         key = tuple(adapter.digest for adapter in used)
         if (slots := self._slots.get(key)) is None:
             self._slots.clear()  # steps that follow each other have the same adapters
             self._slots[key] = slots = self._fill(used)
-        return {ADAPTERS: np.array(index, dtype=np.int64)} | slots
+        return {ADAPTERS: index + 1} | slots
 
     def _fill(self, used: list[Adapter]) -> dict[str, NDArray[Any]]:
         """Return each layer's matrices in slots, of the largest rank, the first of zeros."""

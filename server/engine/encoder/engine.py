@@ -7,7 +7,6 @@ other at each of its operators. Only texts with which the processors are not bus
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -30,7 +29,7 @@ class EncoderEngine:
     """Continuous batching of texts: those that arrive during a step can run in the next.
 
     token_budget: most tokens of a run, unless one text has more. max_num_seqs: most texts of a
-    run. library, adapters: see `Engine`. clock: seconds.
+    run. library, adapters: see `Engine`.
     """
 
     def __init__(
@@ -41,7 +40,6 @@ class EncoderEngine:
         max_num_seqs: int,
         library: Library | None = None,
         adapters: GraphAdapters | None = None,
-        clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.runner = runner
         self.max_model_len = runner.max_model_len
@@ -49,7 +47,6 @@ class EncoderEngine:
         self.library = library
         self.adapters = adapters
         self._token_budget = token_budget
-        self._clock = clock
         self._waiting: list[EncoderSequence] = []  # in the order of their queue keys
         self._runs: dict[Future[list[Floats]], tuple[list[EncoderSequence], float]] = {}
         self._threads = ThreadPoolExecutor(runner.max_runs, "encoder")
@@ -98,7 +95,7 @@ class EncoderEngine:
             texts = self._schedule()
             for sequence in texts:
                 sequence.status, sequence.scheduled_at = SequenceStatus.RUNNING, perf_counter()
-            started, run = self._clock(), Future[list[Floats]]()
+            started, run = perf_counter(), Future[list[Floats]]()
             if not alone:
                 run = self._threads.submit(self.runner.run, texts, alone=False)
             self._runs[run] = texts, started
@@ -108,7 +105,7 @@ class EncoderEngine:
         n_runs, outputs, n_tokens, seconds = len(self._runs), list[EncoderOutput](), 0, 0.0
         for run in wait(self._runs, return_when=FIRST_COMPLETED).done:
             texts, started = self._runs.pop(run)
-            seconds += (self._clock() - started) / n_runs  # of all threads
+            seconds += (perf_counter() - started) / n_runs  # of all threads
             for sequence, vectors in zip(texts, run.result(), strict=True):
                 sequence.n_computed = len(sequence.prompt_ids)
                 n_tokens += sequence.n_computed

@@ -23,7 +23,7 @@ from kvasir.server.engine.adapters.stock import graph_adapters
 from kvasir.server.engine.encoder.sequence import EncoderSequence
 from kvasir.server.engine.model_runner import check_max_model_len
 from kvasir.server.engine.sampling.params import Floats
-from kvasir.server.engine.session import open_session, shrinking
+from kvasir.server.engine.session import open_session
 
 
 class EncoderRunner:
@@ -93,7 +93,9 @@ class EncoderRunner:
         inputs, _ = pack([[0]], [None] if self._n_types else None)
         if self.adapters is not None:
             inputs |= self.adapters.inputs([None], np.ones(1, dtype=np.int64))
-        self._all.run([VECTORS_OUTPUT], inputs, shrinking())
+        shrinking = onnxruntime.RunOptions()
+        shrinking.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+        self._all.run([VECTORS_OUTPUT], inputs, shrinking)
         return_freed_memory()
 
     def _session_of_one(self) -> onnxruntime.InferenceSession:

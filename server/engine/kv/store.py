@@ -31,6 +31,16 @@ class KVStore(ABC):
         self.free_rows = set(range(max_num_seqs))
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Its bytes and tokens, as the log and GET /model name them."""
+        return {
+            "bytes_per_token": self.token_bytes,
+            "prompt_bytes_per_token": self.prompt_token_bytes,
+            "budget_tokens": self.budget_tokens,
+            "state_bytes_per_sequence": self.state_bytes,
+        }
+
+    @property
     @abstractmethod
     def reserved_tokens(self) -> int:
         """Tokens of the budget that sequences hold."""

@@ -19,14 +19,14 @@ from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import cache_names
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.model.packing import SOURCE_OUTPUT, encode_sources
-from kvasir.model.platform.machine import available_memory, usable_cpus
+from kvasir.model.platform.machine import usable_cpus
 from kvasir.server.engine.adapters.loaded import Adapter
 from kvasir.server.engine.adapters.stock import graph_adapters
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.encoder.engine import MAX_PADDING
 from kvasir.server.engine.kv.memory import KVShape
 from kvasir.server.engine.kv.rows import SourceRows
-from kvasir.server.engine.model_runner import check_max_model_len, group_neighbours
+from kvasir.server.engine.model_runner import check_max_model_len, group_neighbours, kv_memory
 from kvasir.server.engine.runner import TOKEN_BLOCK, RowBinding, lone_token_differs
 from kvasir.server.engine.sampling.logits import Logits
 from kvasir.server.engine.sampling.params import Floats
@@ -85,9 +85,7 @@ class Seq2SeqRunner:
         self._decoder = open_session(decoder, threads, **how)
         check_shape(self._decoder, config)
         shape = KVShape(*config.cache_shape)
-        n_bytes = kv_cache_bytes
-        if n_bytes is None:
-            n_bytes = available_memory() // (2 * n_models)
+        n_bytes = kv_memory(kv_cache_bytes, n_models)
         of_source = shape._replace(n_layer=config.n_source_layer, states=())
         per_token = max(shape.token_bytes(), of_source.token_bytes())
         of_states = shape.state_bytes * (max_num_seqs + 1)  # SourceRows has one row more
@@ -127,11 +125,9 @@ class Seq2SeqRunner:
     def _encode(self, chunks: list[Chunk]) -> None:
         """Encode whole sources in one run, and write what it makes to their rows."""
         sources = [chunk.sequence.prompt_ids for chunk in chunks]
-        adapters, lengths = (
-            [chunk.sequence.adapter for chunk in chunks],
-            np.array([*map(len, sources)]),
-        )
-        made = encode_sources(self._encoder, sources, self._adapter_inputs(adapters, lengths))
+        adapters = [chunk.sequence.adapter for chunk in chunks]
+        of_adapters = self._adapter_inputs(adapters, np.array([*map(len, sources)]))
+        made = encode_sources(self._encoder, sources, of_adapters)
         for chunk, (keys_values, states) in zip(chunks, made, strict=True):
             self.kv.sources.array[:, chunk.row, :, : chunk.count] = keys_values
             self.kv.targets.write_states(chunk.row, states)
