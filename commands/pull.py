@@ -22,7 +22,8 @@ from kvasir.model.download.pull import find
 from kvasir.model.download.reference import Reference
 from kvasir.model.platform.progress import Progress
 from kvasir.model.platform.suggestions import install_command
-from kvasir.server.settings import split_name, user_cache
+from kvasir.server.setting_values import split_name
+from kvasir.server.settings import user_cache
 
 _REFERENCE = (
     "hf://org/name, with @revision or /file.gguf; oci://registry/name:tag; s3://bucket/prefix."

@@ -14,7 +14,8 @@ from pydantic.fields import FieldInfo
 from kvasir.commands.console.output import fail
 from kvasir.commands.pull import served_directory
 from kvasir.server.errors import StartupError
-from kvasir.server.settings import PREFIX, Settings, load_settings, shown_default
+from kvasir.server.setting_values import shown_default
+from kvasir.server.settings import PREFIX, Settings, load_settings
 
 _EXAMPLE = Path(__file__).parents[1] / "stdlib"
 _METAVARS = {int: "<int>", float: "<float>", ByteSize: "<size>"}

@@ -15,19 +15,17 @@ import math
 import platform
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from rich.table import Column, Table
 
 from kvasir.kernels.library import Library, load
+from kvasir.loadtest.engine_figures import Comparison, DecodeFigures, EngineFigures
 from kvasir.loadtest.random_model import folder_name, make_random_model
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import GRAPH_FILE, Device
@@ -64,144 +62,6 @@ _BYTES: dict[tuple[Device, str], tuple[float, float, int]] = {
     ("cuda", "int8"): (1.0625, 1.0625, 2),
     ("cuda", "int4"): (0.5625, 0.5625, 2),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeFigures:
-    """Figures of steps in which `batch` sequences decode."""
-
-    batch: int
-    tokens_per_second: float
-    step_milliseconds: float
-    read_gigabytes_per_second: float  # of as many bytes as the step's
-    roofline: float  # the share of the step that reading its bytes takes
-    outside: float  # share of the step outside ONNX Runtime
-
-    @classmethod
-    def of(
-        cls, batch: int, n_bytes: float, bytes_per_second: float, seconds: float, outside: float
-    ) -> Self:
-        """Return those of a step that takes so many seconds and reads n_bytes."""
-        return cls(
-            batch=batch,
-            tokens_per_second=batch / seconds,
-            step_milliseconds=seconds * 1e3,
-            read_gigabytes_per_second=bytes_per_second / 1e9,
-            roofline=n_bytes / bytes_per_second / seconds,
-            outside=outside,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class EngineFigures:
-    """The result of `kvasir bench engine`."""
-
-    preset: str
-    device: str
-    precision: str
-    threads: int
-    processor: str
-    kernels: str | None  # instructions of our own operators; None: stock ones
-    versions: dict[str, str]
-    decode: list[DecodeFigures]
-    prefill_tokens_per_second: dict[int, float]
-    outside_greedy: float  # share of the largest step outside ONNX Runtime
-    outside_sampled: float
-    peak_teraflops: float | None  # of a large bfloat16 product, measured on the GPU
-    # Share of that peak by prompt tokens, at two operations a token and weight of the layers: only
-    # a prompt's last token meets the head.
-    prefill_of_peak: dict[int, float]
-
-    @property
-    def speeds(self) -> dict[str, float]:
-        """Tokens per second, by what was measured."""
-        decode = {f"decode, batch {row.batch}": row.tokens_per_second for row in self.decode}
-        prefill = self.prefill_tokens_per_second.items()
-        return decode | {f"prefill, {n:,} tokens": speed for n, speed in prefill}
-
-    def heading(self) -> str:
-        """Return a line on the model and the machine."""
-        machine = "one GPU"
-        if self.device == "cpu":
-            machine = f"{self.threads} threads of {self.processor}, "
-            machine += f"kernels for {self.kernels}" if self.kernels else "stock operators"
-        return f"{self.preset}, {self.precision}, {machine}"
-
-    def as_json(self) -> dict[str, Any]:
-        """Return all figures."""
-        return asdict(self)
-
-    def tables(self) -> list[str | Table]:
-        """Return a line on the machine and three tables for a terminal."""
-        decode = [
-            {
-                "batch": str(row.batch),
-                "tokens/s": f"{row.tokens_per_second:,.0f}",
-                "step, ms": f"{row.step_milliseconds:.2f}",
-                "of batch 1": f"{row.tokens_per_second / self.decode[0].tokens_per_second:.1f} x",
-                "GB/s": f"{row.read_gigabytes_per_second:.1f}",
-                "of roofline": f"{row.roofline:.0%}",
-                "outside the model": f"{row.outside:.1%}",
-            }
-            for row in self.decode
-        ]
-        prefill = [
-            {"prompt tokens": f"{tokens:,}", "tokens/s": f"{speed:,.0f}"}
-            for tokens, speed in self.prefill_tokens_per_second.items()
-        ]
-        for row, share in zip(prefill, self.prefill_of_peak.values(), strict=False):
-            row[f"of {self.peak_teraflops:.0f} TFLOP/s"] = f"{share:.0%}"
-        outside = {
-            "greedy": f"{self.outside_greedy:.1%}",
-            "temperature 0.8, top-p 0.95": f"{self.outside_sampled:.1%}",
-        }
-        return [
-            self.heading(),
-            _table("decode", decode),
-            _table("prefill", prefill),
-            _table(f"batch-{self.decode[-1].batch} step, share outside the model", [outside]),
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """The result of `kvasir bench engine --kernels on,off`."""
-
-    kernels: EngineFigures
-    stock: EngineFigures
-
-    def as_json(self) -> dict[str, Any]:
-        """Return both sets of figures and the ratios, by batch and by prompt tokens."""
-        decode = zip(self.kernels.decode, self.stock.decode, strict=True)
-        stock = self.stock.prefill_tokens_per_second
-        prefill = self.kernels.prefill_tokens_per_second.items()
-        return asdict(self) | {
-            "decode_ratios": {
-                a.batch: a.tokens_per_second / b.tokens_per_second for a, b in decode
-            },
-            "prefill_ratios": {n: speed / stock[n] for n, speed in prefill},
-        }
-
-    def tables(self) -> list[str | Table]:
-        """Return a line on the machine and a table for a terminal."""
-        stock = self.stock.speeds
-        rows = [
-            {
-                "tokens/s": name,
-                "kernels": f"{speed:,.0f}",
-                "stock": f"{stock[name]:,.0f}",
-                "ratio": f"{speed / stock[name]:.2f}",
-            }
-            for name, speed in self.kernels.speeds.items()
-        ]
-        return [self.kernels.heading(), _table("operators of our own and stock ones", rows)]
-
-
-def _table(title: str, rows: list[dict[str, str]]) -> Table:
-    table = Table(*(Column(name, justify="right") for name in rows[0]), title=title)
-    for row in rows:
-        table.add_row(*row.values())
-    return table
 
 
 def find_library(precision: str, device: Device, *, is_needed: bool) -> Library | None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-import re
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
@@ -14,57 +12,19 @@ from pydantic import BeforeValidator, ByteSize, Field, SecretStr, ValidationErro
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from kvasir.server.errors import StartupError
+from kvasir.server.setting_values import (
+    Host,
+    KeepAlive,
+    Named,
+    Origin,
+    Seconds,
+    describe_fault,
+    listed,
+    split,
+    split_name,
+)
 
 PREFIX = "KVASIR_"
-_FAULTS = {  # by the type of pydantic's error; others keep pydantic's words
-    "int_parsing": "must be a whole number",
-    "float_parsing": "must be a number",
-    "bool_parsing": "must be true or false",
-    "byte_size": "must be a size, such as 2GiB",
-    "byte_size_unit": "must be a size, such as 2GiB",
-    "greater_than_equal": "must be at least {ge}",
-    "less_than_equal": "must be at most {le}",
-    "extra_forbidden": "is unknown; kvasir serve --help lists them",
-}
-
-
-def _split(value: object) -> object:
-    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
-
-
-def _listed(value: object) -> object:
-    return [value] if isinstance(value, Path) else _split(value)
-
-
-# As browsers send it: no path, no slash.
-Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s,]+)$")]
-Host = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9_-][A-Za-z0-9._-]*)$")]
-Named = Annotated[str, Field(pattern=r"^[^=\s/]+=.+$")]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_NUMBER = r"[0-9]+(?:\.[0-9]+)?"
-_PARTS = re.compile(f"({_NUMBER})(ms|h|m|s)")  # of a duration
-_DURATION = f"^-?({_NUMBER}|({_NUMBER}(ms|h|m|s))+)$"
-_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-def seconds_of(value: object) -> float:
-    """Return a duration of Ollama's in seconds: a number of them, or text as 1h30m or 500ms.
-
-    Negative ones are for ever. Raises ValueError.
-    """
-    if isinstance(value, float | int) and not isinstance(value, bool):
-        return float(value) if value >= 0 else math.inf
-    text = str(value)
-    if not re.fullmatch(_DURATION, text):
-        raise ValueError("must be a duration in seconds or as 5m, 1h30m; -1 is for ever")
-    if text[0] == "-":
-        return math.inf
-    parts = _PARTS.findall(text) or [(text, "s")]
-    return sum(float(n) * _UNITS[unit] for n, unit in parts)
-
-
-_Text = Annotated[str, Field(pattern=_DURATION)]
-KeepAlive = Annotated[float, BeforeValidator(seconds_of, json_schema_input_type=_Text)]
 
 
 class Settings(BaseSettings):
@@ -78,7 +38,7 @@ class Settings(BaseSettings):
         use_attribute_docstrings=True,
     )
 
-    model: Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_listed)] = ()
+    model: Annotated[tuple[Path, ...], NoDecode, BeforeValidator(listed)] = ()
     """Model directory, checkpoint, .gguf file or hf://org/name, or several. NAME=DIR names one."""
     models_dir: Path | None = None
     """Folder of model directories, each loaded when a request names it, and unloaded again."""
@@ -114,7 +74,7 @@ class Settings(BaseSettings):
     )
     kv_cache_memory: ByteSize | None = Field(None, gt=0)
     """Memory for the KV cache, such as 2GiB. Default: half of what is free; on a GPU 90 %."""
-    adapter: Annotated[tuple[Named, ...], NoDecode, BeforeValidator(_split)] | None = None
+    adapter: Annotated[tuple[Named, ...], NoDecode, BeforeValidator(split)] | None = None
     """Adapter of peft for the first model that writes text, as NAME=DIR; or several."""
     adapter_dir: Path | None = None
     """Folder of further adapters, each in a folder of its name, found when a request names it."""
@@ -179,9 +139,9 @@ class Settings(BaseSettings):
     )
     state_url_file: Path | None = None
     """File that holds the state_url."""
-    cors_origins: Annotated[tuple[Origin, ...], NoDecode, BeforeValidator(_split)] | None = None
+    cors_origins: Annotated[tuple[Origin, ...], NoDecode, BeforeValidator(split)] | None = None
     """Origins whose pages may call from browsers, comma-separated; * is all. Default: none."""
-    allowed_hosts: Annotated[tuple[Host, ...], NoDecode, BeforeValidator(_split)] | None = None
+    allowed_hosts: Annotated[tuple[Host, ...], NoDecode, BeforeValidator(split)] | None = None
     """Names that a server without keys answers to, beside localhost; *.a.org is a domain, * any."""
     tool_call_format: Literal[
         "auto", "hermes", "llama", "mistral", "mistral_args", "granite", "nemotron", "hunyuan",
@@ -284,35 +244,12 @@ class Settings(BaseSettings):
         return next(iter(self.models))
 
 
-def split_name(given: Path) -> tuple[str, Path]:
-    """Return the name and the directory of NAME=DIR; no name for the path of something."""
-    name, is_named, path = str(given).partition("=")
-    return (name, Path(path)) if is_named and not given.exists() else ("", given)
-
-
 def user_cache() -> Path:
     """Return this user's folder for what can be made again. Raises StartupError without one."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvasir"
     except RuntimeError:
         raise StartupError("this user has no home directory; set KVASIR_CACHE_DIR") from None
-
-
-def shown_default(default: object) -> str:
-    """Return a default as a user writes it, such as 4MiB."""
-    if isinstance(default, ByteSize):
-        return default.human_readable().replace(".0", "")
-    if isinstance(default, bool):
-        return "on" if default else "off"
-    return f"{default:g}" if isinstance(default, float) else str(default)
-
-
-def describe_fault(error: ValidationError) -> str:
-    """Return pydantic's first complaint in our words, such as `must be at most 8`."""
-    first = error.errors()[0]
-    if template := _FAULTS.get(first["type"]):
-        return template.format(**first.get("ctx", {}))
-    return re.sub("^(Input|String) should", "must", first["msg"].removeprefix("Value error, "))
 
 
 def load_settings(**options: Any) -> Settings:
@@ -355,10 +292,9 @@ def load_settings(**options: Any) -> Settings:
 
 def _refusal(error: ValidationError) -> str:
     first = error.errors()[0]
-    name = str(first["loc"][0])
+    name, fault = str(first["loc"][0]), describe_fault(error)
     secrets = ("api_key", "adapter_admin_key", "models_admin_key", "salt", "state_url")
     given = "" if name in secrets else f" = {first['input']!r}"
-    fault = describe_fault(error)
     if first["type"] == "string_pattern_mismatch":
         fault = f"does not fit; it is: {Settings.model_fields[name].description}"
     return f"setting {name} ({PREFIX}{name.upper()}){given} {fault}"

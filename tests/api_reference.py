@@ -24,7 +24,8 @@ from kvasir.server.api.routes import ROUTES
 from kvasir.server.api.schemas import RequestBody, field_names
 from kvasir.server.errors import KvasirError
 from kvasir.server.requests.served_model import ServedModel
-from kvasir.server.settings import Settings, load_settings, shown_default
+from kvasir.server.setting_values import shown_default
+from kvasir.server.settings import Settings, load_settings
 
 EXAMPLE = Path(__file__).parent.parent / "examples/stdlib"
 PAGE = Path(__file__).parent.parent / "docs/api.md"

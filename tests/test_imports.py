@@ -59,7 +59,8 @@ RULES = {
     "export.graphs": ("model", "export.rewrite", "export.rounding"),
     "export": ("model",),
     "server.errors": (),
-    "server.settings": ("server.errors",),
+    "server.settings": ("server.errors", "server.setting_values"),
+    "server.setting_values": (),
     "server.engine.kv": (),
     "server.engine.adapters": ("model.adapters", "kernels"),
     "server.engine.grammar": ("model.platform",),
@@ -74,7 +75,7 @@ RULES = {
         *("server.engine", "server.state", "server.telemetry", "server.text"),
     ),
     "server.api": (
-        *(*SHARED, "server.settings", "server.explain"),
+        *(*SHARED, "server.settings", "server.setting_values", "server.explain"),
         *("server.engine", "server.state", "server.telemetry", "server.text"),
         *("server.requests", "server.batches"),
     ),
@@ -90,7 +91,7 @@ ONLY_IMPORTERS = {
     "redis": ("server/state/link.py",),
     "zmq": ("server/telemetry/kv_events.py",),
     "ray": ("integrations/node_share.py", "integrations/ray.py", "integrations/ray_batch.py"),
-    "prometheus_client": ("server/telemetry/metrics.py",),
+    "prometheus_client": ("server/telemetry/metrics.py", "server/telemetry/server_metrics.py"),
     "llguidance": ("server/engine/grammar/compiler.py", "server/engine/grammar/constraints.py"),
     "opentelemetry.sdk.trace.export": ("server/process/tracing.py",),
 }

@@ -23,7 +23,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from kvasir.model.platform.files import in_words
 from kvasir.model.platform.suggestions import install_command
-from kvasir.server.settings import describe_fault
+from kvasir.server.setting_values import describe_fault
 
 _NOT_IN_IMAGES = frozenset({"export", "loadtest"})  # the server's images leave them out
 _LONGEST_LINE = 1000

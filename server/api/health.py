@@ -16,7 +16,7 @@ from kvasir.server.api.schemas import ResponseBody, Size
 from kvasir.server.engine.sequence import SequenceStatus
 from kvasir.server.requests.registry import ModelState
 from kvasir.server.requests.served_model import ServedModel, onnxruntime_version
-from kvasir.server.telemetry.metrics import CONTENT_TYPE
+from kvasir.server.telemetry.server_metrics import CONTENT_TYPE
 
 router = APIRouter()
 

@@ -104,22 +104,9 @@ def _check_bias(value: object) -> object:
     return value
 
 
-CacheSalt = Annotated[
-    str,
-    Field(
-        max_length=1024,
-        description="Only requests with the same salt share the prefix cache. Default: none.",
-    ),
-]
 TopLogprobs = Annotated[
     int,
     Field(ge=0, le=MAX_LOGPROBS, description="Number of alternatives to return for each token."),
-]
-TemplateVariables = Annotated[
-    dict[str, Any],
-    Field(
-        default_factory=dict, description="Variables for the template, such as `enable_thinking`."
-    ),
 ]
 Effort = Annotated[str, Field(min_length=1, max_length=32)]
 _Bias = Annotated[float, Field(ge=-100.0, le=100.0)]

@@ -26,7 +26,8 @@ from kvasir.server.engine.sequence import FinishReason, Sequence
 from kvasir.server.process.engine_builder import build_encoder_engine, build_engine, check_model
 from kvasir.server.requests.admission.queue import check_length
 from kvasir.server.requests.served_model import chat_format
-from kvasir.server.settings import describe_fault, load_settings
+from kvasir.server.setting_values import describe_fault
+from kvasir.server.settings import load_settings
 from kvasir.server.text.chat_format import ChatFormat
 from kvasir.server.text.detokenizer import Detokenizer, StopChecker
 

@@ -24,7 +24,7 @@ from kvasir.server.engine.engine import BeamOutput, Engine, TokenOutput
 from kvasir.server.engine.sequence import FinishReason, Sequence, SequenceStatus
 from kvasir.server.errors import EngineError
 from kvasir.server.requests.admission.forecast import Forecast, Snapshot
-from kvasir.server.telemetry.metrics import Load, Metrics
+from kvasir.server.telemetry.metrics import Metrics
 
 logger = logging.getLogger("kvasir")
 
@@ -55,10 +55,6 @@ class OutputStream:
         """The number of tokens that the engine has generated, also for clients that do not read."""
         return sum(len(sequence.output_ids) * sequence.params.n_rows for sequence in self.sequences)
 
-    @property
-    def _ids(self) -> list[int]:
-        return [sequence.id for sequence in self.sequences]
-
     async def receive(self) -> list[TokenOutput]:
         """Wait for output; return what has come since the last call, but not too much at once."""
         if not self.queue.empty():  # the client reads slowly: others have their turn
@@ -70,7 +66,7 @@ class OutputStream:
 
     def end(self, reason: FinishReason) -> None:
         """End what still runs, with a terminal output."""
-        self._engine.abort(self._ids, reason)
+        self._engine.abort([sequence.id for sequence in self.sequences], reason)
 
     def stop(self, sequence_id: int) -> None:
         """End a sequence that has produced a stop string; it gives no further output."""
@@ -78,7 +74,7 @@ class OutputStream:
 
     def close(self) -> None:
         """Cancel all sequences that have not ended."""
-        self._engine.cancel(self._ids, FinishReason.ABORT)
+        self._engine.cancel([sequence.id for sequence in self.sequences], FinishReason.ABORT)
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +93,7 @@ class AsyncEngine:
     Gauges and the heartbeat are single values, which need not agree: they are read without a lock.
     """
 
-    def __init__(self, metrics: Callable[[Load], Metrics] = Metrics) -> None:
+    def __init__(self, metrics: Callable[..., Metrics] = Metrics) -> None:
         self.metrics = metrics(self.occupancy)
         self.forecast = Forecast()
         self.failed = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -262,3 +263,21 @@ class RequestState:
     def priority(self, asked: int) -> int:
         """Return the priority of its sequences, if it asks for `asked`."""
         return BACKGROUND_PRIORITY + asked if self.is_background else asked
+
+
+def start_timers(
+    stream: OutputStream, max_wait: float, seconds_left: float
+) -> list[asyncio.TimerHandle]:
+    """Schedule the end of a request at its deadline, or after `max_wait` if it still waits."""
+
+    def expire(only_waiting: bool) -> None:
+        if stream.is_waiting or not only_waiting:
+            stream.end(FinishReason.TIMEOUT)
+
+    if seconds_left == math.inf:
+        return []
+    loop = asyncio.get_running_loop()
+    timers = [loop.call_later(seconds_left, expire, False)]
+    if max_wait < seconds_left:
+        timers.append(loop.call_later(max(0.0, max_wait), expire, True))
+    return timers

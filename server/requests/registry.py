@@ -30,7 +30,7 @@ from kvasir.server.requests.loading.loader import ModelLoader
 from kvasir.server.requests.served_model import ServedModel, Task
 from kvasir.server.requests.text_worker import TextWorker
 from kvasir.server.settings import Settings
-from kvasir.server.telemetry.metrics import ServerMetrics
+from kvasir.server.telemetry.server_metrics import ServerMetrics
 from kvasir.server.telemetry.start_clock import StartClock
 
 logger = logging.getLogger("kvasir")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import cached_property, partial
@@ -20,19 +19,25 @@ from kvasir.model.tokenizer import keep_spaces_in_offsets
 from kvasir.server.engine.encoder.sequence import EncoderOutput
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.sampling.params import Floats
-from kvasir.server.engine.sequence import FinishReason, Sequence
+from kvasir.server.engine.sequence import Sequence
 from kvasir.server.errors import DeadlineExceededError, StartupError
 from kvasir.server.requests.admission.answers import AnswerMemory
 from kvasir.server.requests.admission.callers import Reservation
 from kvasir.server.requests.admission.queue import Admission, Phase, check_length
 from kvasir.server.requests.async_engine import AnyEngine, AsyncEngine, OutputStream
 from kvasir.server.requests.builder import RequestBuilder
-from kvasir.server.requests.completion import Completion, make_choices, raise_failure
+from kvasir.server.requests.completion import (
+    Completion,
+    make_choices,
+    raise_failure,
+    start_timers,
+)
 from kvasir.server.requests.grammars import Grammars
 from kvasir.server.requests.request import CompletionRequest, EmbeddingRequest, Request
 from kvasir.server.requests.text_worker import TextWorker
 from kvasir.server.settings import Settings
-from kvasir.server.telemetry.metrics import Metrics, ServerMetrics
+from kvasir.server.telemetry.metrics import Metrics
+from kvasir.server.telemetry.server_metrics import ServerMetrics
 from kvasir.server.telemetry.start_clock import StartClock
 from kvasir.server.text.chat_format import ChatFormat
 
@@ -160,11 +165,8 @@ class ServedModel:
         return_freed_memory()  # what only loading needed
         if self.admission.phase is Phase.LOADING:
             self.admission.phase = Phase.READY
-            fields: dict[str, Any] = {
-                "kernels": self.kernels,
-                "speculate": self.speculates,
-                "start_seconds": clock.rounded(),
-            }
+            fields: dict[str, Any] = {"kernels": self.kernels, "speculate": self.speculates}
+            fields["start_seconds"] = clock.rounded()
             if isinstance(engine := self.engine.engine, Engine):
                 self.metrics.state_bytes.set(engine.kv.state_bytes)
                 if (cache := engine.kv.cache).capacity:
@@ -274,24 +276,6 @@ class ServedModel:
             n_prompt, n_generated = request.n_prompt_tokens, stream.n_generated
             reservation.n_used = n_prompt + n_generated
             self.metrics.used(request.caller.name, n_prompt, n_generated)
-
-
-def start_timers(
-    stream: OutputStream, max_wait: float, seconds_left: float
-) -> list[asyncio.TimerHandle]:
-    """Schedule the end of a request at its deadline, or after `max_wait` if it still waits."""
-
-    def expire(only_waiting: bool) -> None:
-        if stream.is_waiting or not only_waiting:
-            stream.end(FinishReason.TIMEOUT)
-
-    if seconds_left == math.inf:
-        return []
-    loop = asyncio.get_running_loop()
-    timers = [loop.call_later(seconds_left, expire, False)]
-    if max_wait < seconds_left:
-        timers.append(loop.call_later(max(0.0, max_wait), expire, True))
-    return timers
 
 
 def onnxruntime_version() -> str | None:

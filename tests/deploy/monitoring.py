@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from kvasir.server.telemetry.metrics import _ADAPTERS, _MODELS
+from kvasir.server.telemetry.server_metrics import _ADAPTERS, _MODELS
 from tests.deploy.chart import one
 from tests.deploy.checking import FailedError, fail_on_first, load, rendered, run_tool, server_url
 from tests.deploy.compose_files import seconds

@@ -9,7 +9,8 @@ import pytest
 
 from kvasir.server.engine.kv.blocks import KVBlocks
 from kvasir.server.engine.kv.memory import KVShape
-from kvasir.server.engine.kv.rows import KVRows, SourceRows
+from kvasir.server.engine.kv.rows import KVRows
+from kvasir.server.engine.kv.source_rows import SourceRows
 from kvasir.server.engine.kv.store import KVStore
 
 SHAPE = KVShape(n_layer=2, n_kv_head=3, head_dim=8)

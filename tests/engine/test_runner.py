@@ -10,7 +10,8 @@ import pytest
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.model_runner import group_neighbours
-from kvasir.server.engine.runner import OnnxRunner, RowBinding
+from kvasir.server.engine.row_binding import RowBinding
+from kvasir.server.engine.runner import OnnxRunner
 from kvasir.server.engine.sampling.params import Floats, SamplingParams
 from kvasir.server.engine.sampling.speculation import Speculation
 from kvasir.server.engine.sequence import Sequence

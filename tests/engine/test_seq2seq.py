@@ -10,7 +10,7 @@ import pytest
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.reference import generate
 from kvasir.server.engine.engine import Engine
-from kvasir.server.engine.kv.rows import SourceRows
+from kvasir.server.engine.kv.source_rows import SourceRows
 from kvasir.server.engine.sampling.beams import BeamSearch
 from kvasir.server.engine.sampling.params import BeamParams, SamplingParams
 from kvasir.server.engine.sequence import Sequence

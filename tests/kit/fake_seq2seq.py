@@ -20,7 +20,7 @@ from kvasir.model.network.transformer import Transformer
 from kvasir.model.reference import next_logits
 from kvasir.server.engine.batch import StepBatch
 from kvasir.server.engine.kv.memory import KVShape
-from kvasir.server.engine.kv.rows import SourceRows
+from kvasir.server.engine.kv.source_rows import SourceRows
 from kvasir.server.engine.sampling.logits import Logits
 from kvasir.server.engine.sampling.params import Floats
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvasir.server.errors import UnavailableError
 from kvasir.server.requests.loading.loader import ModelLoader, Need
-from kvasir.server.settings import seconds_of
+from kvasir.server.setting_values import seconds_of
 
 TIMEOUT = 60.0
 

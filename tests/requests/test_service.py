@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from kvasir.server.errors import ContextLengthError
-from kvasir.server.requests.served_model import ServedModel, start_timers
+from kvasir.server.requests.completion import start_timers
+from kvasir.server.requests.served_model import ServedModel
 from kvasir.server.settings import load_settings
 from tests.kit.fake_runner import TIMEOUT
 from tests.kit.serving import fake_model_dir, small_tokenizer

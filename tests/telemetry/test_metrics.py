@@ -13,7 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvasir.server.engine.batch import StepKind
 from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.sequence import FinishReason, Sequence
-from kvasir.server.telemetry.metrics import Metrics, ServerMetrics
+from kvasir.server.telemetry.metrics import Metrics
+from kvasir.server.telemetry.server_metrics import ServerMetrics
 from tests.kit.fake_runner import FakeRunner
 from tests.kit.serving import VOCAB_SIZE, Served, serving, small_tokenizer
 from tests.kit.serving import sample as value

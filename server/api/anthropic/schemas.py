@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, model_validator
 
 from kvasir.server.api import schemas
-from kvasir.server.api.openai.chat_schemas import ObjectSchema
 from kvasir.server.api.openai.schemas import Part, TextPart
+from kvasir.server.api.openai.tool_schemas import ObjectSchema
 from kvasir.server.api.schemas import Items, RequestBody, ResponseBody, Size
 
 

@@ -8,9 +8,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from kvasir.server.api import schemas
 from kvasir.server.api.openai.answers import ChatTokenLogprob
-from kvasir.server.api.openai.chat_schemas import Message, Tool
+from kvasir.server.api.openai.chat_schemas import Message
+from kvasir.server.api.openai.tool_schemas import Tool
 from kvasir.server.api.schemas import Items, RequestBody, ResponseBody, Size
-from kvasir.server.settings import seconds_of
+from kvasir.server.setting_values import seconds_of
 
 Think = bool | Literal["low", "medium", "high"]
 

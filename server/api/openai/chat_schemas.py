@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
-from pydantic import ValidatorFunctionWrapHandler as Validate
+from pydantic import BeforeValidator, Field, model_validator
 
 from kvasir.server.api.http.body import check_amount
-from kvasir.server.api.openai.schemas import OpenAIBody, Part, TextPart, check_content
+from kvasir.server.api.openai.schemas import (
+    OpenAIBody,
+    Part,
+    TemplateVariables,
+    TextPart,
+    check_content,
+)
+from kvasir.server.api.openai.tool_schemas import (
+    AllowedTools,
+    Function,
+    NamedTool,
+    Tool,
+    ToolChoice,
+    check_tool_choice,
+)
 from kvasir.server.api.schemas import (
     AddSpecialTokens,
     Effort,
     Items,
     RequestBody,
-    TemplateVariables,
     TopLogprobs,
 )
 from kvasir.server.errors import InvalidRequestError
@@ -88,108 +100,6 @@ class PredictedOutput(RequestBody):
     content: Annotated[Items[TextPart] | str, BeforeValidator(check_content)]
 
 
-def _require_object(schema: dict[str, Any]) -> dict[str, Any]:
-    if schema.get("type", "object") != "object":
-        raise ValueError(f"must be a schema of type object, not {schema['type']!r}")
-    return schema
-
-
-ObjectSchema = Annotated[dict[str, Any], AfterValidator(_require_object)]
-
-
-class Function(Part):
-    """A function that the model may call."""
-
-    name: str = Field(min_length=1, max_length=256)
-    description: str | None = None
-    parameters: ObjectSchema | None = Field(
-        None, description="JSON schema of its arguments. Default: it has none."
-    )
-    strict: bool = Field(False, description="Hold optional calls to the schema too.")
-
-    @property
-    def arguments_schema(self) -> dict[str, Any]:
-        """The schema of the arguments; without parameters, of none."""
-        if self.parameters is None:
-            return {"type": "object", "properties": {}, "additionalProperties": False}
-        return {"type": "object", **self.parameters}
-
-
-class Tool(Part):
-    """A tool that the model may call; `given` is as the client wrote it, for templates."""
-
-    type: Literal["function"]
-    function: Function
-    _given: dict[str, Any]
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _keep_given(cls, values: Any, validate: Validate) -> Self:
-        tool: Self = validate(values)
-        tool._given = values
-        return tool
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """The tool with its keys in the client's order."""
-        return self._given
-
-
-class FunctionName(RequestBody):
-    """The name of a function."""
-
-    name: str
-
-
-class NamedTool(RequestBody):
-    """The one tool that must be called."""
-
-    type: Literal["function"] = "function"
-    function: FunctionName
-
-
-class AllowedList(RequestBody):
-    """Some of the tools. mode: whether one of them must be called."""
-
-    mode: Literal["auto", "required"]
-    tools: Items[NamedTool] = Field(min_length=1)
-
-
-class AllowedTools(RequestBody):
-    """The tools that may be called, of those that the model sees."""
-
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedList
-
-
-_CHOICES = ("none", "auto", "required", "any")
-
-
-def _check_tool_choice(value: object) -> object:
-    if isinstance(value, dict) or value in _CHOICES:
-        return "required" if value == "any" else value
-    raise ValueError(
-        f"must be {', '.join(_CHOICES)}, "
-        '{"type": "function", "function": {"name": …}} or {"type": "allowed_tools", …}'
-    )
-
-
-def kind_of_choice(value: object) -> str:
-    """Return the tag of a choice of tools, which no field of a body has as its name."""
-    if isinstance(value, str):
-        return "<word>"
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "<some>" if kind == "allowed_tools" else "<one>"
-
-
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<word>")]
-    | Annotated[NamedTool, Tag("<one>")]
-    | Annotated[AllowedTools, Tag("<some>")],
-    Discriminator(kind_of_choice),
-]
-
-
 class Conversation(RequestBody):
     """The variables of the model's chat template."""
 
@@ -246,7 +156,7 @@ class ChatBody(OpenAIBody, Conversation):
 
     tool_choice: Annotated[
         ToolChoice,
-        BeforeValidator(_check_tool_choice, json_schema_input_type=ToolChoice | Literal["any"]),
+        BeforeValidator(check_tool_choice, json_schema_input_type=ToolChoice | Literal["any"]),
     ] = Field(
         "auto",
         description="Call no function, any, at least one (`required` or `any`), the one named, or "

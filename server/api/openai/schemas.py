@@ -32,6 +32,19 @@ _AnyPrompts = (
 )
 
 
+CacheSalt = Annotated[
+    str,
+    Field(
+        max_length=1024,
+        description="Only requests with the same salt share the prefix cache. Default: none.",
+    ),
+]
+TemplateVariables = Annotated[
+    dict[str, Any],
+    Field(
+        default_factory=dict, description="Variables for the template, such as `enable_thinking`."
+    ),
+]
 MaxTokens = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 
 
@@ -123,7 +136,7 @@ class OpenAIBody(schemas.SamplingFields, StructuredFields):
         description="Keep only this many of the prompt's last tokens; -1: as many as the model "
         "takes beside `max_tokens`.",
     )
-    cache_salt: schemas.CacheSalt = ""
+    cache_salt: CacheSalt = ""
 
     @model_validator(mode="after")
     def _check_fields_agree(self) -> Self:

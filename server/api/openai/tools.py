@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from kvasir.server.api.openai.chat_schemas import ChatBody, NamedTool
+from kvasir.server.api.openai.chat_schemas import ChatBody
+from kvasir.server.api.openai.tool_schemas import NamedTool
 from kvasir.server.engine.grammar.constraints import Grammar
 from kvasir.server.engine.sequence import FinishReason
 from kvasir.server.errors import InvalidRequestError

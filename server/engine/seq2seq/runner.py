@@ -25,9 +25,10 @@ from kvasir.server.engine.adapters.stock import graph_adapters
 from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.encoder.engine import MAX_PADDING
 from kvasir.server.engine.kv.memory import KVShape
-from kvasir.server.engine.kv.rows import SourceRows
+from kvasir.server.engine.kv.source_rows import SourceRows
 from kvasir.server.engine.model_runner import check_max_model_len, group_neighbours, kv_memory
-from kvasir.server.engine.runner import TOKEN_BLOCK, RowBinding, lone_token_differs
+from kvasir.server.engine.row_binding import RowBinding
+from kvasir.server.engine.runner import TOKEN_BLOCK, lone_token_differs
 from kvasir.server.engine.sampling.logits import Logits
 from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.engine.session import check_shape, open_session

@@ -7,9 +7,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from kvasir.server.api import schemas
-from kvasir.server.api.openai.chat_schemas import ChatBody, Function, kind_of_choice
+from kvasir.server.api.openai.chat_schemas import ChatBody
 from kvasir.server.api.openai.formatting import JSON
 from kvasir.server.api.openai.responses.items import AnyItem, messages_of
+from kvasir.server.api.openai.schemas import CacheSalt, TemplateVariables
+from kvasir.server.api.openai.tool_schemas import Function, kind_of_choice
 from kvasir.server.api.schemas import Items, RequestBody
 from kvasir.server.api.structured import JSONSchema
 from kvasir.server.errors import InvalidRequestError
@@ -178,7 +180,7 @@ class ResponsesBody(schemas.SamplingFields):
     reasoning: ReasoningConfig | None = Field(
         None, description="`effort`: a variable for the chat template."
     )
-    chat_template_kwargs: schemas.TemplateVariables
+    chat_template_kwargs: TemplateVariables
     include: Items[
         Annotated[
             Literal["message.output_text.logprobs", "reasoning.encrypted_content"],
@@ -199,7 +201,7 @@ class ResponsesBody(schemas.SamplingFields):
     ] = Field(False, description="Responses in the background are not served.")
     metadata: dict[str, Any] | None = Field(None, description="Returned with the response.")
     user: str | None = Field(None, description="Returned with the response.")
-    cache_salt: schemas.CacheSalt = ""
+    cache_salt: CacheSalt = ""
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
