@@ -10,7 +10,7 @@ from collections import defaultdict
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from typer import Argument, Exit, Option
@@ -18,6 +18,9 @@ from typer import Argument, Exit, Option
 from kvasir.commands.console.options import Json
 from kvasir.commands.console.output import make_table, one_line_errors, show, size_in_words
 from kvasir.model.platform.suggestions import install_command
+
+if TYPE_CHECKING:
+    from kvasir.model.directory import ModelDirectory
 
 # The kernel's names of CPU features, and the usual ones.
 _FEATURES = {
@@ -86,13 +89,11 @@ def doctor(
         raise Exit(1)
 
 
-def _memory(model: Path) -> list[str]:
+def _memory(loaded: ModelDirectory) -> list[str]:
     """Say what a token of context takes, of a model that continues texts on the CPU."""
-    from kvasir.model.directory import load_model_dir
     from kvasir.model.platform.machine import available_memory
 
-    loaded = load_model_dir(model)
-    config, manifest = loaded.config, loaded.manifest
+    model, config, manifest = loaded.path, loaded.config, loaded.manifest
     if manifest.device != "cpu" or config.pooling is not None or config.encoder is not None:
         return []
     try:
@@ -120,30 +121,30 @@ def _memory(model: Path) -> list[str]:
     return [*notes, computed] if kv.state_bytes else notes
 
 
-def _adapters(model: Path) -> list[str]:
+def _adapters(loaded: ModelDirectory) -> list[str]:
     """Say how many adapters the default of adapter_memory holds, of a model that takes some."""
     from kvasir.model.adapters.layout import Layout
-    from kvasir.model.directory import ADAPTERS_FILE, load_model_dir
+    from kvasir.model.directory import ADAPTERS_FILE
     from kvasir.server.settings import Settings
 
-    loaded = load_model_dir(model)
     if ADAPTERS_FILE not in loaded.manifest.files or loaded.config.n_experts:
         return []
-    layers = Layout.load(model / ADAPTERS_FILE).layers.values()
+    layers = Layout.load(loaded.path / ADAPTERS_FILE).layers.values()
     numbers = sum(len(one.parts) * len(one.inputs) + len(one.outputs) for one in layers)
     size = 16 * numbers * (4 if loaded.manifest.precision == "fp32" else 2)
     n = Settings.model_fields["adapter_memory"].default // size
     words = f"an adapter of rank 16 in all layers takes {size_in_words(size)}"
-    return [f"{model.name}: {words}; the default of adapter_memory holds {n:,}"]
+    return [f"{loaded.path.name}: {words}; the default of adapter_memory holds {n:,}"]
 
 
 def _describe(model: Path) -> tuple[list[str], bool]:
     """Say what rounding cost a model, and if it answers as its manifest says; False if not."""
     from kvasir.model.directory import load_model_dir
 
-    manifest = load_model_dir(model).manifest
+    loaded = load_model_dir(model)
+    manifest = loaded.manifest
     notes = [f"{model.name} in {manifest.precision}: {manifest.verification.verdict}"]
-    notes += [*_memory(model), *_adapters(model)]
+    notes += [*_memory(loaded), *_adapters(loaded)]
     if (expected := manifest.digest) is None:
         return notes, True
     try:

@@ -107,12 +107,9 @@ def _actors(settings: Settings, n_engines: int | None, device: str) -> tuple[int
 
     Without `threads` these are the processors of the smallest node, or, of so many actors, a part.
     """
-    kind, per_actor = "GPU", 1
+    kind, per_actor = ("CPU" if device == "cpu" else "GPU"), 1
     if device == "cpu":
-        kind, nodes = (
-            "CPU",
-            [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]],
-        )
+        nodes = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
         smallest = min(filter(None, nodes), default=1)
         per_actor = settings.threads or max(1, int(min(smallest, sum(nodes) / (n_engines or 1))))
     n_free = int(ray.available_resources().get(kind, 0) // per_actor)

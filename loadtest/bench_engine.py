@@ -108,7 +108,19 @@ def bench_engine(
         measured = [bench.decode(batch, temperature=0.0) for bench in benches]
         n_bytes = bytes_per_step(config, precision, batch, device)
         speed = copied or read_speed(n_bytes, threads)
-        decode.append([DecodeFigures.of(batch, n_bytes, speed, *step) for step in measured])
+        decode.append(
+            [
+                DecodeFigures(
+                    batch=batch,
+                    tokens_per_second=batch / seconds,
+                    step_milliseconds=seconds * 1e3,
+                    read_gigabytes_per_second=speed / 1e9,
+                    roofline=n_bytes / speed / seconds,
+                    outside=outside,
+                )
+                for seconds, outside in measured
+            ]
+        )
     progress("time outside the model", 0, 0)
     sampled = [bench.decode(batches[-1], temperature=0.8)[1] for bench in benches]
     per_token = 2 * n_layer_weights(config)

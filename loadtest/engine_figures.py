@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any
 
 from rich.table import Column, Table
 
@@ -18,20 +18,6 @@ class DecodeFigures:
     read_gigabytes_per_second: float  # of as many bytes as the step's
     roofline: float  # the share of the step that reading its bytes takes
     outside: float  # share of the step outside ONNX Runtime
-
-    @classmethod
-    def of(
-        cls, batch: int, n_bytes: float, bytes_per_second: float, seconds: float, outside: float
-    ) -> Self:
-        """Return those of a step that takes so many seconds and reads n_bytes."""
-        return cls(
-            batch=batch,
-            tokens_per_second=batch / seconds,
-            step_milliseconds=seconds * 1e3,
-            read_gigabytes_per_second=bytes_per_second / 1e9,
-            roofline=n_bytes / bytes_per_second / seconds,
-            outside=outside,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,18 +11,13 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import PlainTextResponse
 
-from kvasir.server.api.http.body import AdminRoute
+from kvasir.server.api.http.body import admin_route
 from kvasir.server.api.http.responses import errors, models_of
 from kvasir.server.api.schemas import RequestBody
 from kvasir.server.errors import InvalidRequestError, ModelNotFoundError
 from kvasir.server.requests.adapters.bank import AdapterBank
 
-
-class _Route(AdminRoute):
-    key = "adapter_admin_key"
-
-
-router = APIRouter(route_class=_Route)
+router = APIRouter(route_class=admin_route("adapter_admin_key"))
 
 _ERRORS = errors(400, 401, 403, 404, 413)
 _Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\s/][^\s]*$")]

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from kvasir.server.api.http.body import AdminRoute
+from kvasir.server.api.http.body import admin_route
 from kvasir.server.api.http.pieces import unless_disconnected
 from kvasir.server.api.http.responses import errors, models_of
 from kvasir.server.api.models import Model, listed
@@ -17,12 +17,7 @@ from kvasir.server.api.schemas import RequestBody
 from kvasir.server.errors import InvalidRequestError
 from kvasir.server.requests.loading.loader import ModelLoader
 
-
-class _Route(AdminRoute):
-    key = "models_admin_key"
-
-
-router = APIRouter(route_class=_Route)
+router = APIRouter(route_class=admin_route("models_admin_key"))
 
 _ERRORS = errors(400, 401, 403, 404, 413)
 

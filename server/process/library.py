@@ -142,7 +142,13 @@ class Model:
         """Return a prompt's tokens and the parameters after it. Raises as `stream` does."""
         engine, tokenizer = self._generating(), self.model_dir.tokenizer
         is_text = isinstance(prompt, str)
-        text = prompt if isinstance(prompt, str) else self._rendered(prompt)
+        if isinstance(prompt, str):
+            text = prompt
+        elif self._chats is None:
+            raise ValueError(f"{self.model_dir.path} has no chat template; give a text")
+        else:
+            messages = [dict(message) for message in prompt]
+            text = self._chats.render(messages, add_generation_prompt=True)
         ids = tokenizer.encode(text, add_special_tokens=is_text).ids
         n_given = len(self.model_dir.config.target_prefix)
         if max_tokens is not None and max_tokens < 1:
@@ -231,10 +237,3 @@ class Model:
     @cached_property
     def _chats(self) -> ChatFormat | None:
         return chat_format(self._settings, self.model_dir)
-
-    def _rendered(self, messages: collections.abc.Sequence[Mapping[str, Any]]) -> str:
-        if self._chats is None:
-            raise ValueError(f"{self.model_dir.path} has no chat template; give a text")
-        return self._chats.render(
-            [dict(message) for message in messages], add_generation_prompt=True
-        )

@@ -30,11 +30,8 @@ class Records:
         pull = self._script("pull", "records", seen)
         version, found = await self._link.reply(pull, _RECORDS_BYTES)
         if found is not None:
-            return (
-                version,
-                False,
-                {found[i].decode(): found[i + 1] for i in range(0, len(found), 2)},
-            )
+            pairs = zip(found[::2], found[1::2], strict=True)
+            return version, False, {name.decode(): record for name, record in pairs}
         records, cursor = dict[bytes, bytes](), None
         while cursor != 0:  # in pages: a reply with all would look like none
             scan = partial(self._redis.hscan, "kvasir:records", cursor or 0, count=_RECORDS_AT_ONCE)

@@ -87,7 +87,7 @@ def test_adapters_are_counted(tmp_path: Path) -> None:
     save_adapter(tmp_path / "adapter", model, r=16)
     graph = GraphAdapters(Layout.load(tmp_path / "base" / ADAPTERS_FILE))
     size = graph.load(tmp_path / "adapter", "adapter", 2**30).n_bytes
-    (note,) = doctor._adapters(tmp_path / "base")
+    (note,) = doctor._adapters(load_model_dir(tmp_path / "base"))
     assert note.startswith("base: an adapter of rank 16 in all layers takes ")
     assert note.endswith(f"holds {2**30 // size:,}")
 

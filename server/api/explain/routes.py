@@ -51,10 +51,6 @@ class HeadReference(schemas.RequestBody):
     layer: schemas.Count
     head: schemas.Count
 
-    def chosen(self) -> Head:
-        """Return the head."""
-        return Head(self.layer, self.head)
-
 
 class ExplainBody(schemas.RequestBody):
     """The body of POST /explain. `text` may be called `prompt`."""
@@ -179,13 +175,14 @@ async def explain(request: Request, body: ExplainBody) -> Response:
             if getattr(body, name) is not None:
                 message = f"{name} is for a model with an encoder; leave it out"
                 raise InvalidRequestError(message, param=name)
+    wanted = body.head_values
     questions = Questions(
         top_k=body.top_k,
         position=body.position,
-        without=tuple(given.chosen() for given in body.without),
+        without=tuple(Head(given.layer, given.head) for given in body.without),
         lens=body.lens,
         entropies=body.entropies,
-        values_of=None if body.head_values is None else body.head_values.chosen(),
+        values_of=None if wanted is None else Head(wanted.layer, wanted.head),
     )
     questions.check(len(token_ids), config)
     n_tokens = len(token_ids) + len(source_ids)

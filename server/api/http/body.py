@@ -110,7 +110,7 @@ EncoderRoute = _route_for("embed", "classify")
 PairRoute = _route_for("classify", "embed")
 
 
-class AdminRoute(BodyRoute):
+class _AdminRoute(BodyRoute):
     """A route that one key alone opens; without it no body is read. key: the setting's name."""
 
     key: str
@@ -125,6 +125,11 @@ class AdminRoute(BodyRoute):
             return await answer(request)
 
         return handle
+
+
+def admin_route(key: str) -> type[BodyRoute]:
+    """Return the class of routes that the key of a setting alone opens."""
+    return type("AdminRoute", (_AdminRoute,), {"key": key})
 
 
 def check_amount(raw: bytes, max_model_len: int = 0) -> None:

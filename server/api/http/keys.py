@@ -40,15 +40,6 @@ class Limits(NamedTuple):
     tokens_per_minute: int | None = None
 
 
-class _Entry(NamedTuple):
-    """A key's digest, and its caller's id, name and limits."""
-
-    digest: bytes
-    id: bytes
-    name: str
-    limits: Limits
-
-
 def require_key(scope: Scope, key: SecretStr | None, name: str) -> None:
     """Raise AuthenticationError unless a request has the key of a setting, and there is one."""
     given = Headers(scope=scope).get("authorization", "").removeprefix("Bearer ").strip()
@@ -86,7 +77,7 @@ class ApiKeys:
         self._path, self._stamp = path, _current_stamp(path)
         self.has_failed = False  # to take the file's last change
         self._reloading = threading.Lock()
-        self._fixed: list[_Entry] = []
+        self._fixed: list[tuple[bytes, Caller]] = []  # by digest
         self._callers: dict[bytes, Caller] = {}  # by digest
         source = "api_key"
         try:
@@ -123,27 +114,25 @@ class ApiKeys:
                 logger.info("api_key_file has changed", extra={"fields": fields})
             self._stamp = stamp
 
-    def _take(self, entries: list[_Entry]) -> None:
+    def _take(self, read: list[tuple[bytes, Caller]]) -> None:
         """Know these keys and the fixed one, with the callers that are known already."""
         by_id = {caller.salt: caller for caller in self._callers.values()}
         by_digest = {}
-        for entry in (*self._fixed, *entries):
-            new = Caller(salt=entry.id, state=self._state, account=entry.id)
-            caller = by_id.setdefault(entry.id, new)
-            caller.name = entry.name
-            caller.concurrency, caller.tokens_per_minute = entry.limits
-            by_digest[entry.digest] = caller
+        for digest, new in (*self._fixed, *read):
+            caller = by_digest[digest] = by_id.setdefault(new.salt, new)
+            caller.name, caller.concurrency = new.name, new.concurrency
+            caller.tokens_per_minute = new.tokens_per_minute
         self._callers = by_digest
 
-    def _read(self, path: Path) -> list[_Entry]:
-        """Return the file's keys. Raises OSError, or ValueError without its content."""
+    def _read(self, path: Path) -> list[tuple[bytes, Caller]]:
+        """Return callers by their keys' digests. Raises OSError, or ValueError without content."""
         if not path.is_file():
             raise ValueError("there is no such file")
         with path.open("rb") as file:
             content = file.read(LARGEST_FILE + 1)
         if len(content) > LARGEST_FILE:
             raise ValueError(f"it has more than {LARGEST_FILE} bytes")
-        entries, default = list[_Entry](), Limits()
+        read, default = list[tuple[bytes, Caller]](), Limits()
         limits: dict[bytes, Limits] = {}  # by the caller's id
         lines = content.removeprefix(codecs.BOM_UTF8).splitlines()
         for n, line in enumerate(map(bytes.strip, lines), 1):
@@ -161,19 +150,20 @@ class ApiKeys:
             if key.partition(b"=")[0].decode("ascii", "replace") in _FIELDS:
                 raise ValueError(f"line {n}: there is no key after the name and the limits")
             own = _limits(given, default)
-            entry = self._entry(_stripped(key), given.get("name"), own, f"line-{n}")
-            entries.append(entry)
-            if limits.setdefault(entry.id, entry.limits) != entry.limits:
+            read.append(self._entry(_stripped(key), given.get("name"), own, f"line-{n}"))
+            if limits.setdefault(read[-1][1].salt, own) != own:
                 raise ValueError(f"line {n}: an earlier line gives this name other limits")
-        if not entries:
+        if not read:
             raise ValueError("it holds no key; write one on each line")
-        return entries
+        return read
 
-    def _entry(self, key: bytes, name: str | None, limits: Limits, place: str = "") -> _Entry:
+    def _entry(
+        self, key: bytes, name: str | None, limits: Limits, place: str = ""
+    ) -> tuple[bytes, Caller]:
         digest = self._digest(key)
         # No key has a space in it, so none has the digest of a name.
         caller_id = self._digest(b"name " + name.encode()) if name else digest
-        return _Entry(digest, caller_id, name or place, limits)
+        return digest, Caller(name or place, caller_id, *limits, self._state, caller_id)
 
     def _digest(self, key: bytes) -> bytes:
         return hashlib.blake2b(key, key=self._secret, digest_size=16).digest()

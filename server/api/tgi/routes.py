@@ -94,10 +94,8 @@ async def _generate(request: Request, body: GenerateBody, *, stream: bool = Fals
 
 def _adapter(request: Request, name: str) -> ServedModel:
     """Return an adapter of the request's model. Raises ModelNotFoundError for an unknown one."""
-    served, state = (
-        responses.models_of(request.scope).adapter(name),
-        responses.state_of(request.scope),
-    )
+    served = responses.models_of(request.scope).adapter(name)
+    state = responses.state_of(request.scope)
     if served is None or served.parent.name != state.model or state.adapter not in ("", name):
         known = f"{state.adapter or state.model!r} has no adapter {name[:100]!r}"
         raise ModelNotFoundError(f"parameters.adapter_id: {known}", param="parameters.adapter_id")
