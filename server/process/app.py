@@ -109,7 +109,9 @@ def create_app(
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.models = models
     app.state.explanations = {
-        name: Explanations(served.model_dir) for name, served in models.served.items()
+        name: Explanations(served.model_dir)
+        for name, served in models.served.items()
+        if name not in models.loader.names  # whose directories are replaced
     }
     app.state.batches = _batch_worker(app, keys if settings.has_keys else None, state)
     app.state.response_store = ResponseStore(state)

@@ -194,6 +194,7 @@ async def test_a_new_version_takes_over_beside_running_streams(tmp_path: Path) -
         renew(tmp_path / "first")  # which no model directory is
         for _ in range(2):
             assert (await complete(client, "first")).status_code == 200, "the one that is there"
+        assert not app.state.explanations, "they would keep a former version's directory"
         gone = weakref.ref(former)
         del former
         gc.collect()
