@@ -16,6 +16,9 @@ from kvasir.model.directory import CHAT_TEMPLATE_FILE, load_model_dir
 from kvasir.model.tokenizer import train_tokenizer
 from tests.kit.commands import kvasir
 from tests.kit.random_models import make_config, make_decoder
+from tests.kit.short_samples import shorten_samples
+
+short_samples = pytest.fixture(scope="module", autouse=True)(shorten_samples)
 
 TEXT = "\n".join(f"the {i}th line of a text that nobody needs to read twice" for i in range(400))
 

@@ -24,7 +24,6 @@ from kvasir.export.verification.verify import VerificationError
 from kvasir.model.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import cache_names, load_model_dir
-from kvasir.model.records import GenerationDefaults
 from kvasir.model.tokenizer import train_tokenizer
 from kvasir.model.training.data.corpus import Corpus
 from kvasir.model.training.data.tokens import write_tokens
@@ -36,6 +35,9 @@ from tests.kit.commands import kvasir
 from tests.kit.engine_driver import make_sequence, run_to_end
 from tests.kit.huggingface_checkpoints import set_values
 from tests.kit.random_models import export_random, make_config, make_decoder
+from tests.kit.short_samples import shorten_samples
+
+short_samples = pytest.fixture(scope="module", autouse=True)(shorten_samples)
 
 TEXT = "\n".join(f"the {i}th line of a text that nobody needs to read twice" for i in range(400))
 
@@ -75,14 +77,9 @@ def test_the_directory_is_whole_and_says_what_was_measured(exported: Path) -> No
 
 def test_the_graph_has_the_contracts_names_and_no_path_of_this_machine(exported: Path) -> None:
     config, graph = load_model_dir(exported).config, onnx_ir.load(exported / "model.onnx").graph
-    assert [value.name for value in graph.inputs] == [
-        *STEP_INPUTS,
-        *cache_names("past_key_values", config.n_layer),
-    ]
-    assert [value.name for value in graph.outputs] == [
-        "logits",
-        *cache_names("present", config.n_layer),
-    ]
+    inputs, outputs = ([value.name for value in of] for of in (graph.inputs, graph.outputs))
+    assert inputs == [*STEP_INPUTS, *cache_names("past_key_values", config.n_layer)]
+    assert outputs == ["logits", *cache_names("present", config.n_layer)]
     assert str(Path.cwd()).encode() not in (exported / "model.onnx").read_bytes()
 
 
@@ -173,7 +170,7 @@ def test_what_rounding_costs_is_told_by_position_in_a_picture_and_in_words(
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "0 to 95" in told
     assert made["verdict"] == figures.verdict
-    for answer in (told, kvasir("doctor", out), kvasir("export", run, "--out", tmp_path / "a")):
+    for answer in (told, kvasir("doctor", out)):
         assert str(figures.verdict) in " ".join(answer.split())
     assert report.calibration is not None
     assert report.calibration["text"] == "held-out text of tale"
@@ -234,8 +231,10 @@ def test_a_checkpoint_of_ones_own_is_exported_as_it_is(tmp_path: Path) -> None:
     checkpoint = save_checkpoint(
         run, 1, decoder, train_tokenizer([TEXT], 300), {}, {}, extra_files=files
     )
-    advised = GenerationDefaults(temperature=0.3, top_p=0.9)
-    manifest, _ = export_checkpoint(checkpoint, out, generation=advised, max_model_len=40)
+    options = ("--temperature", 0.3, "--top-p", 0.9, "--max-model-len", 40)
+    told = kvasir("export", checkpoint, "--out", out, *options)
+    manifest = load_model_dir(out).manifest
+    assert str(manifest.verification.verdict) in " ".join(told.split())
     python = f"Python {sys.version_info[0]}.{sys.version_info[1]}"
     text = manifest.verification.text or ""
     assert re.fullmatch(rf"{python}'s pydoc topics, \d+ x 40 tokens", text)

@@ -19,7 +19,10 @@ from kvasir.model.checkpoint import CheckpointError, is_published, load_checkpoi
 from kvasir.model.checkpoint import save_checkpoint as save_run
 from tests.kit.gguf_files import write_gguf
 from tests.kit.huggingface_checkpoints import make_model, save_checkpoint
+from tests.kit.short_samples import shorten_samples
 from tests.model.test_quantized import write as write_rounded
+
+short_samples = pytest.fixture(scope="module", autouse=True)(shorten_samples)
 
 MANIFEST = "manifest.json"
 

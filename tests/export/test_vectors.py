@@ -18,14 +18,16 @@ from kvasir.model.directory import load_model_dir
 from kvasir.model.tokenizer import train_tokenizer
 from tests.kit.encoders import BERT, MPNET
 from tests.kit.random_models import make_config, make_decoder
+from tests.kit.short_samples import shorten_samples
+
+short_samples = pytest.fixture(scope="module", autouse=True)(shorten_samples)
 
 TEXT = "It was the best of times, it was the worst of times, in 1859. " * 40
 
 
 def save_run(folder: Path, **changes: Any) -> Path:
     tokenizer = train_tokenizer([TEXT], 300)
-    size = tokenizer.get_vocab_size()
-    network = make_decoder(make_config(vocab_size=size, n_layer=1, **changes))
+    network = make_decoder(make_config(**changes))
     save_checkpoint(folder, 1, network, tokenizer, {}, {"held_out_accuracy": 0.75})
     return folder
 
