@@ -48,7 +48,7 @@ from tests.model.variants import VARIANTS
 
 Floats = NDArray[np.float32]
 _N_PROMPT, _N_TOKENS = 12, 20
-IN_4_BITS = ("llama", "gpt2", "phi", "gemma", "gpt-oss")
+IN_4_BITS = ("gpt2", "phi", "gemma", "gpt-oss")
 NORMS = {"LayerNormalization", "RMSNormalization"}
 ENCODERS = {"bert": BERT, "mpnet": MPNET, "modernbert": MODERN, "last token": LAST_TOKEN}
 
