@@ -32,7 +32,7 @@ zmq, msgpack = kv_events.zmq, kv_events.msgpack
 
 STDLIB = Path(__file__).parents[2] / "examples/stdlib"
 BLOCK, LONGEST, ROWS = 4, 64, 6
-N_REQUESTS = 2000
+N_REQUESTS = 500
 
 
 def rows(n_cached: int) -> KVStore:
@@ -128,7 +128,7 @@ def test_the_index_of_a_subscriber_equals_the_cache(
             scheduler.add(sequence)
             if generator.random() < 0.5:
                 step(scheduler)
-            if i % 250 == 0:
+            if i % 100 == 0:
                 subscriber.read(publisher.n_sent)
                 known = {
                     kv_events.number_of(name) for name in kv.cache.blocks if name not in secret
