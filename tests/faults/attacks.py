@@ -79,7 +79,7 @@ ATTACKS = {
     "unfinished_bodies": Attack(unfinished.unfinished_bodies, 100, 40),
     "slow_senders": Attack(unfinished.slow_senders, 100, 40, _LIMITED, n_files=unfinished.FILES),
     "waiting_bodies": Attack(unfinished.waiting_bodies, 60, 8),
-    "malformed_bodies": Attack(malformed_bodies, 4000, 40),
+    "malformed_bodies": Attack(malformed_bodies, 4000, 16),
     "malformed_http": Attack(malformed_http, 2000, 60),
     "foreign_pages": Attack(foreign_pages, 2000, 100, _LIMITED, n_files=unfinished.FILES),
     "neighbours": Attack(neighbours, 600, 40),
