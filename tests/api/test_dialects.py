@@ -93,7 +93,7 @@ def random_answer(rng: random.Random) -> tuple[str, tuple[str, str, list[Any]]]:
 async def test_an_answer_is_the_same_in_every_dialect_whole_and_streamed() -> None:
     """Wherever a limit or a stop string cuts it."""
     kinds = Counter[str]()
-    for seed in range(6):
+    for seed in range(3):
         rng = random.Random(seed)
         text, expected = random_answer(rng)
         n_tokens = len(small_tokenizer().encode(text).ids)
