@@ -171,16 +171,16 @@ def _shared(precision: str = "fp32", **changes: Any) -> Any:
     return model
 
 
-SHAPE: dict[str, Any] = {"max_model_len": 200, "n_layer": 3, "n_head": 6, "head_dim": 32}
+SHAPE: dict[str, Any] = {"max_model_len": 200, "n_layer": 2, "n_head": 6, "head_dim": 32}
 SHAPE |= {"d_model": 192, "d_ff": 320}
-WINDOWS: dict[str, Any] = {"sliding_window": 40, "sliding_window_layers": (0, 2)}
+WINDOWS: dict[str, Any] = {"sliding_window": 40, "sliding_window_layers": (0,)}
 MIXTURE: dict[str, Any] = {"n_experts": 6, "n_experts_per_token": 3, "d_expert": 96}
 
 # Rotary, RMSNorm, SwiGLU, grouped-query: the variant that most models are.
 random_model = _shared()
 random_int8_model = _shared("int8")
 random_int4_model = _shared("int4")
-# Windows, soft caps, head norms and layers that differ, as in published decoders.
+# Windows, soft caps, norms of all heads and layers that differ, as in published decoders.
 random_windowed_model = _shared(
     "int8",
     **WINDOWS,
@@ -192,8 +192,9 @@ random_windowed_model = _shared(
     qk_norm_across_heads=True,
     norm_placement="both",
 )
-# Experts in float32, whose kernel adds in another order where one row comes alone.
-random_mixture_model = _shared(**MIXTURE)
+# Experts in float32, whose kernel adds in another order where one row comes alone. The other
+# precision's network is the same, so that it is traced once.
+random_mixture_model = _shared(**MIXTURE, dense_layers=(1,))
 random_int8_mixture_model = _shared("int8", **MIXTURE, dense_layers=(1,))
 # Everything that gpt-oss has: biases, clamped gates, sinks and windows.
 random_int4_mixture_model = _shared(
@@ -225,11 +226,14 @@ random_latent_model = _shared(
 )
 # Short convolutions around attention: a row keeps a state beside its keys and values.
 CONVOLUTIONS: dict[str, Any] = {
+    "n_layer": 3,
     "recurrence": ShortConvolution(kernel=3),
     "recurrent_layers": (0, 2),
+    "qk_norm": True,
 }
 # Matrices that keys read, in most layers; three heads a key head, so that few numbers are in a row.
 DELTA_RULE: dict[str, Any] = {
+    "n_layer": 3,
     "recurrence": DeltaRule(kernel=4, n_head=3, n_key_head=1, key_dim=24, value_dim=16),
     "recurrent_layers": (0, 1),
     "attention_gate": True,
@@ -239,14 +243,14 @@ random_delta_model = _shared("int8", **DELTA_RULE)
 # no feed-forward.
 MAMBA2: dict[str, Any] = {
     "recurrence": Mamba2(kernel=4, n_head=3, head_dim=24, d_state=16, least_step=0.8),
-    "recurrent_layers": (0, 1),
-    "layers_without_feed_forward": (1,),
+    "recurrent_layers": (0,),
+    "layers_without_feed_forward": (0,),
 }
 random_mamba2_model = _shared("int8", **MAMBA2)
 # No layer with keys and values at all.
-random_recurrent_model = _shared("int4", **DELTA_RULE | {"recurrent_layers": (0, 1, 2)})
+random_recurrent_model = _shared("int4", **DELTA_RULE | {"n_layer": 2})
 random_hybrid_model = _shared("int8", **CONVOLUTIONS)
-random_int4_hybrid_model = _shared("int4", **CONVOLUTIONS, qk_norm=True)
+random_int4_hybrid_model = _shared("int4", **CONVOLUTIONS)
 # Scores with a learned bias by distance, over int8 rows; both sublayers read one input.
 random_biased_model = _shared(
     "int8",

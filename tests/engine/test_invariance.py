@@ -118,16 +118,16 @@ class RandomCapacity(StepCapacity):
         """Measure nothing."""
 
 
-@pytest.mark.parametrize("kind", range(4))
+@pytest.mark.parametrize("kind", range(3))
 def test_same_request_same_bits(model: RandomModel, kind: int) -> None:
-    """In four runs a model, all of which differ in rows, chunks and the prefix cache."""
+    """In three runs a model, all of which differ in rows, chunks and the prefix cache."""
     n = 4 * number_of(model) + kind
     generator = np.random.default_rng(n)
     runner = model.runner(max_num_seqs=[2, 5, 8][n % 3], threads=[1, 2][n % 2])
     runner._never_alone |= kind == 1  # as on a CPU whose kernel for a lone row differs
-    chunk_size = [2, 3, 16, 32, 64, 200][n % 6] if kind < 3 else 200
+    chunk_size = [2, 3, 16, 32, 64, 200][n % 6] if kind < 2 else 200
     engine = make_engine(runner, chunk_size=chunk_size, cache_blocks=[100, 3, 0, 100, 1][n % 5])
-    if kind == 3:
+    if kind == 2:
         engine.scheduler.capacity = RandomCapacity(generator)
     requests = [make_request(model, i) for i in range(N_REQUESTS)]
     assert_same(run_at_random(engine, requests, generator, n_aborted=n % 6), run_alone(model))
@@ -159,6 +159,6 @@ def test_prompt_logprobs_for_every_way_of_cutting(model: RandomModel) -> None:
             run_to_end(
                 Engine(runner, chunk_size=chunk_size), [make_sequence(0, prompt_ids, params)]
             )[0]
-            for chunk_size in (200, 2, 3, 32, 64, max(2, length - 1))
+            for chunk_size in (200, 2, 32, max(2, length - 1))
         )
         assert cut == [whole] * len(cut), length

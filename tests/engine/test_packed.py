@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from onnx import ModelProto
 
 from kvasir.export.verification.paged_session import PagedSession
 from kvasir.export.verification.verify import Verifier
@@ -29,17 +30,16 @@ from tests.kit.engine_driver import Result, assert_same, run_at_random, run_to_e
 from tests.kit.random_models import RandomModel, export_random
 from tests.model.variants import VARIANTS
 
-# With norms of queries and keys; with norms after sublayers and soft caps; over latents.
-OF_VARIANTS = ("qwen3", "gemma", "deepseek")
-MODELS = ["random_int8_model", "random_int4_model", *OF_VARIANTS]
+# With windows, norms after sublayers and soft caps; with norms of each head; over latents.
+MODELS = ["random_int8_model", "random_int4_model", "random_windowed_model", "qwen3", "deepseek"]
 PATHS = usable_paths()
 pytestmark = needs_library
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
-    if request.param in OF_VARIANTS:
-        changes = {**VARIANTS[request.param], "max_model_len": 256}
+    if request.param in VARIANTS:
+        changes = {**VARIANTS[request.param], "max_model_len": 200}
         return export_random(tmp_path_factory.mktemp("model"), "int8", **changes)
     exported: RandomModel = request.getfixturevalue(request.param)
     return exported
@@ -153,25 +153,34 @@ def test_free_blocks_give_their_pages_back() -> None:
             assert of_block == bytes(size) or block in {0, n_blocks - 1}
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"precision": "fp32"}, "MatMul"),
-        ({"position": "alibi"}, "a bias"),
-        ({"n_experts": 4, "n_experts_per_token": 2, "d_expert": 32, "d_model": 64}, "MatMul|QMoE"),
-        ({"head_dim": 24, "position": "learned"}, "24 channels"),
-    ],
-)
-def test_other_attention_is_left_alone(
-    tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any], problem: str
-) -> None:
-    options = {"precision": "int8", "n_layer": 1, **changes}
-    model = export_random(tmp_path_factory.mktemp("model"), **options)
-    graph = onnx.load(model.graph, load_external_data=False)
+def assert_left_alone(graph: ModelProto, problem: str) -> None:
     before = graph.SerializeToString()
     with pytest.raises(Mismatch, match=problem):
         page(graph)
     assert graph.SerializeToString() == before
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        ("random_model", "MatMul"),
+        ("random_biased_model", "a bias"),
+        ("random_int8_mixture_model", "MatMul|QMoE"),
+    ],
+)
+def test_other_attention_is_left_alone(
+    request: pytest.FixtureRequest, model: str, problem: str
+) -> None:
+    graph = request.getfixturevalue(model).graph
+    assert_left_alone(onnx.load(graph, load_external_data=False), problem)
+
+
+def test_other_heads_are_left_alone(random_int8_model: RandomModel) -> None:
+    graph = onnx.load(random_int8_model.graph, load_external_data=False)
+    for value in graph.graph.input:
+        if value.name.startswith("past_key_values"):
+            value.type.tensor_type.shape.dim[3].dim_value = 24
+    assert_left_alone(graph, "24 channels")
 
 
 def test_a_layer_is_five_nodes(random_int8_model: RandomModel) -> None:

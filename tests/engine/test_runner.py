@@ -119,7 +119,7 @@ def test_prompts_are_padded_where_the_budget_has_room(
     """Padding takes memory like any other token."""
     lengths = (17, 20)
     runner = random_int8_model.runner(
-        kv_cache_bytes=2 * 3 * 2 * 32 * (sum(lengths) * 5 + 2 + n_spare * 4)
+        kv_cache_bytes=2 * 2 * 2 * 32 * (sum(lengths) * 5 + 2 + n_spare * 4)
     )
     chunks = [whole(prompt_in_row(runner, [1] * n)) for n in lengths]
     assert [
@@ -132,7 +132,7 @@ def test_the_budget_is_of_bytes_and_a_prompts_floats_count(
     model: str, weight: int, request: pytest.FixtureRequest
 ) -> None:
     random: RandomModel = request.getfixturevalue(model)
-    token_bytes = 2 * 3 * 2 * 32 * 4 // weight  # keys and values of 3 layers, 2 heads, 32 numbers
+    token_bytes = 2 * 2 * 2 * 32 * 4 // weight  # keys and values of 2 layers, 2 heads, 32 numbers
     budget = token_bytes * (50 + 40 * weight)
     runner = random.runner(kv_cache_bytes=budget)
     engine = Engine(runner, chunk_size=32)

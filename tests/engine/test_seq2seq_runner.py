@@ -92,12 +92,9 @@ def make_request(model: Transformer, i: int) -> Sequence:
 def alone(exported: Exported) -> list[Result]:
     """Each request alone, with as many rows as it needs."""
     requests = [make_request(exported.model, i) for i in range(N_REQUESTS)]
-    return [
-        run_to_end(
-            Engine(exported.runner(max_num_seqs=request.params.n_rows), chunk_size=100), [request]
-        )[request.id]
-        for request in requests
-    ]
+    widths = {request.params.n_rows for request in requests}
+    engines = {n: Engine(exported.runner(max_num_seqs=n), chunk_size=100) for n in widths}
+    return [run_to_end(engines[one.params.n_rows], [one])[one.id] for one in requests]
 
 
 def test_answers_are_those_of_the_network(exported: Exported, alone: list[Result]) -> None:
