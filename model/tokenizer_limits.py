@@ -177,7 +177,8 @@ def _main() -> None:
     for message in messages():
         pattern = json.loads(message)
         split = pre_tokenizers.Split(Regex(pattern), "isolated")
-        runs = {*pattern, *re.findall(r"\w+", pattern), *kinds.values(), "\n"}
+        words = re.findall(r"\w+", pattern)
+        runs = dict.fromkeys((*pattern, *words, "\n", *kinds.values()))  # the likeliest first
         end = printable + "".join(runs)  # so that no match is ruled out beforehand
         for run, after in product(runs, ("", f"\n{end}", f"\0{end}", f"z{end}")):
             limit_time(_PROBE_SECONDS)

@@ -1,8 +1,12 @@
-"""`kvasir train` whose first process waits after each evaluation for a line on standard input."""
+"""`kvasir train` by two processes, of which the first waits for a line after each evaluation.
+
+They are forked, as torchrun's would load PyTorch three times.
+"""
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,4 +35,14 @@ def held(
 
 if __name__ == "__main__":
     Trainer.train = held  # type: ignore[assignment, method-assign]
-    typer.run(train)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    started = []
+    for rank in ("0", "1"):
+        if not (child := os.fork()):
+            os.environ |= {"RANK": rank, "LOCAL_RANK": rank}
+            typer.run(train)
+        started.append(child)
+    for child in started:
+        os.waitpid(child, 0)

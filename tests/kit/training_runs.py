@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import csv
+from functools import cache
 from pathlib import Path
 
+import pytest
+from matplotlib.figure import Figure
+from typer import testing
 from typer.testing import CliRunner, Result
 
 from kvasir.__main__ import app
 from kvasir.model.training.settings import TrainSettings
 
 SETTINGS = TrainSettings(steps=4, context=16, batch_size=4, warmup=2, mixed_precision=False)
+
+# Else each run builds every command's options again.
+testing._get_command = cache(testing._get_command)  # type: ignore[attr-defined]
+
+
+def leave_undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write empty pictures of runs: to draw one takes as long as a short run."""
+    monkeypatch.setattr(Figure, "savefig", lambda _, path, **__: Path(path).touch())
 
 
 def kvasir_train(*arguments: str) -> Result:

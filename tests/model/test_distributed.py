@@ -1,4 +1,4 @@
-"""Two processes started by torchrun against one: equal losses, also after both were killed."""
+"""Two processes against one: equal losses, also after both were killed."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ OPTIONS = [
 LIMIT = 300.0  # seconds, for processes that wait for one another in vain
 
 
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
+
+
 @contextmanager
-def torchrun(
-    *arguments: str, module: str = "kvasir.commands.train"
-) -> Iterator[subprocess.Popen[str]]:
+def two_processes(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Two processes on this machine; all of them are gone when the block is left."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        [*command, "-m", module, *arguments],
+        [sys.executable, "-m", *arguments],
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -64,8 +64,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def rank(process: subprocess.Popen[str], number: int) -> psutil.Process:
-    children = psutil.Process(process.pid).children(recursive=True)
-    return next(child for child in children if child.environ().get("RANK") == str(number))
+    return sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)[number]
 
 
 def wait_for(process: subprocess.Popen[str], beginning: str) -> None:
@@ -136,7 +135,7 @@ def test_two_processes_train_as_one_through_kill_and_signal_sharded_and_not(
     Processes are held where they are hit, however fast they are.
     """
     folder = tmp_path / "two"
-    with torchrun(*chats, f"--out={folder}", *OPTIONS, module=HELD) as process:
+    with two_processes(HELD, *chats, f"--out={folder}", *OPTIONS) as process:
         wait_for(process, "step 4 ")
         kill(process)
     # The checkpoint of step 4 comes after its evaluation.
@@ -144,7 +143,7 @@ def test_two_processes_train_as_one_through_kill_and_signal_sharded_and_not(
     assert_same_losses(metrics(folder), metrics(one)[:4])
 
     for start, end in ((2, 4), (4, 8)):  # from a whole state, and from two shards
-        with torchrun("--resume", f"--out={folder}", "--shard", module=HELD) as process:
+        with two_processes(HELD, "--resume", f"--out={folder}", "--shard") as process:
             wait_for(process, f"resuming {folder} at step {start}")
             wait_for(process, f"step {end} ")
             rank(process, 1).send_signal(signal.SIGTERM)
@@ -183,7 +182,8 @@ def test_shards_of_an_encoder_decoder_train_as_one_process(
 
 
 def test_an_error_of_the_first_process_ends_all_with_one_line(tmp_path: Path) -> None:
-    with torchrun("nowhere", f"--out={tmp_path / 'run'}", *OPTIONS) as process:
+    command = (*TORCHRUN, "kvasir.commands.train", "nowhere", f"--out={tmp_path / 'run'}")
+    with two_processes(*command, *OPTIONS) as process:
         _, errors = process.communicate(timeout=LIMIT)
     assert process.returncode == 1
     assert [line for line in errors.splitlines() if line.startswith("kvasir: ")] == [

@@ -508,9 +508,17 @@ KINDS += [LLAMA3, {}]
 
 @pytest.mark.parametrize("family", DECODERS)
 def test_a_value_that_makes_no_sense_is_refused_and_nothing_worse(family: str) -> None:
-    """Try every key that is read with every wrong type, with and without windows."""
+    """Try every key that is read with every wrong type, with and without windows.
+
+    Others that must be neutral are those of all.
+    """
     read = DECODERS[family].options({})
-    keys = {*NEUTRAL, *(read.names.get(key, key) for key in read)}
+    keys = {read.names.get(key, key) for key in read} | (NEUTRAL.keys() & {*read})
+    switches: list[dict[str, Any]] = [{}]
+    if "use_sliding_window" in keys:
+        switches.append({"use_sliding_window": True})
+    if family == "llama":
+        keys |= NEUTRAL.keys()
     changes = [{key: wrong} for key in sorted(keys) for wrong in WRONG]
     if family in {"llama", "gpt_neox"}:
         changes += [
@@ -521,6 +529,6 @@ def test_a_value_that_makes_no_sense_is_refused_and_nothing_worse(family: str) -
         ]
         changes += [{"rope_scaling": YARN, "max_position_embeddings": wrong} for wrong in WRONG]
     for change in changes:
-        for switch in ({}, {"use_sliding_window": True}):
+        for switch in switches:
             with contextlib.suppress(UnsupportedError, ConfigError):
                 config_of(family, **{**switch, **change})

@@ -36,9 +36,9 @@ def test_logits_of_a_family(name: str, tmp_path: Path) -> None:
     assert (ours - theirs).abs().max() < 1e-4 * theirs.std()
 
 
-@pytest.mark.parametrize("name", ["gemma3", "deepseek_v3", "minicpm3", "phimoe", "lfm2"])
+@pytest.mark.parametrize("name", ["gemma3", "minicpm3", "lfm2"])
 def test_greedy_text_of_the_served_graph(name: str, tmp_path: Path) -> None:
-    """End to end; every feature of a graph is compared with PyTorch in tests/export."""
+    """With windows, latents and a state; tests/export compares all graphs with PyTorch."""
     model: Any = make_model(name)
     decoder = load_checkpoint(save_checkpoint(tmp_path / "theirs", model)).decoder
     torch.manual_seed(4)

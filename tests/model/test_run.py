@@ -26,7 +26,7 @@ from kvasir.model.training.report import expected_time
 from kvasir.model.training.trainer import Report, Trainer
 from tests.kit.encoders import BERT
 from tests.kit.random_models import make_config
-from tests.kit.training_runs import kvasir_train, metrics, trained
+from tests.kit.training_runs import kvasir_train, leave_undrawn, metrics, trained
 
 SHAPE = ("n_layer=1", "d_model=32", "d_ff=48", "n_head=2", "n_kv_head=1", "head_dim=16")
 QUICK = [*(f"--set={change}" for change in SHAPE), "--context=8", "--batch-size=2", "--warmup=1"]
@@ -38,6 +38,7 @@ ONE_LSTM_LAYER = ("--set=recurrent_layers=[0]", "--set=layers_without_feed_forwa
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder to be in, with a corpus in `texts`."""
     monkeypatch.chdir(tmp_path)
+    leave_undrawn(monkeypatch)
     Path("texts").mkdir()
     for name in ("one", "two"):
         Path("texts", f"{name}.txt").write_text(f"{name} fish swims in the sea. " * 30)
