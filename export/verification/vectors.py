@@ -9,6 +9,7 @@ import ast
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -208,13 +209,21 @@ def _docstrings(start: int, stop: int) -> list[str]:
     """Return the first line of each of some docstrings, all different, and then its rest."""
     pairs: dict[str, str] = {}
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        for node in ast.walk(ast.parse(file.read_bytes())):
-            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                continue
-            text = ast.get_docstring(node) or ""
-            query, _, document = (part.strip() for part in text.partition("\n\n"))
-            if len(query) >= _LEAST_QUERY and len(document) >= _LEAST_DOCUMENT:
-                pairs.setdefault(query, document)
+        for query, document in _pairs_in(file):
+            pairs.setdefault(query, document)
         if len(pairs) >= stop:
             break
     return [text for pair in islice(pairs.items(), start, stop) for text in pair]
+
+
+@cache
+def _pairs_in(file: Path) -> list[tuple[str, str]]:
+    """Return the parts of a module's docstrings that are long enough; it is parsed once."""
+    pairs = []
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            text = ast.get_docstring(node) or ""
+            query, _, document = (part.strip() for part in text.partition("\n\n"))
+            if len(query) >= _LEAST_QUERY and len(document) >= _LEAST_DOCUMENT:
+                pairs.append((query, document))
+    return pairs

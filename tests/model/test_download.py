@@ -8,12 +8,14 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from threading import Event
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import botocore.session
 import huggingface_hub
 import pytest
 import requests
@@ -45,6 +47,14 @@ OTHERS = {
     "original/consolidated.safetensors": b"v",
 }
 SCHEMES = ("hf", "oci", "s3")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def loader_of_botocore() -> Iterator[None]:
+    """Let all sessions read the descriptions of S3 once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(botocore.session, "create_loader", cache(botocore.session.create_loader))
+        yield
 
 
 @contextmanager
