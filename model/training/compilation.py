@@ -41,7 +41,8 @@ def compile_blocks(network: nn.Module, trial: Callable[[], object]) -> str:
     except BackendCompilerFailed as error:
         for block in blocks:
             block._compiled_call_impl = None
-        return str(error).splitlines()[0]
+        cause = error.inner_exception
+        return f"{type(cause).__name__}: {cause}".splitlines()[0]
     return ""
 
 

@@ -16,10 +16,7 @@ class StartClock:
 
     def __init__(self, *, of_process: bool = True) -> None:
         self.seconds: dict[str, float] = {}
-        self._began = _now()
-        if of_process:
-            began: float = psutil.Process().create_time()
-            self._began = began - psutil.boot_time() if sys.platform == "linux" else began
+        self._began = _process_began() if of_process else _now()
 
     def lap(self, step: str) -> None:
         """End a lap, whose time is added to that of this step."""
@@ -36,3 +33,8 @@ class StartClock:
 # boot to a tick.
 def _now() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.time()
+
+
+def _process_began() -> float:
+    began: float = psutil.Process().create_time()
+    return began - psutil.boot_time() if sys.platform == "linux" else began

@@ -73,7 +73,7 @@ async def test_a_model_that_cannot_be_loaded_is_reported(monkeypatch: pytest.Mon
         )
 
 
-BLOCK_BYTES = 64 * 2 * 3 * 2 * 32 * 4  # keys and values of 3 layers, 2 heads, 32 floats
+BLOCK_BYTES = 64 * 2 * 2 * 2 * 32 * 4  # keys and values of 2 layers, 2 heads, 32 floats
 
 
 @pytest.mark.parametrize(
