@@ -81,7 +81,7 @@ def open_packed_runner(
     from kvasir.kernels.page import BLOCK_SIZE, page  # noqa: PLC0415  imports onnx
 
     longest = check_max_model_len(max_model_len, config)
-    adapters = None if layout is None else GraphAdapters(layout)
+    adapters = None if layout is None else GraphAdapters(layout, library)
     session = open_session(
         graph, threads or usable_cpus(), library=library, rewrite=page, adapters=adapters
     )

@@ -26,21 +26,19 @@ from kvasir.model.directory import (
 )
 from kvasir.model.packing import SOURCE_OUTPUT, encode_sources, pack
 from kvasir.model.platform.machine import usable_cpus
-from kvasir.server.engine.sampling.params import Floats
+from kvasir.server.engine.adapters.loaded import Adapter, GraphAdapters
 from kvasir.server.errors import InvalidRequestError, NotFoundError
 from kvasir.server.explain.explanation import (
-    ChangedToken,
-    Effect,
     Explanation,
     Head,
     HeadValues,
-    NextToken,
     Questions,
     check_index,
     check_length,
     entropies_of,
 )
 from kvasir.server.explain.memory import Memory, measure_memory
+from kvasir.server.explain.next_tokens import likeliest, measure_effect
 from kvasir.server.text.detokenizer import token_name
 
 # Outputs of each layer, which may lack the last two.
@@ -51,10 +49,16 @@ _OF_MEMORY = ("queries", "keys", "decays", "rates")  # of a recurrent layer, whi
 class Explainer:
     """A session that returns attention weights. It holds the model's weights a second time.
 
-    Raises NotFoundError if the model directory has no attention.onnx.
+    adapters: as the served graph reads them. Raises NotFoundError if the model directory has no
+    attention.onnx.
     """
 
-    def __init__(self, model_dir: ModelDirectory, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        model_dir: ModelDirectory,
+        threads: int | None = None,
+        adapters: GraphAdapters | None = None,
+    ) -> None:
         path = model_dir.path / ATTENTION_GRAPH_FILE
         if not path.is_file():
             how = "again" if model_dir.manifest.device == "cpu" else "for the CPU"
@@ -65,7 +69,11 @@ class Explainer:
 
         self._model_dir = model_dir
         threads = threads or usable_cpus()
-        self._session = open_session(path, threads, spin_microseconds=0)
+        self._served, self._adapters, how = adapters, None, dict[str, Any]()
+        if adapters is not None:
+            self._adapters = adapters.of_another_graph()
+            how = {"library": adapters.library, "adapters": self._adapters}
+        self._session = open_session(path, threads, 0, **how)
         self._outputs = {value.name for value in self._session.get_outputs()}
         self._has_mask = any(value.name == HEAD_MASK_INPUT for value in self._session.get_inputs())
         self._only_asked = onnxruntime.RunOptions()
@@ -73,8 +81,8 @@ class Explainer:
         self._encoder = None
         if model_dir.config.encoder is not None:
             encoder = model_dir.path / ENCODER_GRAPH_FILE
-            fits_16_bits = model_dir.manifest.fits_16_bits
-            self._encoder = open_session(encoder, threads, 0, fits_16_bits=fits_16_bits)
+            how |= {"of_sources": True, "fits_16_bits": model_dir.manifest.fits_16_bits}
+            self._encoder = open_session(encoder, threads, 0, **how)
 
     def explain(
         self,
@@ -103,12 +111,14 @@ class Explainer:
         layers: list[int],
         source_ids: list[int] | None = None,
         questions: Questions | None = None,
+        adapter: Adapter | None = None,
     ) -> Explanation:
         """Return the weights of some layers, and the answers to questions.
 
-        Of an encoder-decoder the tokens are a target's, with those that begin it. Raises
-        InvalidRequestError for no tokens, for a layer, head or position that does not exist, and
-        for what only a newer attention.onnx answers; ContextLengthError for too many tokens.
+        Of an encoder-decoder the tokens are a target's, with those that begin it. adapter: as the
+        engine has it. Raises InvalidRequestError for no tokens, for a layer, head or position that
+        does not exist, and for what only a newer attention.onnx answers; ContextLengthError for too
+        many tokens.
         """
         config, tokenizer, n = self._model_dir.config, self._model_dir.tokenizer, len(token_ids)
         source_ids, asked = source_ids or [], questions or Questions()
@@ -124,20 +134,21 @@ class Explainer:
             )
         if config.encoder is not None:
             check_length(len(source_ids), config.encoder)
-        inputs = self._inputs(
-            token_ids, source_ids, n - 1 if asked.position is None else asked.position
-        )
+        position = n - 1 if asked.position is None else asked.position
+        if adapter is not None and self._adapters is not None and self._served is not None:
+            adapter = self._adapters.fitted(adapter, self._served)  # lives until the runs end
+        inputs = self._inputs(token_ids, source_ids, position, adapter)
         outputs = self._run(self._names(layers, asked), inputs, asked.without)
         answers: dict[str, Any] = {}
         if "logits" in outputs:
             logits = outputs["logits"][0]
-            answers["next_tokens"] = _likeliest(tokenizer, logits, asked.top_k)
+            answers["next_tokens"] = likeliest(tokenizer, logits, asked.top_k)
             if asked.without:
                 (whole,) = self._run(["logits"], inputs, ())["logits"]
-                answers["effect"] = _effect(tokenizer, logits, whole, asked.top_k)
+                answers["effect"] = measure_effect(tokenizer, logits, whole, asked.top_k)
         if asked.lens:
             of_layers = outputs[LENS_OUTPUT]
-            answers["lens"] = [_likeliest(tokenizer, logits, asked.lens) for logits in of_layers]
+            answers["lens"] = [likeliest(tokenizer, logits, asked.lens) for logits in of_layers]
         if asked.entropies:
             answers["entropies"] = entropies_of(outputs.get(ROWS_OUTPUT), config)
         if asked.values_of is not None:
@@ -180,12 +191,17 @@ class Explainer:
         return measure_memory(*(part[0] for part in parts if part is not None))
 
     def _inputs(
-        self, token_ids: list[int], source_ids: list[int], position: int
+        self,
+        token_ids: list[int],
+        source_ids: list[int],
+        position: int,
+        adapter: Adapter | None,
     ) -> dict[str, NDArray[Any]]:
         """Return the graph's inputs but for the mask."""
         config, n = self._model_dir.config, len(token_ids)
         if config.pooling is not None:  # one token has another beside it
-            return pack([token_ids], None if config.n_token_types is None else [None])[0]
+            packed = pack([token_ids], None if config.n_token_types is None else [None])[0]
+            return packed | self._of_adapter(adapter, np.array([n]))
         return {
             "input_ids": np.array([token_ids], dtype=np.int64),
             "position_ids": np.arange(n)[None],
@@ -193,8 +209,15 @@ class Explainer:
             "total_sequence_length": np.array(n, dtype=np.int32),
             "logits_indices": np.array([position]),
             **self._states(n),
-            **self._read(source_ids),
+            **self._of_adapter(adapter),
+            **self._read(source_ids, adapter),
         }
+
+    def _of_adapter(
+        self, adapter: Adapter | None, counts: NDArray[np.int64] | None = None
+    ) -> dict[str, NDArray[Any]]:
+        """Return an adapter's inputs. counts: of packed tokens."""
+        return {} if self._adapters is None else self._adapters.inputs([adapter], counts)
 
     def _run(
         self, names: list[str], inputs: dict[str, NDArray[Any]], without: Iterable[Head]
@@ -242,11 +265,12 @@ class Explainer:
         }
         return states | {NEW_TOKENS_INPUT: np.array([n])}
 
-    def _read(self, source_ids: list[int]) -> dict[str, NDArray[Any]]:
+    def _read(self, source_ids: list[int], adapter: Adapter | None) -> dict[str, NDArray[Any]]:
         """Return the decoder's inputs for a source; none without an encoder."""
         if self._encoder is None:
             return {}
-        ((keys_values, states),) = encode_sources(self._encoder, [source_ids])
+        of_adapter = self._of_adapter(adapter, np.array([len(source_ids)]))
+        ((keys_values, states),) = encode_sources(self._encoder, [source_ids], of_adapter)
         blocks, begin = keys_values[:, None], state_names(self._model_dir.config)
         names = cache_names(SOURCE_OUTPUT, len(blocks) // 2)
         made = dict(zip(names, map(np.ascontiguousarray, blocks), strict=True))
@@ -265,36 +289,3 @@ def _name(tokenizer: Tokenizer, token_id: int) -> str:
     if isinstance(tokenizer.decoder, decoders.WordPiece):
         return str(tokenizer.id_to_token(token_id))
     return token_name(tokenizer, token_id)
-
-
-def _probabilities(logits: Floats) -> NDArray[np.float64]:
-    shares: NDArray[np.float64] = np.exp(logits - logits.max(), dtype=np.float64)
-    shares /= shares.sum()
-    return shares
-
-
-def _likeliest(tokenizer: Tokenizer, logits: Floats, top_k: int) -> list[NextToken]:
-    """Return the tokens of the largest logits [vocab_size]."""
-    probabilities = _probabilities(logits)
-    likeliest = np.argsort(-probabilities, kind="stable")[:top_k].tolist()
-    return [NextToken(i, token_name(tokenizer, i), float(probabilities[i])) for i in likeliest]
-
-
-def _effect(tokenizer: Tokenizer, logits: Floats, whole: Floats, top_k: int) -> Effect:
-    """Compare logits [vocab_size] with the whole model's."""
-    after, before = _probabilities(logits), _probabilities(whole)
-    both = (np.argsort(-shares, kind="stable")[:top_k].tolist() for shares in (before, after))
-    tokens = [
-        ChangedToken(
-            token_id,
-            token_name(tokenizer, token_id),
-            float(after[token_id]),
-            float(logits[token_id]),
-            float(before[token_id]),
-            float(whole[token_id]),
-        )
-        for token_id in dict.fromkeys(token_id for ids in both for token_id in ids)
-    ]
-    possible = (before > 0) & (after > 0)
-    bits = (before[possible] * np.log2(before[possible] / after[possible])).sum()
-    return Effect(max(0.0, float(bits)), tokens)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, NonNegativeInt
 
 from kvasir.model.config import TransformerConfig
 from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.errors import ContextLengthError, InvalidRequestError
 from kvasir.server.explain.memory import Memory
+from kvasir.server.explain.next_tokens import Effect, NextToken
 
 MAX_TOKENS = 512  # a head has n² weights for n tokens
 # Of labels of heads.
@@ -66,35 +66,6 @@ class Questions:
                 if getattr(self, name) != getattr(Questions(), name):
                     message = f"{name} is for models that predict tokens, and this is an encoder"
                     raise InvalidRequestError(message, param=name)
-
-
-@dataclass(frozen=True, slots=True)
-class NextToken:
-    """A token that may come next, with its probability at temperature 1."""
-
-    token_id: NonNegativeInt
-    text: str
-    probability: Annotated[float, Field(ge=0, le=1)]
-
-
-@dataclass(frozen=True, slots=True)
-class ChangedToken(NextToken):
-    """A next token with heads switched off, beside the whole model's figures."""
-
-    logit: float
-    whole_probability: Annotated[float, Field(ge=0, le=1)]
-    whole_logit: float
-
-
-@dataclass(frozen=True, slots=True)
-class Effect:
-    """The change of the next token's distribution that switching heads off makes.
-
-    kl_divergence: of it from the whole model's, in bits. tokens: the likeliest of both.
-    """
-
-    kl_divergence: Annotated[float, Field(ge=0)]
-    tokens: list[ChangedToken]
 
 
 @dataclass(frozen=True, slots=True)

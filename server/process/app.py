@@ -109,7 +109,7 @@ def create_app(
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.models = models
     app.state.explanations = {
-        name: Explanations(served.model_dir)
+        name: Explanations(served)
         for name, served in models.served.items()
         if name not in models.loader.names  # whose directories are replaced
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -141,7 +142,7 @@ async def test_every_api_takes_an_adapter_as_a_model(exported: Path, root: Path)
         ("/v1/completions", {"model": "out", "prompt": "a"}, "model"),
         ("/generate", {"inputs": "a", "parameters": {"adapter_id": "nobody"}}, "parameters"),
         ("/generate", {"inputs": "a", "model": "poet", "parameters": {"adapter_id": "clerk"}}, ""),
-        ("/explain", {"model": "poet", "prompt": "a"}, "model"),
+        ("/explain", {"model": "nobody", "prompt": "a"}, "model"),
     ],
 )
 async def test_a_name_that_is_no_adapter_here_is_refused(
@@ -155,6 +156,36 @@ async def test_a_name_that_is_no_adapter_here_is_refused(
         assert param in response.text
         listed = (await client.get("/v1/models")).json()["data"]
         assert {each["id"] for each in listed} == {"base", "poet", "clerk"}
+
+
+async def test_an_adapter_is_explained_as_it_answers(exported: Path, root: Path) -> None:
+    """By the graph that serves it; the model beside it as without adapters, but for rounding."""
+    off = {"text": PROMPT, "layers": [1], "without": [{"layer": 0, "head": 1}]}
+    async with serving(exported, adapter_dir=root) as (app, client):
+        card = (await client.get("/model", params={"model": "poet"})).json()
+        assert (card["model"], card["has_attention"]) == ("poet", True)
+        found, asked = {}, {"prompt": PROMPT, "max_tokens": 1, "temperature": 0.0, "logprobs": 5}
+        for name in ("poet", "clerk", "base"):
+            response = await client.post("/explain", json=off | {"model": name, "without": []})
+            assert response.status_code == 200, response.text
+            found[name] = response.json()
+            answer = (await client.post("/v1/completions", json=asked | {"model": name})).json()
+            (top,) = answer["choices"][0]["logprobs"]["top_logprobs"]
+            likeliest = found[name]["next_tokens"][0]
+            assert likeliest["text"] == max(top, key=top.__getitem__)
+            share = math.exp(top[likeliest["text"]])  # beside keys and values of 8 bits
+            assert likeliest["probability"] == pytest.approx(share, rel=0.3)
+        assert len({str(one["attention"]) for one in found.values()}) == 3
+        edited = (await client.post("/explain", json=off | {"model": "poet"})).json()
+        whole = {one["token_id"]: one["whole_probability"] for one in edited["effect"]["tokens"]}
+        likeliest = found["poet"]["next_tokens"][0]
+        assert whole[likeliest["token_id"]] == pytest.approx(likeliest["probability"], abs=1e-6)
+        assert edited["attention"] != found["poet"]["attention"]
+        assert bank_of(app).loaded.keys() == {"poet", "clerk"}
+    async with serving(exported) as (_, client):
+        plain = (await client.post("/explain", json=off | {"without": []})).json()
+    for own, right in zip(found["base"]["attention"], plain["attention"], strict=True):
+        np.testing.assert_allclose(own["weights"], right["weights"], atol=0.02)
 
 
 async def test_a_large_folder_of_adapters_is_never_listed_on_the_event_loop(

@@ -13,7 +13,7 @@ from kvasir.server.api import schemas
 from kvasir.server.api.http.pieces import LazyList, Pieces
 from kvasir.server.engine.sampling.params import Floats
 from kvasir.server.explain import explanation as explained
-from kvasir.server.explain.explanation import Effect, NextToken
+from kvasir.server.explain.next_tokens import Effect, NextToken
 
 
 class HeadWeights(schemas.ResponseBody):

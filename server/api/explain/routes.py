@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -14,12 +15,12 @@ from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from kvasir.model.config import TransformerConfig
-from kvasir.model.directory import ModelDirectory
 from kvasir.server.api import schemas
 from kvasir.server.api.explain.answers import Explanation, shown
 from kvasir.server.api.http.body import BodyRoute
 from kvasir.server.api.http.pieces import held_response, unless_disconnected
 from kvasir.server.api.http.responses import BODY_ERRORS, models_of, served_model, state_of
+from kvasir.server.engine.adapters.loaded import Adapter
 from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.errors import InvalidRequestError, OverloadedError
 from kvasir.server.explain.explainer import Explainer
@@ -34,6 +35,7 @@ from kvasir.server.explain.explanation import (
 from kvasir.server.requests.adapters.served import AdaptedModel
 from kvasir.server.requests.admission.callers import Caller
 from kvasir.server.requests.builder import RequestOptions
+from kvasir.server.requests.served_model import ServedModel
 from kvasir.server.requests.target import TargetOptions, target_prefix
 
 router = APIRouter(route_class=BodyRoute)
@@ -108,8 +110,8 @@ class Explanations:
     It is loaded for the first explanation, and holds the model's weights a second time from then.
     """
 
-    def __init__(self, model_dir: ModelDirectory) -> None:
-        self._model_dir = model_dir
+    def __init__(self, served: ServedModel) -> None:
+        self._served = served
         self._explainer: Explainer | None = None
         # Elsewhere than on Linux niceness belongs to the whole process.
         lower_priority = partial(os.nice, _NICENESS) if sys.platform == "linux" else None
@@ -123,6 +125,7 @@ class Explanations:
         heads: dict[int, list[int]],
         questions: Questions,
         caller: Caller,
+        adapter: Adapter | None,
     ) -> bytes:
         """Return an explanation as JSON; the text's tokens count as used by the caller.
 
@@ -132,12 +135,16 @@ class Explanations:
         n_tokens = len(token_ids) + len(source_ids)
 
         def work() -> bytes:
+            model_dir, engine = self._served.model_dir, self._served.engine.engine
             if self._explainer is None:
-                self._explainer = Explainer(self._model_dir, _THREADS)
+                adapters = None if engine is None else engine.adapters
+                self._explainer = Explainer(model_dir, _THREADS, adapters)
             # A layer's weights are found for all its heads.
             of_heads = [layer for layer, of_layer in heads.items() if of_layer]
-            explanation = self._explainer.explain_tokens(token_ids, of_heads, source_ids, questions)
-            return b"".join(shown(explanation, heads, self._model_dir.config))
+            explanation = self._explainer.explain_tokens(
+                token_ids, of_heads, source_ids, questions, adapter
+            )
+            return b"".join(shown(explanation, heads, model_dir.config))
 
         async with caller.tokens(n_tokens) as reservation:
             if self._n_inside >= _MAX_INSIDE:
@@ -154,7 +161,8 @@ class Explanations:
 async def explain(request: Request, body: ExplainBody) -> Response:
     """Return the attention in a text, and the likeliest next tokens."""
     served = served_model(request)
-    if served.name in models_of(request.scope).loader.names:
+    base = served.parent if isinstance(served, AdaptedModel) else served
+    if base.name in models_of(request.scope).loader.names:
         message = "explanations are of models that stay loaded: serve it without models_dir"
         raise InvalidRequestError(message, param="model")
     served.admission.check_open()
@@ -198,13 +206,11 @@ async def explain(request: Request, body: ExplainBody) -> Response:
             "shorter text",
             param="heads",
         )
-    if isinstance(served, AdaptedModel):
-        message = f"explanations are of the model alone; name {served.parent.name!r}"
-        raise InvalidRequestError(message, param="model")
-    explanations: Explanations = request.app.state.explanations[served.name]
+    explanations: Explanations = request.app.state.explanations[base.name]
     caller = state_of(request.scope).caller
-    work = explanations.explain(token_ids, source_ids, heads, questions, caller)
-    response = held_response(await unless_disconnected(request.receive, work), served)
+    async with served.holding() if isinstance(served, AdaptedModel) else nullcontext() as adapter:
+        work = explanations.explain(token_ids, source_ids, heads, questions, caller, adapter)
+        response = held_response(await unless_disconnected(request.receive, work), served)
     served.metrics.used(caller.name, n_tokens, 0)
     return response
 

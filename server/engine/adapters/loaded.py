@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from time import sleep
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,8 @@ from kvasir.model.adapters.peft import Factors, read_adapter
 
 if TYPE_CHECKING:
     from onnx import ModelProto
+
+    from kvasir.kernels.library import Library
 
 _ENCODER = "encoder."  # begins the names of layers in an encoder-decoder's graph of sources
 _LARGEST = np.float32((2 - 2**-7) * 2.0**127)  # of 16 bits; larger ones may become infinite
@@ -53,10 +55,12 @@ class Adapter:
 class GraphAdapters:
     """Adapters as a model's graphs read them: the layout, and which layers' inputs are mixed.
 
-    Matrices keep the upper 16 bits of their numbers, rounded.
+    library: of the products that read them. Matrices keep the upper 16 bits of their numbers,
+    rounded.
     """
 
     layout: Layout
+    library: Library | None = None
     mixed: dict[str, bool] = field(default_factory=dict)
 
     @cached_property
@@ -105,6 +109,25 @@ class GraphAdapters:
             width = part.first - first + len(part.rows)
             table[self.parts[layer][0] + i] = [*addresses, b.shape[1], first, width, 1]
         return Adapter(name, given.digest, given.base, table, matrices)
+
+    def of_another_graph(self) -> Self:
+        """Return the same for another graph of the model, for which `fitted` makes adapters."""
+        return type(self)(self.layout, self.library)
+
+    def fitted(self, adapter: Adapter, served: GraphAdapters) -> Adapter:
+        """Return an adapter that was loaded for another graph of the model, for this one.
+
+        In 4 bits only the products of prompts over floats mix their inputs.
+        """
+        table, matrices = adapter.table.copy(), {**adapter.matrices}
+        for layer, is_mixed in self.mixed.items():
+            given = adapter.matrices.get(layer, ()) if is_mixed and not served.mixed[layer] else ()
+            for i, a in enumerate(given[::2]):  # uint16 [n_in, rank padded]
+                floats = (a.astype(np.uint32) << 16).view(np.float32)
+                mixed = _upper(_columns(floats.T, is_mixed=True))
+                table[table[:, 0] == a.ctypes.data, 0] = mixed.ctypes.data
+                matrices[f"{layer}.{i}"] = [mixed]
+        return replace(adapter, table=table, matrices=matrices)
 
     def _parts_of(
         self, name: str, modules: Mapping[str, Factors]

@@ -94,4 +94,4 @@ def graph_adapters(layout: Layout | None, library: Library | None) -> GraphAdapt
     """Return adapters for graphs whose products are a library's or ONNX Runtime's; None without."""
     if layout is None:
         return None
-    return StockAdapters(layout) if library is None else GraphAdapters(layout)
+    return StockAdapters(layout) if library is None else GraphAdapters(layout, library)

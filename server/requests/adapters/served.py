@@ -57,18 +57,19 @@ class AdaptedModel(ServedModel):
     async def complete(self, request: CompletionRequest) -> AsyncIterator[Completion]:
         """See ServedModel. The adapter is loaded first, if need be; see AdapterBank.hold."""
         async with (
-            self._holding() as adapter,
+            self.holding() as adapter,
             super().complete(replace(request, adapter=adapter)) as completion,
         ):
             yield completion
 
     async def embed(self, request: EmbeddingRequest) -> list[Floats]:
         """See ServedModel, and `complete`."""
-        async with self._holding() as adapter:
+        async with self.holding() as adapter:
             return await super().embed(replace(request, adapter=adapter))
 
     @asynccontextmanager
-    async def _holding(self) -> AsyncIterator[Adapter]:
+    async def holding(self) -> AsyncIterator[Adapter]:
+        """Keep the adapter in memory until the block is left; see AdapterBank.hold."""
         self.admission.check_open()
         async with self._bank.hold(self.name) as adapter:
             self._digest = adapter.digest
