@@ -16,6 +16,7 @@ from pathlib import Path
 from kvasir.model.adapters.config import ADAPTER_FILE, AdapterError
 from kvasir.server.engine.adapters.loaded import Adapter, GraphAdapters
 from kvasir.server.errors import InvalidRequestError, ModelNotFoundError, UnavailableError
+from kvasir.server.requests.turns import Turns
 
 logger = logging.getLogger("kvasir")
 
@@ -45,7 +46,7 @@ class AdapterBank:
         self._hidden = set[str]()  # of the root's: unloaded ones
         self._loaded: OrderedDict[str, Adapter] = OrderedDict()  # the least recently used first
         self._n_holders = Counter[Adapter]()  # requests
-        self._reading = asyncio.Lock()
+        self._turns = Turns()
 
     @property
     def loaded(self) -> dict[str, Adapter]:
@@ -94,18 +95,24 @@ class AdapterBank:
         return found if is_inside else None
 
     async def add(self, name: str, folder: Path) -> None:
-        """Load an adapter under a new name. Raises InvalidRequestError if it does not fit."""
-        async with self._reading:
+        """Load an adapter under a new name, also if the request gives up meanwhile.
+
+        Raises InvalidRequestError if it does not fit.
+        """
+        async with self._turns.take():
             if name in self._loaded:
                 message = f"lora_name: {name!r} is served already; unload it first"
                 raise InvalidRequestError(message, param="lora_name")
-            try:
-                self._keep(name, await self._read(name, folder))
-            except AdapterError as error:
-                raise InvalidRequestError(str(error), param="lora_path") from None
-            self.folders[name] = folder
-            self.n_added += 1
-            self._hidden.discard(name)
+            await self._turns.finish(self._add(name, folder))
+
+    async def _add(self, name: str, folder: Path) -> None:
+        try:
+            self._keep(name, await self._read(name, folder))
+        except AdapterError as error:
+            raise InvalidRequestError(str(error), param="lora_path") from None
+        self.folders[name] = folder
+        self.n_added += 1
+        self._hidden.discard(name)
 
     def remove(self, name: str) -> None:
         """Forget an adapter. Its memory is free once the requests that use it have ended."""
@@ -121,8 +128,8 @@ class AdapterBank:
         or has no room.
         """
         if (adapter := self._loaded.get(name)) is None:
-            async with self._reading:
-                adapter = self._loaded.get(name) or await self._load(name)
+            async with self._turns.take():
+                adapter = self._loaded.get(name) or await self._turns.finish(self._load(name))
         self._n_holders[adapter] += 1
         if name in self._loaded:
             self._loaded.move_to_end(name)

@@ -15,6 +15,7 @@ from time import time
 from typing import Any, Literal, NamedTuple, Protocol
 
 from kvasir.server.errors import UnavailableError
+from kvasir.server.requests.turns import Turns
 
 logger = logging.getLogger("kvasir")
 
@@ -94,8 +95,7 @@ class ModelLoader:
         self.names = frozenset(self._places)
         self.n_waiting = 0
         self.is_closed = False
-        self._turn = asyncio.Lock()
-        self._work: asyncio.Task[None] | None = None  # a load or an unload
+        self._turns = Turns()
         self._tasks = set[asyncio.Task[None]]()  # else they could be collected
 
     def figures(self) -> tuple[float, float, float]:
@@ -179,23 +179,15 @@ class ModelLoader:
             raise UnavailableError(message, retry_after=_RETRY)
         self.n_waiting += 1
         try:
-            async with self._in_turn():
+            async with self._turns.take():
                 if not place.is_loaded or place.model.has_changed():
                     self._check(place)
                     await self._make_room(place)
-                    await self._to_its_end(self._load(place))
+                    await self._turns.finish(self._load(place))
                 self._check(place)
                 self._use(place)
         finally:
             self.n_waiting -= 1
-
-    @asynccontextmanager
-    async def _in_turn(self) -> AsyncIterator[None]:
-        """Wait until no other loads or unloads; also not for one that has given up."""
-        async with self._turn:
-            if self._work is not None:
-                await asyncio.wait([self._work])
-            yield
 
     def _check(self, place: _Place) -> None:
         if self.is_closed:
@@ -235,14 +227,9 @@ class ModelLoader:
         try:
             await place.idle.wait()
             place.is_loaded = False
-            await self._to_its_end(self._unload(place))
+            await self._turns.finish(self._unload(place))
         finally:
             place.is_leaving = False
-
-    async def _to_its_end(self, work: Coroutine[Any, Any, None]) -> None:
-        """Load or unload a model, to the end even if the request that waits for it gives up."""
-        self._work = asyncio.create_task(work)
-        await asyncio.shield(self._work)
 
     async def _load(self, place: _Place) -> None:
         place.is_loading, version = True, place.model.version
@@ -295,6 +282,6 @@ class ModelLoader:
 
     async def _unload_unused(self, place: _Place, n_uses: int) -> None:
         """Unload a model, unless it was used since or is not loaded."""
-        async with self._in_turn():
+        async with self._turns.take():
             if place.is_loaded and not place.n_running and place.n_uses == n_uses:
                 await self._leave(place)

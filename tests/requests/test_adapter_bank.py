@@ -1,0 +1,117 @@
+"""Adapters that are read while clients come and go, without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from kvasir.model.adapters.config import ADAPTER_FILE, AdapterError
+from kvasir.server.engine.adapters.loaded import Adapter, GraphAdapters
+from kvasir.server.errors import InvalidRequestError, UnavailableError
+from kvasir.server.requests.adapters.bank import AdapterBank
+
+TIMEOUT = 60.0
+
+
+class SlowGraph:
+    """Reads an adapter once it is allowed; notes how many are read at a time."""
+
+    def __init__(self, begun: Callable[[str], None]) -> None:
+        self.begun, self.may_end = begun, threading.Semaphore(0)
+        self.n_reading = self.most_reading = 0
+        self.error: AdapterError | None = None
+
+    def load(self, _folder: Path, name: str, most_bytes: int) -> Adapter:
+        self.n_reading += 1
+        self.most_reading = max(self.most_reading, self.n_reading)
+        self.begun(name)
+        assert self.may_end.acquire(timeout=TIMEOUT)
+        self.n_reading -= 1
+        if self.error is not None:
+            raise self.error
+        matrices = {"layer": [np.zeros(most_bytes // 4, dtype=np.uint8)]}
+        return Adapter(name, name.encode(), None, np.zeros((0, 0), dtype=np.int64), matrices)
+
+
+class Bench:
+    """A bank of adapters a, b and c, of which four have room, and the names that are being read."""
+
+    def __init__(self, root: Path) -> None:
+        for name in "abc":
+            (root / name).mkdir()
+            (root / name / ADAPTER_FILE).write_text("{}")
+        loop, self.begun = asyncio.get_running_loop(), asyncio.Queue[str]()
+        self.graph = SlowGraph(lambda name: loop.call_soon_threadsafe(self.begun.put_nowait, name))
+        self.bank = AdapterBank({}, root, 1000, lambda: cast("GraphAdapters", self.graph))
+
+    async def use(self, name: str) -> bytes:
+        async with asyncio.timeout(TIMEOUT), self.bank.hold(name) as adapter:
+            return adapter.digest
+
+    async def leave(self, work: asyncio.Task[Any]) -> None:
+        work.cancel()
+        await asyncio.wait([work])
+        assert work.cancelled()
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    made.graph.may_end.release(100)
+
+
+async def test_a_load_ends_once_though_its_request_has_left(bench: Bench) -> None:
+    """And the next begins after it: who leaves again and again would fill the memory."""
+    first = asyncio.create_task(bench.use("a"))
+    assert await bench.begun.get() == "a"
+    waiting = asyncio.create_task(bench.use("b"))
+    await asyncio.sleep(0)
+    await bench.leave(first)
+    again, last = asyncio.create_task(bench.use("a")), asyncio.create_task(bench.use("c"))
+    await asyncio.sleep(0)
+    await bench.leave(waiting)  # before its turn: b is not read
+    bench.graph.may_end.release(2)
+    assert await again == b"a"
+    assert await last == b"c"
+    assert await bench.begun.get() == "c"
+    assert bench.graph.most_reading == 1
+    assert bench.begun.empty()
+    assert bench.bank.loaded.keys() == {"a", "c"}
+    assert bench.bank.n_bytes == sum(one.n_bytes for one in bench.bank.loaded.values())
+    assert not bench.bank._n_holders
+
+
+async def test_a_load_by_name_is_served_though_its_client_has_left(
+    bench: Bench, tmp_path: Path
+) -> None:
+    loading = asyncio.create_task(bench.bank.add("new", tmp_path / "a"))
+    assert await bench.begun.get() == "new"
+    await bench.leave(loading)
+    bench.graph.may_end.release()
+    assert await bench.use("new") == b"new"
+    assert bench.bank.find("new") == tmp_path / "a"
+    with pytest.raises(InvalidRequestError, match="'new' is served already"):
+        await bench.bank.add("new", tmp_path / "a")
+
+
+async def test_a_load_that_fails_after_its_client_has_left_harms_nothing(bench: Bench) -> None:
+    bench.graph.error = AdapterError("adapter 'a': damaged")
+    for leaves in (True, False):
+        using = asyncio.create_task(bench.use("a"))
+        assert await bench.begun.get() == "a"
+        if leaves:
+            await bench.leave(using)
+        bench.graph.may_end.release()
+    with pytest.raises(UnavailableError, match="'a' could not be loaded"):
+        await using
+    assert not bench.bank.loaded
+    bench.graph.error = None
+    bench.graph.may_end.release()
+    assert await bench.use("a") == b"a"
