@@ -3,7 +3,8 @@
 Run it as python -m tests.kit.serve_process OPTIONS_AS_JSON. The runner is held until a line on
 standard input tells it to `allow` one run, to `release` all of them, or to `fail`. A line
 `submitted` on standard output reports each request that reaches the engine. The option `loading` is
-`works` or `hangs`; with `real` nothing is faked.
+`works` or `hangs`; with `real` nothing is faked. Then `held` may name a function, as module:name,
+that prints `held` after its work and returns after a line on standard input.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from collections.abc import Callable
+from pkgutil import resolve_name
+from typing import Any
 from unittest.mock import patch
 
 from kvasir.server.engine.engine import Engine
@@ -48,9 +52,23 @@ def fake_the_model(loading: str) -> None:
     threading.Thread(target=obey, args=(runner,), daemon=True).start()
 
 
+def hold(name: str) -> None:
+    work: Callable[..., Any] = resolve_name(name)
+
+    def held(*arguments: Any, **options: Any) -> Any:
+        result = work(*arguments, **options)
+        print("held", flush=True)  # noqa: T201
+        sys.stdin.readline()
+        return result
+
+    patch(name.replace(":", "."), held).start()
+
+
 def main(arguments: list[str]) -> int:
     options = json.loads(arguments[0])
     loading = options.pop("loading", "works")
+    if held := options.pop("held", ""):
+        hold(held)
     if loading != "real":
         fake_the_model(loading)
     try:
