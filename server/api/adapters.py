@@ -5,6 +5,7 @@ They are served where `adapter_admin_key` is set, which they alone take.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Annotated
 
 from fastapi import APIRouter, Request
@@ -41,14 +42,16 @@ class UnloadAdapterBody(RequestBody):
 @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse, responses=_ERRORS)
 async def load_adapter(request: Request, body: LoadAdapterBody) -> PlainTextResponse:
     """Load an adapter under a new name, as vLLM does; running streams go on."""
-    bank, name = _bank(request), body.lora_name
+    bank, name, models = _bank(request), body.lora_name, models_of(request.scope)
+    loader = models.loader
     if (folder := bank.inside(body.lora_path)) is None:
         message = "lora_path: it is not below the folder of adapters (setting adapter_dir)"
         raise InvalidRequestError(message, param="lora_path")
-    if name in models_of(request.scope).names or bank.find(name) not in (None, folder):
+    if name in models.names or bank.find(name) not in (None, folder):
         message = f"lora_name: {name!r} is served already; unload it first, or choose another"
         raise InvalidRequestError(message, param="lora_name")
-    await bank.add(name, folder)
+    async with loader.hold(models.adapted) if models.adapted in loader.names else nullcontext():
+        await bank.add(name, folder)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 

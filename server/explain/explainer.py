@@ -69,11 +69,11 @@ class Explainer:
 
         self._model_dir = model_dir
         threads = threads or usable_cpus()
-        self._served, self._adapters, how = adapters, None, dict[str, Any]()
+        self._adapters, options = None, dict[str, Any]()
         if adapters is not None:
             self._adapters = adapters.of_another_graph()
-            how = {"library": adapters.library, "adapters": self._adapters}
-        self._session = open_session(path, threads, 0, **how)
+            options = {"library": adapters.library, "adapters": self._adapters}
+        self._session = open_session(path, threads, 0, **options)
         self._outputs = {value.name for value in self._session.get_outputs()}
         self._has_mask = any(value.name == HEAD_MASK_INPUT for value in self._session.get_inputs())
         self._only_asked = onnxruntime.RunOptions()
@@ -81,8 +81,8 @@ class Explainer:
         self._encoder = None
         if model_dir.config.encoder is not None:
             encoder = model_dir.path / ENCODER_GRAPH_FILE
-            how |= {"of_sources": True, "fits_16_bits": model_dir.manifest.fits_16_bits}
-            self._encoder = open_session(encoder, threads, 0, **how)
+            options |= {"of_sources": True, "fits_16_bits": model_dir.manifest.fits_16_bits}
+            self._encoder = open_session(encoder, threads, 0, **options)
 
     def explain(
         self,
@@ -135,8 +135,8 @@ class Explainer:
         if config.encoder is not None:
             check_length(len(source_ids), config.encoder)
         position = n - 1 if asked.position is None else asked.position
-        if adapter is not None and self._adapters is not None and self._served is not None:
-            adapter = self._adapters.fitted(adapter, self._served)  # lives until the runs end
+        if adapter is not None and self._adapters is not None:
+            adapter = self._adapters.fitted(adapter)  # lives until the runs end
         inputs = self._inputs(token_ids, source_ids, position, adapter)
         outputs = self._run(self._names(layers, asked), inputs, asked.without)
         answers: dict[str, Any] = {}

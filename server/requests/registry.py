@@ -22,7 +22,7 @@ from kvasir.server.errors import (
     UnavailableError,
 )
 from kvasir.server.requests.adapters.bank import AdapterBank
-from kvasir.server.requests.adapters.served import AdaptedModel
+from kvasir.server.requests.adapters.served import AdaptedModel, model_of_adapters
 from kvasir.server.requests.admission.answers import AnswerMemory
 from kvasir.server.requests.admission.queue import Phase
 from kvasir.server.requests.loading.folder_model import Build, FolderModel
@@ -71,8 +71,7 @@ class ModelRegistry:
         self.failures: dict[str, StartupError] = {}  # of models that could not be loaded
         self.on_load_failure: Callable[[StartupError], None] = logger.error
         staying = [name for name in model_dirs if name not in settings.folder_models]
-        writers = (name for name in staying if _may_write(model_dirs[name]))
-        adapted = next(writers, next(iter(staying), None))
+        adapted = model_of_adapters(model_dirs, staying)
         plain = settings.model_copy(update={"adapter": None, "adapter_dir": None})
         budget = settings.models_memory or available_memory()
         kv_bytes = settings.kv_cache_memory or budget // (2 * len(model_dirs))
@@ -83,7 +82,7 @@ class ModelRegistry:
                 if isinstance(model_dir, StartupError):
                     raise model_dir
                 own = settings if name == adapted else plain
-                own = own if name in staying else plain.model_copy(update=in_folder)
+                own = own if name in staying else own.model_copy(update=in_folder)
                 served = ServedModel(
                     own, model_dir, name, self.metrics, self.text_worker, self.answers
                 )
@@ -106,16 +105,18 @@ class ModelRegistry:
         if self._in_folder:
             self.metrics.show_models(self.loader.figures, self.loader.names)
         self.bank: AdapterBank | None = None
-        # By name: the folder and the number of loads by request at which it was read.
-        self._views: dict[str, tuple[tuple[Path, int], AdaptedModel | None]] = {}
-        if settings.has_adapters and adapted is None:
-            raise StartupError("adapters are for a model that is named, not for those of a folder")
+        # By name: the folder, the number of loads by request at which it was read, and its model.
+        self._views: dict[str, tuple[tuple[Path, int, ModelDirectory], AdaptedModel | None]] = {}
+        if settings.has_adapters and not adapted:
+            raise StartupError("no model of the folder takes adapters; name one, or leave them out")
         if settings.has_adapters and adapted in self.served:
-            self._adapted = self.served[adapted]
+            self.adapted = adapted  # the name of their model
             self.bank = AdapterBank(
                 settings.adapters, settings.adapter_dir, settings.adapter_memory, self._graph
             )
             self.metrics.show_adapters(self.bank.figures)
+            if adapted in self._in_folder:
+                self._in_folder[adapted].on_unload = self.bank.clear
 
     def find(self, name: str | None = None, *tasks: Task, must_choose: bool = False) -> ServedModel:
         """Return the named model or, without a name, of the first for the tasks.
@@ -177,7 +178,7 @@ class ModelRegistry:
             return None
         for each in (name, name.removesuffix(":latest")):
             if (folder := self.bank.find(each)) is not None:
-                key = folder, self.bank.n_added
+                key = folder, self.bank.n_added, self.served[self.adapted].model_dir
                 if self._views.get(each, (None,))[0] != key:
                     self._views[each] = key, self._view(each, folder, self.bank)
                 if (view := self._views[each][1]) is not None:
@@ -189,7 +190,7 @@ class ModelRegistry:
     def _view(self, name: str, folder: Path, bank: AdapterBank) -> AdaptedModel | None:
         """Return an adapter as a model; None, and a line in the log, if its folder is wrong."""
         try:
-            return AdaptedModel(self._adapted, name, folder, bank)
+            return AdaptedModel(self.served[self.adapted], name, folder, bank)
         except AdapterError as error:
             logger.error("%s", error)
             return None
@@ -204,7 +205,7 @@ class ModelRegistry:
         return found
 
     def _graph(self) -> GraphAdapters | None:
-        engine = self._adapted.engine.engine
+        engine = self.served[self.adapted].engine.engine
         return None if engine is None else engine.adapters
 
     @property
@@ -248,7 +249,7 @@ class ModelRegistry:
         for name, served in staying.items():
             try:
                 await served.start(partial(build, served, clock), clock)
-                if self.bank is not None and served is self._adapted:
+                if self.bank is not None and name == self.adapted:
                     await self._load_adapters(self.bank)
             except Exception as error:
                 self._fail(name, error)
@@ -293,8 +294,3 @@ class ModelRegistry:
         self.metrics.failed(name, is_failed=True)
         if len(self.names) > 1:
             logger.error("%s", error, extra={"fields": {"model": name}})
-
-
-def _may_write(model_dir: ModelDirectory | StartupError) -> bool:
-    """Return whether a model writes text, or would if it could be loaded."""
-    return isinstance(model_dir, StartupError) or model_dir.config.pooling is None

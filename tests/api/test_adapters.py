@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Thread, current_thread, main_thread
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import numpy as np
@@ -37,6 +38,7 @@ from tests.kit.serving import fake_model_dir, running
 pytestmark = needs_library
 ADMIN = {"authorization": "Bearer admin"}
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 PROMPT = "the 7th line of a text that nobody"
 
 
@@ -405,6 +407,68 @@ async def test_a_model_of_vectors_takes_adapters(root: Path, tmp_path: Path) -> 
         np.testing.assert_allclose(ollamas, own / np.linalg.norm(own), rtol=1e-5)
         refused = await client.post("/v1/embeddings", json={"model": "poet", "input": PROMPT})
         assert refused.status_code == 503  # of another model: it does not fit
+
+
+async def test_a_model_of_a_folder_takes_adapters_whenever_it_is_loaded(
+    exported: Path, root: Path, tmp_path: Path
+) -> None:
+    """The first that can; a new version reads them again, and what runs keeps the old ones."""
+    export_checkpoint(exported / "source", tmp_path / "newer/base", precision="fp32")
+    expected = []
+    for place in (exported, tmp_path / "newer"):
+        async with serving(place, adapter_dir=root) as (_, client):
+            expected.append({n: await complete(client, n) for n in ("base", "poet", "clerk")})
+    folder = tmp_path / "models"
+    shutil.copytree(EXAMPLES / "numbers", folder / "a")  # it takes none
+    shutil.copytree(exported / "base", folder / "base")
+    keys = {"adapter_admin_key": "admin", "models_admin_key": "admin"}
+    named = f"clerk={root / 'clerk'}"
+    known = load_settings(
+        models_dir=folder, adapter=named, adapter_dir=root, threads=1, kv_cache_memory=2**24, **keys
+    )
+    dirs = {name: load_model_dir(path) for name, path in known.models.items()}
+    with patch("kvasir.server.requests.registry.available_memory", lambda: 2**50):
+        app = create_app(known, dirs)
+
+    async def states() -> dict[str, str]:
+        return {one["id"]: one["state"] for one in (await client.get("/v1/models")).json()["data"]}
+
+    async with running(app) as client:
+        assert {*(await states()).values()} == {"unloaded"}
+        wanted = {"lora_name": "poet", "lora_path": "poet"}  # which loads the model as well
+        assert (await client.post(LOAD, json=wanted, headers=ADMIN)).status_code == 200
+        ready, unloaded = dict.fromkeys(("base", "poet"), "ready"), {"a": "unloaded"}
+        assert await states() == unloaded | ready | {"clerk": "unloaded"}
+        assert {name: await complete(client, name) for name in expected[0]} == expected[0]
+        unload = {"model": "base"}
+        response = await client.post("/v1/models/unload", json=unload, headers=ADMIN)
+        assert response.status_code == 200
+        assert {*(await states()).values()} == {"unloaded"}
+        assert bank_of(app).n_bytes == 0
+        assert {name: await complete(client, name) for name in expected[0]} == expected[0]
+        body = {"model": "poet", "prompt": PROMPT, "max_tokens": 60, "temperature": 0.0}
+        streamed, body = "", body | {"ignore_eos": True, "stream": True}
+
+        async def renew() -> dict[str, str]:
+            (folder / "base").rename(tmp_path / "old")
+            (tmp_path / "newer/base").rename(folder / "base")
+            return {name: await complete(client, name) for name in expected[1]}
+
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            async for line in response.aiter_lines():
+                if not streamed and line.startswith("data: {"):
+                    renewing = asyncio.create_task(renew())
+                    await asyncio.wait([renewing])
+                if line.startswith("data: {"):
+                    streamed += json.loads(line[6:])["choices"][0]["text"]
+        assert await renewing == expected[1]
+        assert streamed.startswith(expected[0]["poet"])
+        refused = await client.post("/explain", json={"model": "poet", "text": "a"})
+        assert (refused.status_code, "models_dir" in refused.text) == (400, True)
+    none = load_settings(models_dir=EXAMPLES, adapter_dir=root)
+    dirs = {"numbers": load_model_dir(EXAMPLES / "numbers")}
+    with pytest.raises(StartupError, match="no model of the folder takes adapters"):
+        ModelRegistry(none, dirs)
 
 
 async def test_a_wrong_adapter_of_the_settings_ends_the_start(exported: Path, root: Path) -> None:

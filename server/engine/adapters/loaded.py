@@ -36,7 +36,7 @@ class Adapter:
     """A loaded adapter. table: int64 [parts of the graph, TABLE_NUMBERS].
 
     digest: of its content. base: the model that it names. matrices: of layers, whose addresses the
-    table has.
+    table has. graph: that it was loaded for.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Adapter:
     base: str | None
     table: NDArray[np.int64]
     matrices: Mapping[str, Sequence[NDArray[Any]]]
+    graph: GraphAdapters
 
     @property
     def n_bytes(self) -> int:
@@ -108,21 +109,22 @@ class GraphAdapters:
             addresses = (matrix.ctypes.data for matrix in pair)
             width = part.first - first + len(part.rows)
             table[self.parts[layer][0] + i] = [*addresses, b.shape[1], first, width, 1]
-        return Adapter(name, given.digest, given.base, table, matrices)
+        return Adapter(name, given.digest, given.base, table, matrices, self)
 
     def of_another_graph(self) -> Self:
         """Return the same for another graph of the model, for which `fitted` makes adapters."""
         return type(self)(self.layout, self.library)
 
-    def fitted(self, adapter: Adapter, served: GraphAdapters) -> Adapter:
+    def fitted(self, adapter: Adapter) -> Adapter:
         """Return an adapter that was loaded for another graph of the model, for this one.
 
         In 4 bits only the products of prompts over floats mix their inputs.
         """
         table, matrices = adapter.table.copy(), {**adapter.matrices}
         for layer, is_mixed in self.mixed.items():
-            given = adapter.matrices.get(layer, ()) if is_mixed and not served.mixed[layer] else ()
-            for i, a in enumerate(given[::2]):  # uint16 [n_in, rank padded]
+            if not is_mixed or adapter.graph.mixed[layer]:
+                continue
+            for i, a in enumerate(matrices.get(layer, ())[::2]):  # uint16 [n_in, rank padded]
                 floats = (a.astype(np.uint32) << 16).view(np.float32)
                 mixed = _upper(_columns(floats.T, is_mixed=True))
                 table[table[:, 0] == a.ctypes.data, 0] = mixed.ctypes.data

@@ -60,7 +60,7 @@ class StockAdapters(GraphAdapters):
             # [rank, n] to even and odd ranks
             of_a, of_b = (matrix.reshape(half, 2, -1).swapaxes(0, 1) for matrix in (a, b))
             matrices[layer] = [of_a.swapaxes(1, 2), of_b]
-        return Adapter(name, given.digest, given.base, _NO_TABLE, matrices)
+        return Adapter(name, given.digest, given.base, _NO_TABLE, matrices, self)
 
     def inputs(
         self,

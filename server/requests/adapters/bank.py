@@ -120,16 +120,21 @@ class AdapterBank:
         self._hidden.add(name)
         self._loaded.pop(name, None)
 
+    def clear(self) -> None:
+        """Free what no request uses, since the model is unloaded."""
+        self._loaded.clear()
+
     @asynccontextmanager
-    async def hold(self, name: str) -> AsyncIterator[Adapter]:
+    async def hold(self, name: str, graph: GraphAdapters | None = None) -> AsyncIterator[Adapter]:
         """Keep an adapter in memory until the block is left; load it before, if need be.
 
-        Raises ModelNotFoundError if it is gone, and UnavailableError for one that cannot be loaded
-        or has no room.
+        graph: of the version of the model that the request has. Raises ModelNotFoundError if the
+        adapter is gone, and UnavailableError for one that cannot be loaded or has no room.
         """
-        if (adapter := self._loaded.get(name)) is None:
+        if (adapter := self._fit(name, graph)) is None:
             async with self._turns.take():
-                adapter = self._loaded.get(name) or await self._turns.finish(self._load(name))
+                if (adapter := self._fit(name, graph)) is None:
+                    adapter = await self._turns.finish(self._load(name, graph))
         self._n_holders[adapter] += 1
         if name in self._loaded:
             self._loaded.move_to_end(name)
@@ -140,10 +145,16 @@ class AdapterBank:
             if not self._n_holders[adapter]:
                 del self._n_holders[adapter]
 
-    async def _load(self, name: str) -> Adapter:
+    def _fit(self, name: str, graph: GraphAdapters | None) -> Adapter | None:
+        """Return an adapter in memory, unless it was loaded for another version of the model."""
+        adapter = self._loaded.get(name)
+        is_other = adapter is not None and graph is not None and adapter.graph is not graph
+        return None if is_other else adapter
+
+    async def _load(self, name: str, graph: GraphAdapters | None) -> Adapter:
         folder = self.find(name)
         try:
-            adapter = None if folder is None else await self._read(name, folder)
+            adapter = None if folder is None else await self._read(name, folder, graph)
         except AdapterError as error:
             logger.error("%s", error)
             message = f"the adapter {name!r} could not be loaded; the server's log says why"
@@ -153,8 +164,8 @@ class AdapterBank:
         self._keep(name, adapter)
         return adapter
 
-    async def _read(self, name: str, folder: Path) -> Adapter:
-        if (graph := self._graph()) is None:
+    async def _read(self, name: str, folder: Path, graph: GraphAdapters | None = None) -> Adapter:
+        if (graph := graph or self._graph()) is None:
             raise UnavailableError("the model is being loaded", retry_after=_RETRY)
         adapter = await asyncio.to_thread(graph.load, folder, name, self.most_bytes)
         if adapter.n_bytes > self.most_bytes:
@@ -168,6 +179,7 @@ class AdapterBank:
 
     def _keep(self, name: str, adapter: Adapter) -> None:
         """Add an adapter in the place of others that nobody uses. Raises UnavailableError."""
+        self._loaded.pop(name, None)  # of another version
         while self.n_bytes + adapter.n_bytes > self.most_bytes:
             idle = (each for each, held in self._loaded.items() if not self._n_holders[held])
             if (oldest := next(idle, None)) is None:

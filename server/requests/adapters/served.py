@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from hashlib import sha256
@@ -11,6 +11,7 @@ from typing import Any
 
 from kvasir.model.adapters.config import AdapterError
 from kvasir.model.directory import (
+    ADAPTERS_FILE,
     GENERATION_FILE,
     ModelDirectory,
     parse_template,
@@ -71,10 +72,34 @@ class AdaptedModel(ServedModel):
     async def holding(self) -> AsyncIterator[Adapter]:
         """Keep the adapter in memory until the block is left; see AdapterBank.hold."""
         self.admission.check_open()
-        async with self._bank.hold(self.name) as adapter:
+        engine = self.parent.engine.engine
+        graph = None if engine is None else engine.adapters
+        async with self._bank.hold(self.name, graph) as adapter:
             self._digest = adapter.digest
             self.metrics.server.adapted(self.name)
             yield adapter
+
+
+def model_of_adapters(
+    model_dirs: Mapping[str, ModelDirectory | StartupError], staying: Sequence[str]
+) -> str:
+    """Return the name of the first model that writes text, or of the first, if none does.
+
+    staying: those that are named, if there are some; else it is one of a folder that takes
+    adapters. Empty without one.
+    """
+    names = staying or [name for name, one in model_dirs.items() if _takes_adapters(one)]
+    found = ((name, model_dirs[name]) for name in names)
+    # One that cannot be loaded may write text.
+    writers = [n for n, one in found if isinstance(one, StartupError) or not one.config.pooling]
+    return next(iter([*writers, *names]), "")
+
+
+def _takes_adapters(model_dir: ModelDirectory | StartupError) -> bool:
+    if isinstance(model_dir, StartupError):
+        return False
+    has_other_layers = model_dir.config.n_experts or model_dir.config.recurrence
+    return ADAPTERS_FILE in model_dir.manifest.files and not has_other_layers
 
 
 def _with_own_files(base: ModelDirectory, name: str, folder: Path) -> ModelDirectory:
