@@ -12,7 +12,13 @@ from pydantic import Field
 
 from kvasir.model.directory import ATTENTION_GRAPH_FILE
 from kvasir.server.api.explain.routes import MAX_WEIGHTS
-from kvasir.server.api.http.responses import MODEL_ERRORS, NamedModel, errors, models_of
+from kvasir.server.api.http.responses import (
+    MODEL_ERRORS,
+    NamedModel,
+    errors,
+    models_of,
+    state_of,
+)
 from kvasir.server.api.schemas import ResponseBody, Size
 from kvasir.server.engine.engine import Engine
 from kvasir.server.errors import InvalidRequestError
@@ -212,7 +218,8 @@ def model_card(request: Request, served: NamedModel) -> ModelCard:  # as above
     manifest, limits = model_dir.manifest, served.builder.limits
     engine = served.engine.engine
     explain_limits = None
-    if served.settings.explain and served.name not in models_of(request.scope).loader.names:
+    loaded_later = models_of(request.scope).loader.names
+    if served.settings.explain and state_of(request.scope).model not in loaded_later:
         most = most_tokens(model_dir.config)
         explain_limits = ExplainLimits(max_tokens=most, max_weights=MAX_WEIGHTS)
     files = [

@@ -465,6 +465,8 @@ async def test_a_model_of_a_folder_takes_adapters_whenever_it_is_loaded(
         assert streamed.startswith(expected[0]["poet"])
         refused = await client.post("/explain", json={"model": "poet", "text": "a"})
         assert (refused.status_code, "models_dir" in refused.text) == (400, True)
+        card = (await client.get("/model", params={"model": "poet"})).json()
+        assert (card["has_attention"], card["explain_limits"]) == (False, None)
     none = load_settings(models_dir=EXAMPLES, adapter_dir=root)
     dirs = {"numbers": load_model_dir(EXAMPLES / "numbers")}
     with pytest.raises(StartupError, match="no model of the folder takes adapters"):

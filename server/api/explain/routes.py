@@ -160,9 +160,8 @@ class Explanations:
 @router.post("/explain", response_model=Explanation, responses=BODY_ERRORS)
 async def explain(request: Request, body: ExplainBody) -> Response:
     """Return the attention in a text, and the likeliest next tokens."""
-    served = served_model(request)
-    base = served.parent if isinstance(served, AdaptedModel) else served
-    if base.name in models_of(request.scope).loader.names:
+    served, state = served_model(request), state_of(request.scope)
+    if state.model in models_of(request.scope).loader.names:
         message = "explanations are of models that stay loaded: serve it without models_dir"
         raise InvalidRequestError(message, param="model")
     served.admission.check_open()
@@ -206,12 +205,11 @@ async def explain(request: Request, body: ExplainBody) -> Response:
             "shorter text",
             param="heads",
         )
-    explanations: Explanations = request.app.state.explanations[base.name]
-    caller = state_of(request.scope).caller
+    explanations: Explanations = request.app.state.explanations[state.model]
     async with served.holding() if isinstance(served, AdaptedModel) else nullcontext() as adapter:
-        work = explanations.explain(token_ids, source_ids, heads, questions, caller, adapter)
+        work = explanations.explain(token_ids, source_ids, heads, questions, state.caller, adapter)
         response = held_response(await unless_disconnected(request.receive, work), served)
-    served.metrics.used(caller.name, n_tokens, 0)
+    served.metrics.used(state.caller.name, n_tokens, 0)
     return response
 
 
