@@ -32,7 +32,7 @@ _PANELS = {
     "Limits": "max_queue max_body_bytes default_timeout_ms send_timeout drain_timeout "
     "exit_on_failure",
     "Routes": "explain batch_dir batch_dir_bytes stored_responses_memory",
-    "Replicas": "salt salt_file state_url state_url_file kv_events",
+    "Replicas": "salt salt_file state_url state_url_file kv_events kv_events_replay",
     "Logs and traces": "log_level log_format otlp_endpoint",
 }
 _PANEL_OF = {name: panel for panel, names in _PANELS.items() for name in names.split()}

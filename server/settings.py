@@ -95,6 +95,8 @@ class Settings(BaseSettings):
     """Maximum size of the files in prefix_dir; the least recently used go first."""
     kv_events: str | None = Field(None, pattern=r"^(tcp|ipc)://.")
     """ZMQ address at which routers hear what the prefix cache keeps: tcp://*:5557 listens."""
+    kv_events_replay: str | None = Field(None, pattern=r"^(tcp|ipc)://.")
+    """ZMQ address at which routers ask for lost kv_events again, such as tcp://*:5558."""
     share_prefix_cache: bool = False
     """Share prefixes between API keys, which then learn what prompts of others begin with."""
     speculate: bool | None = Field(
@@ -163,12 +165,8 @@ class Settings(BaseSettings):
     )  # fmt: skip
     batch_dir: Path | None = None
     """Folder for /v1/files and /v1/batches; with state_url that of all replicas. Default: none."""
-    batch_dir_bytes: ByteSize = Field(
-        ByteSize(2 * 2**30),
-        gt=0,
-        description="Maximum size of all files in batch_dir; with api_key_file a key may use as "
-        "much as it leaves to others.",
-    )
+    batch_dir_bytes: ByteSize = Field(ByteSize(2 * 2**30), gt=0)
+    """Most bytes in batch_dir; with api_key_file a key may use as much as it leaves to others."""
     stored_responses_memory: ByteSize = Field(
         ByteSize(64 * 2**20),
         description="Memory for answers of /v1/responses, kept with their conversations for "
@@ -276,8 +274,10 @@ def load_settings(**options: Any) -> Settings:
         raise StartupError(wanted)
     if settings.prefix_dir is not None and not settings.model:
         raise StartupError("setting prefix_dir is for models that stay loaded; name one of them")
-    if settings.models_admin_key is not None and settings.models_dir is None:
-        raise StartupError("setting models_admin_key needs models_dir, whose models it loads")
+    needs = {"models_admin_key": "models_dir", "adapter_admin_key": "adapter_dir"}
+    for name, needed in (needs | {"kv_events_replay": "kv_events"}).items():
+        if getattr(settings, name) is not None and getattr(settings, needed) is None:
+            raise StartupError(f"setting {name} needs {needed}, to which it belongs")
     if len(settings.models) < len(settings.model) + len(settings.folder_models):
         given = ", ".join(map(str, [*settings.model, *settings.folder_models.values()]))
         raise StartupError(f"two of the models have the same name: {given}; name one: NAME=DIR")
@@ -285,8 +285,6 @@ def load_settings(**options: Any) -> Settings:
     if len(settings.adapters) < len(settings.adapter or ()) or len({*names}) < len(names):
         listed = ", ".join(map(str, settings.adapter or ()))
         raise StartupError(f"two adapters, or one and a model, have the same name: {listed}")
-    if settings.adapter_admin_key is not None and settings.adapter_dir is None:
-        raise StartupError("setting adapter_admin_key needs adapter_dir, whose adapters it loads")
     return settings
 
 

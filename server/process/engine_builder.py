@@ -192,7 +192,8 @@ def build_engine(
             raise ValueError(_NO_KV_EVENTS)
         with needed("kv_events", "kv-events"):
             from kvasir.server.telemetry.kv_events import KVEvents  # noqa: PLC0415  imports zmq
-        engine.scheduler.on_blocks = KVEvents(settings.kv_events, settings.model_name, cache)
+        addresses = settings.kv_events, settings.kv_events_replay
+        engine.scheduler.on_blocks = KVEvents(settings.model_name, cache, *addresses)
     return engine
 
 

@@ -38,7 +38,7 @@ _END_SECONDS = 10  # for an engine without work to end
 _OF_SERVERS = dict.fromkeys(
     (
         *("api_key", "api_key_file", "adapter_admin_key", "batch_dir", "state_url"),
-        *("state_url_file", "kv_events"),
+        *("state_url_file", "kv_events", "kv_events_replay"),
     )
 )
 

@@ -4,6 +4,8 @@ The format is vLLM's, which llm-d's router reads, too: a topic, a number, and `[
 """
 
 import socket
+import threading
+from collections import deque
 from time import time_ns
 from typing import Any
 
@@ -15,6 +17,8 @@ from kvasir.server.engine.sequence import Sequence
 
 # Messages, of about 1 KB each, for a subscriber that does not read; what comes beyond is lost.
 _MOST_UNREAD = 10_000
+_MOST_KEPT = 10_000  # messages for subscribers that have lost some; as many as vLLM's
+_END = b"\xff" * 8  # the number that ends an answer, -1
 _EVERY_ADDRESS = "*", "//0.0.0.0:", "//[::]:"  # of this machine, which nobody can connect to
 
 
@@ -22,26 +26,23 @@ class KVEvents:
     """Publishes the blocks of a cache from the engine's thread, which never waits for it.
 
     Blocks with a salt, of a key or an adapter, stay unsaid: other prompts could not use them.
-    address: one with `*`, 0.0.0.0 or [::] listens, others are connected to. Raises ValueError if it
-    cannot be used.
+    address: one with `*`, 0.0.0.0 or [::] listens, others are connected to. replay: one at which
+    subscribers ask for messages again. Raises ValueError for one that cannot be used.
     """
 
-    def __init__(self, address: str, model: str, cache: BlockCache[Any]) -> None:
+    def __init__(
+        self, model: str, cache: BlockCache[Any], address: str, replay: str | None
+    ) -> None:
         self._cache, self.n_sent, cache.changes = cache, 0, []
         self._published = set[bytes]()
         self._events: list[list[Any]] = [["AllBlocksCleared"]]  # of an earlier process here
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, _MOST_UNREAD)
-        self._socket.setsockopt(zmq.IPV6, 1)  # too; `*` is then both
-        is_own = any(every in address for every in _EVERY_ADDRESS)
-        try:
-            own = socket.getaddrinfo(socket.gethostname(), None)[0][4][0]
-            (self._socket.bind if is_own else self._socket.connect)(address)
-        except (zmq.ZMQError, OSError) as error:
-            self._socket.close()
-            raise ValueError(f"kv_events: {address}: {error}") from None
+        own = socket.getaddrinfo(socket.gethostname(), None)[0][4][0]
         self._topic = f"kv@{own}@{model}".encode()
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=_MOST_KEPT if replay else 1)
+        if replay is not None:
+            self._asked = _opened(zmq.ROUTER, "kv_events_replay", replay, _MOST_KEPT + 1)
+            threading.Thread(target=self._replay, name="kv events", daemon=True).start()
+        self._socket = _opened(zmq.PUB, "kv_events", address, _MOST_UNREAD)
 
     def __call__(self, sequence: Sequence) -> None:
         """Publish what has changed in the cache on behalf of a sequence."""
@@ -61,8 +62,34 @@ class KVEvents:
         self._cache.changes = []
         if self._events:
             number, batch = self.n_sent.to_bytes(8, "big"), [time_ns() / 1e9, self._events]
-            self._socket.send_multipart((self._topic, number, msgpack.encode(batch)))
+            self._kept.append((number, msgpack.encode(batch)))
+            self._socket.send_multipart((self._topic, *self._kept[-1]))
             self._events, self.n_sent = [], self.n_sent + 1
+
+    def _replay(self) -> None:
+        """Send the last messages again to whoever asks for those from a number on."""
+        while True:
+            client, *frames = self._asked.recv_multipart()
+            if [len(frame) for frame in frames] != [0, 8]:  # an empty one, and a number
+                continue
+            for number, payload in (*self._kept, (_END, b"")):
+                if number >= frames[1]:
+                    self._asked.send_multipart((client, b"", number, payload))
+
+
+def _opened(kind: int, setting: str, address: str, most_unread: int) -> "zmq.Socket[bytes]":
+    opened: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    opened.setsockopt(zmq.LINGER, 0)
+    opened.setsockopt(zmq.SNDHWM, most_unread)
+    opened.setsockopt(zmq.MAXMSGSIZE, 1024)  # that comes in
+    opened.setsockopt(zmq.IPV6, 1)  # too; `*` is then both
+    listens = kind == zmq.ROUTER or any(every in address for every in _EVERY_ADDRESS)
+    try:
+        (opened.bind if listens else opened.connect)(address)
+    except zmq.ZMQError as error:
+        opened.close()
+        raise ValueError(f"{setting}: {address}: {error}") from None
+    return opened
 
 
 def number_of(name: bytes) -> int:

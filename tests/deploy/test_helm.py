@@ -59,6 +59,7 @@ def test_chart_and_server_accept_the_same_settings(
 ) -> None:
     of = SCHEMA["properties"]["settings"]["properties"][name]
     decisions = set()
+    monkeypatch.setenv(f"{PREFIX}KV_EVENTS", "tcp://*:5557")  # which kv_events_replay needs
     for value in candidates(of):
         monkeypatch.setenv(PREFIX + name.upper(), as_environment(value))
         try:

@@ -20,10 +20,12 @@ from kvasir.server.engine.kv.store import KVStore
 from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.scheduler import Scheduler
 from kvasir.server.engine.step_capacity import StepCapacity
+from kvasir.server.errors import StartupError
 from kvasir.server.process.engine_builder import build_encoder_engine, build_engine
 from kvasir.server.settings import load_settings
 from tests.kit.engine_driver import make_sequence
 from tests.kit.fake_encoder import encoder_model_dir
+from tests.kit.fake_runner import TIMEOUT
 
 kv_events = pytest.importorskip(
     "kvasir.server.telemetry.kv_events", reason="needs the extra kv-events", exc_type=ImportError
@@ -57,19 +59,42 @@ class Subscriber:
         self.socket = self.context.socket(zmq.SUB)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.SUBSCRIBE, b"kv@")
+        self.replay = self.context.socket(zmq.DEALER)
+        for one in (self.socket, self.replay):
+            one.setsockopt(zmq.RCVTIMEO, int(1000 * TIMEOUT))
         self.index: dict[int, tuple[int | None, list[int]]] = {}
-        self.next_number = self.n_removed = 0
+        self.next_number = self.n_removed = self.n_recovered = 0
         self.topic = b""
 
     def read(self, n_messages: int) -> None:
         """Take all messages up to a number of them."""
         while self.next_number < n_messages:
             self.topic, number, payload = self.socket.recv_multipart()
-            assert int.from_bytes(number, "big") == self.next_number
-            self.next_number += 1
-            _, events = msgpack.decode(payload)
-            for tag, *fields in events:
-                self._apply(tag, *fields)
+            if self.has_replay and int.from_bytes(number, "big") > self.next_number:
+                for lost in self.asked_from(self.next_number):
+                    self.n_recovered += self._take(*lost)
+                self._take(number, payload)
+            else:
+                assert self._take(number, payload)
+
+    has_replay = False
+
+    def asked_from(self, first: int) -> list[tuple[bytes, bytes]]:
+        """Return the messages from a number on, as vLLM's clients ask for them."""
+        self.replay.send_multipart((b"", first.to_bytes(8, "big")))
+        found = [*iter(self.replay.recv_multipart, [b"", b"\xff" * 8, b""])]
+        assert not any(empty for empty, _, _ in found)
+        return [(number, payload) for _, number, payload in found]
+
+    def _take(self, number: bytes, payload: bytes) -> bool:
+        """Apply the next message; return False for another one."""
+        if int.from_bytes(number, "big") != self.next_number:
+            return False
+        self.next_number += 1
+        _, events = msgpack.decode(payload)
+        for tag, *fields in events:
+            self._apply(tag, *fields)
+        return True
 
     def _apply(self, tag: str, *fields: Any) -> None:
         if tag == "AllBlocksCleared":
@@ -93,10 +118,13 @@ class Subscriber:
 
 
 @contextmanager
-def subscribed(cache: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Subscriber]]:
+def subscribed(
+    cache: Any, monkeypatch: pytest.MonkeyPatch, replay: str | None = None
+) -> Iterator[tuple[Any, Subscriber]]:
     """Yield a publisher and a subscriber, once the first knows of the second."""
     monkeypatch.setattr(zmq, "PUB", zmq.XPUB)  # a PUB that can be asked who subscribes
-    publisher, subscriber = kv_events.KVEvents("tcp://127.0.0.1:*", "a-model", cache), Subscriber()
+    publisher = kv_events.KVEvents("a-model", cache, "tcp://127.0.0.1:*", replay)
+    subscriber = Subscriber()
     subscriber.socket.connect(publisher._socket.getsockopt(zmq.LAST_ENDPOINT))
     try:
         assert publisher._socket.recv() == b"\x01kv@"
@@ -147,6 +175,52 @@ def test_the_index_of_a_subscriber_equals_the_cache(
     assert subscriber.n_removed > N_REQUESTS / 10
 
 
+def test_a_subscriber_asks_for_the_messages_that_it_has_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While it is away, twice; the second time for more than are kept."""
+    n_kept = 40
+    monkeypatch.setattr(kv_events, "_MOST_KEPT", n_kept)
+    kv, prompt = rows(ROWS * LONGEST // BLOCK), np.random.default_rng(3)
+    scheduler = Scheduler(kv, StepCapacity(16, 0.0), scoring_chunk_size=16)
+    with subscribed(kv.cache, monkeypatch, "tcp://127.0.0.1:*") as (publisher, subscriber):
+        scheduler.on_blocks = publisher
+        replay = publisher._asked.getsockopt(zmq.LAST_ENDPOINT)
+        subscriber.replay.connect(replay)
+        subscriber.has_replay = True
+
+        def publish(n_messages: int) -> None:
+            end = publisher.n_sent + n_messages
+            while publisher.n_sent < end:
+                ids = prompt.integers(99, size=LONGEST // 2).tolist()
+                scheduler.add(make_sequence(0, ids, SamplingParams(max_tokens=2)))
+                while scheduler.held or scheduler.waiting:
+                    step(scheduler)
+
+        publish(10)
+        subscriber.read(publisher.n_sent)
+        subscriber.socket.setsockopt(zmq.UNSUBSCRIBE, b"kv@")
+        assert publisher._socket.recv() == b"\x00kv@"
+        publish(10)
+        subscriber.socket.setsockopt(zmq.SUBSCRIBE, b"kv@")
+        assert publisher._socket.recv() == b"\x01kv@"
+        publish(10)
+        for wrong in (b"", b"x"), (b"", b"x" * 8, b""), (b"",):
+            subscriber.replay.send_multipart(wrong)  # and get no answer
+        subscriber.read(publisher.n_sent)
+        assert subscriber.n_recovered >= 10
+        assert subscriber.index.keys() == {*map(kv_events.number_of, kv.cache.blocks)}
+        publish(n_kept)
+        kept = [int.from_bytes(number, "big") for number, _ in subscriber.asked_from(0)]
+        assert kept == [*range(publisher.n_sent - n_kept, publisher.n_sent)]
+        assert subscriber.asked_from(publisher.n_sent) == []
+        plain = subscriber.context.socket(zmq.REQ)  # of vLLM's example; it reads one answer
+        plain.setsockopt(zmq.RCVTIMEO, int(1000 * TIMEOUT))
+        plain.connect(replay)
+        plain.send(kept[-1].to_bytes(8, "big"))
+        assert plain.recv_multipart()[0] == kept[-1].to_bytes(8, "big")
+
+
 @pytest.mark.parametrize(
     ("host", "call"),
     [("0.0.0.0", "bind"), ("[::]", "bind"), ("127.0.0.1", "connect")],  # noqa: S104
@@ -159,7 +233,8 @@ def test_an_address_that_is_every_one_of_this_machine_listens(
     called = list[str]()
     for name in ("bind", "connect"):
         monkeypatch.setattr(zmq.Socket, name, lambda *_, name=name: called.append(name))
-    kv_events.KVEvents(f"tcp://{host}:5557", "a-model", PrefixCache(4, BLOCK))._socket.close()
+    events = kv_events.KVEvents("a-model", PrefixCache(4, BLOCK), f"tcp://{host}:5557", None)
+    events._socket.close()
     assert called == [call]
 
 
@@ -176,11 +251,20 @@ def step(scheduler: Scheduler) -> None:
     [
         ({"kv_events": "tcp://nowhere"}, "kv_events: tcp://nowhere: "),
         ({"kv_events": "tcp://*:0", "prefix_cache_memory": 0}, "kv_events is for a lone decoder "),
+        (
+            {"kv_events": "tcp://*:0", "kv_events_replay": "tcp://nowhere"},
+            "kv_events_replay: tcp://nowhere: ",
+        ),
     ],
 )
 def test_settings_that_cannot_be_met_are_refused(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         build_engine(load_settings(model=[STDLIB], **options), load_model_dir(STDLIB))
+
+
+def test_a_replay_needs_what_it_replays() -> None:
+    with pytest.raises(StartupError, match="kv_events_replay needs kv_events"):
+        load_settings(model=[STDLIB], kv_events_replay="tcp://*:0")
 
 
 def test_an_encoder_has_no_cache_to_tell_of() -> None:
