@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -96,14 +98,22 @@ def _export(source: Path, directory: Path, precision: str) -> None:
     typer.echo(f"kvasir: exporting {source} in {precision}, once, to {directory}", err=True)
     command = [sys.executable, "-m", "kvasir", "export", str(source), "--out", str(directory)]
     command += ["--precision", precision]
-    # A pipe, since on a terminal the command says what to type next.
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:  # noqa: S603
-        try:
-            for line in process.stdout or ():
-                typer.echo(line, nl=False, err=True)
-            code = process.wait()
-        except BaseException:
-            process.terminate()
-            raise
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with directory.with_name(f".{directory.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until all exports to it have ended, or were killed
+        if directory.is_dir():
+            return
+        for part in directory.parent.glob(f"{directory.name}.part-*"):
+            shutil.rmtree(part)
+        # A pipe, since on a terminal the command says what to type next.
+        pipe, kept = subprocess.PIPE, (lock.fileno(),)
+        with subprocess.Popen(command, stdout=pipe, pass_fds=kept) as process:  # noqa: S603
+            try:
+                for line in process.stdout or ():
+                    typer.echo(line, nl=False, err=True)
+                code = process.wait()
+            except BaseException:
+                process.terminate()
+                raise
     if code and not (directory / MANIFEST_FILE).is_file():  # unless another process was faster
         raise typer.Exit(code)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import stat
+import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ from kvasir.model.download.local import find_local
 from kvasir.server.errors import StartupError
 from kvasir.server.process.engine_builder import check_model
 from kvasir.server.settings import Settings, load_settings
+from tests.kit.fake_runner import TIMEOUT
 
 # Takes the place of Python: exports, by noting how it was called.
 _EXPORTER = """#!/bin/sh
@@ -161,6 +166,42 @@ def test_what_is_kept_is_listed_and_removed(
     assert [
         one["name"].partition("-")[0] for one in json.loads(kvasir("list", "--json"))["models"]
     ] == ["a"]
+
+
+def test_what_a_killed_export_left_is_removed_and_an_export_that_runs_is_waited_for(
+    sources: Path, exporter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process of an export outlives its server, and holds the lock."""
+    line = sources / "llama", None, sources / "cache"
+    directory = Path(str(pull.served_directory(*line)).partition("=")[2])
+    shutil.rmtree(directory)
+    part = write(directory.with_name(f"{directory.name}.part-x"), f"{directory.name}/model.onnx")
+    waits, flock = threading.Event(), fcntl.flock
+
+    def waiting(*args: Any) -> None:
+        waits.set()
+        flock(*args)
+
+    monkeypatch.setattr(fcntl, "flock", waiting)
+    with (
+        directory.with_name(f".{directory.name}.lock").open("w") as lock,
+        ThreadPoolExecutor() as threads,
+    ):
+        flock(lock, fcntl.LOCK_EX)
+        held: dict[str, Any] = {"stdin": subprocess.PIPE, "pass_fds": [lock.fileno()]}
+        with subprocess.Popen(["/bin/cat"], **held) as orphan:
+            lock.close()
+            serving = threads.submit(pull.served_directory, *line)
+            assert waits.wait(TIMEOUT)
+            write(directory, "manifest.json")
+            assert (part.exists(), serving.done()) == (True, False)
+            orphan.communicate()
+        assert serving.result() == Path(f"llama={directory}")
+    assert len(exporter.read_text().splitlines()) == 1
+    shutil.rmtree(directory)
+    pull.served_directory(*line)
+    assert not part.exists()
+    assert len(exporter.read_text().splitlines()) == 2
 
 
 def test_a_failed_export_ends_the_command(
