@@ -140,6 +140,15 @@ class StoredFile(File):
     owner: str
 
 
+class Upload(_Object):
+    """The bytes that are held for a content, which is not yet a file or no more."""
+
+    id: str
+    owner: str
+    bytes: int = 0
+    lease: str = ""  # of the server that receives it; nobody needs what has none
+
+
 class StoredBatch(Batch):
     """A batch, with the name of the API key that it belongs to, and the ids of its files to be.
 

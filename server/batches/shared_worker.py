@@ -30,6 +30,7 @@ Amounts = Mapping[str, int]
 logger = logging.getLogger("kvasir")
 
 _TICK = 1.0  # seconds between two looks at what other servers have done
+_SWEEP_TICKS = 15  # between two sweeps, in which Redis was there: no shorter than a lease
 _LANES = 4  # parts of a batch at once: the end of one overlaps with others
 _NAMES = "answers", "failures"  # of a part's files
 
@@ -54,6 +55,7 @@ class SharedWorker(BatchWorker):
         await super().close()
 
     async def _tick(self) -> None:
+        n_ticks = 0
         while True:
             try:
                 await self.store.refresh()
@@ -62,8 +64,11 @@ class SharedWorker(BatchWorker):
                         self.begin(batch)
                     elif batch.cancelling_at:
                         self._stop(batch)
-            except UnavailableError:
-                pass
+                n_ticks += 1
+                if n_ticks % _SWEEP_TICKS == 0:
+                    await self.store.sweep()
+            except UnavailableError:  # others could not renew their leases either
+                n_ticks = 0
             except Exception:
                 logger.exception("the batches of all servers cannot be read")
             self._ticked.set()
@@ -208,6 +213,8 @@ class SharedWorker(BatchWorker):
 
         def end() -> None:
             if not self._is_open(batch):
+                for file_id in {batch.answers, batch.failures} - self.store.files.keys():
+                    self.store.discard(file_id, batch.owner)
                 return
             now = self.clock()
             ending: Status = "expired" if now >= batch.expires_at else "completed"
@@ -234,13 +241,15 @@ def _paths(folder: Path) -> list[Path]:
 
 
 def _place(begun: Path, folder: Path) -> None:
-    """Rename a folder, unless another server was faster. Raises OSError."""
+    """Rename a folder, unless another server was faster; remove others. Raises OSError."""
     try:
         begun.rename(folder)
     except OSError:
         if not folder.exists():
             raise
     sync(folder.parent)
+    for late in folder.parent.glob(f"{folder.name}.*"):  # of dead servers, and of slow ones
+        shutil.rmtree(late, ignore_errors=True)
 
 
 def _join(paths: Sequence[Path], written: Path, whole: Path) -> None:

@@ -24,7 +24,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from kvasir.model.platform.files import in_words, sync
-from kvasir.server.batches.objects import ENDED, StoredBatch, StoredFile
+from kvasir.server.batches.objects import ENDED, StoredBatch, StoredFile, Upload
 from kvasir.server.batches.threads import in_thread
 from kvasir.server.errors import ConflictError, NotFoundError, RequestTooLargeError, StartupError
 
@@ -91,14 +91,33 @@ class BatchStore:
         """Return the result of work that changes files or batches."""
         return work()
 
-    async def add(self, written: Callable[[], StoredFile]) -> StoredFile:
-        """Return a file, once it is written. Raises OSError and RequestTooLargeError."""
+    async def hold(self, upload: Upload, least: int, most: int) -> None:
+        """Hold more bytes for an upload, as far as they are left. Raises RequestTooLargeError."""
+        upload.bytes = await self.change(lambda: self._hold(upload, least, most))
+
+    def _hold(self, upload: Upload, least: int, most: int) -> int:
+        n_bytes = max(least, min(most, self._left(upload.owner)))
+        self.take(n_bytes, upload.owner)
+        return upload.bytes + n_bytes
+
+    async def add(self, upload: Upload, written: Callable[[], StoredFile]) -> StoredFile:
+        """Return a file, once it is written; its description must be held, too. Raises OSError."""
 
         def work() -> StoredFile:
             self.describe(file := written())
+            self.take(file.bytes - upload.bytes, file.owner)
             return file
 
         return await in_thread(None, work)
+
+    async def drop(self, upload: Upload) -> None:
+        """Remove a content, unless it has become a file."""
+
+        def work() -> None:
+            if upload.bytes and upload.id not in self.files:
+                self._remove(self.path(upload.id), upload.bytes, upload.owner)
+
+        await self.change(work)
 
     def file(self, file_id: str, owner: str) -> StoredFile:
         """Return a file. Raises NotFoundError for one that is unknown or another key's."""
@@ -119,10 +138,10 @@ class BatchStore:
         return self._files / file_id
 
     def describe(self, file: StoredFile, *, reserved: bool = False) -> None:
-        """Make a written content a file. Raises OSError and RequestTooLargeError."""
+        """Make a written content a file. Raises OSError."""
         path, is_new = self._files / f"{file.id}.json", file.id not in self.files
         if is_new:
-            self.take(RECORD_BYTES, file.owner, reserved=reserved)
+            self.take(RECORD_BYTES, file.owner, reserved=True)
         try:
             self._write(path, file, reserved=reserved)
         except OSError:
@@ -151,7 +170,7 @@ class BatchStore:
 
     @property
     def n_bytes(self) -> int:
-        """The size of all files, with what is counted for descriptions."""
+        """The size of all files, with what is counted for descriptions and uploads."""
         return self._used.total()
 
     def take(self, n_bytes: int, owner: str, *, reserved: bool = False) -> None:

@@ -127,6 +127,11 @@ class RedisState(Records, State):
         with suppress(UnavailableError):
             await self._end(account, [lease])
 
+    async def living(self, account: bytes) -> set[str]:
+        """Return the leases of an account that have not ended, of all replicas."""
+        leases = await self._link.reply(self._script("living", f"leases:{account.hex()}"))
+        return {lease.decode() for lease in leases}
+
     async def _end(self, account: bytes, leases: list[str]) -> None:
         await self._link.reply(lambda: self._redis.zrem(f"kvasir:leases:{account.hex()}", *leases))
 

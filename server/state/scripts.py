@@ -41,6 +41,9 @@ return 1
 """
 )
 
+# An account's sorted set. Returns the leases that have not ended.
+LIVING = _NOW + "return redis.call('ZRANGEBYSCORE', KEYS[1], now, '+inf')"
+
 # An account's sorted set; seconds, leases.
 RENEW = (
     _NOW

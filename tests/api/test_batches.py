@@ -327,6 +327,39 @@ async def test_uploads_leave_nothing_behind_unless_whole(
         assert cut.status_code == 400
 
 
+async def test_an_upload_without_room_is_refused_before_it_is_received(tmp_path: Path) -> None:
+    """Whether the room is used by files, or by another upload that says how long it will be."""
+    n_read, held, ends = [0, 0], asyncio.Event(), asyncio.Event()
+
+    async def pieces(number: int) -> AsyncIterator[bytes]:
+        yield (PURPOSE + FILE[:-4]).encode()
+        n_read[number] += 1
+        if number == 0:
+            held.set()
+            await ends.wait()
+        yield b" " * 300_000
+        n_read[number] += 1
+        yield f"\r\n{END}".encode()
+
+    async with batching(tmp_path, batch_dir_bytes=500_000) as served:
+        length = len(PURPOSE + FILE[:-4]) + 300_002 + len(END)
+        head = HEAD | {"content-length": str(length)}
+        first = asyncio.create_task(
+            served.client.post("/v1/files", content=pieces(0), headers=head)
+        )
+        await held.wait()
+        for _ in range(2):
+            refused = await served.client.post("/v1/files", content=pieces(1), headers=head)
+            assert refused.status_code == 413
+            assert "left for you (setting batch_dir_bytes)" in refused.json()["error"]["message"]
+            assert n_read[1] == 0
+            ends.set()
+            assert (await first).status_code == 200
+        kept = list((tmp_path / "batches/files").iterdir())
+        assert len(kept) == 2
+        assert served.app.state.batches.store.n_bytes == 300_000 + 4096
+
+
 @pytest.mark.parametrize("is_cancelled", [False, True])
 async def test_a_batch_waits_for_room_for_its_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool

@@ -48,10 +48,11 @@ async def stores(
 async def upload(store: BatchStore, owner: str, n_bytes: int) -> str:
     content = Content(store, owner)
     try:
+        await content.hold(n_bytes, n_bytes)
         content.write(b"a" * n_bytes)
-        return (await store.add(lambda: content.written("a"))).id
+        return (await content.add("a")).id
     finally:
-        content.close()
+        await content.close()
 
 
 async def begin(store: BatchStore, file_id: str, owner: str, now: float) -> StoredBatch:
@@ -129,3 +130,61 @@ async def test_files_and_batches_are_as_the_slowest_rules_say(
             with pytest.raises(NotFoundError):
                 other.file(name, "a" if whose == "b" else "b")
     assert refused == {ConflictError, NotFoundError, RequestTooLargeError}
+
+
+async def test_uploads_under_way_count(stores: list[BatchStore]) -> None:
+    """Of all clients at all servers: together, and of each key, they have no more than they may."""
+    one, other = stores
+    first, second = Content(one, "a"), Content(other, "a")
+    share = MOST_BYTES // 2 - RECORD_BYTES
+    await first.hold(0, share + 1000)  # as much as there is
+    with pytest.raises(RequestTooLargeError, match="left for you"):
+        await second.hold(0, 0)
+    third = Content(other, "b")
+    await third.hold(*[MOST_BYTES // 4 - RECORD_BYTES] * 2)
+    third.write(b"b" * (MOST_BYTES // 4 - RECORD_BYTES))
+    with pytest.raises(RequestTooLargeError, match="left for you"):
+        await third.hold(1, 1)
+    first.write(b"a" * 10)
+    assert (await first.add("a")).bytes == 10
+    n_free = share - RECORD_BYTES - 10 - MOST_BYTES // 8  # what was not needed is, too
+    await second.hold(n_free, n_free)
+    for content in (first, second, third):
+        await content.close()
+    for store in stores:
+        await store.refresh()
+        assert store.n_bytes == 10 + RECORD_BYTES
+
+
+async def test_uploads_together_never_exceed_the_limit(stores: list[BatchStore]) -> None:
+    """Clients that do not say how much they send, in pieces that take turns."""
+    chance, refused = random.Random(0), 0
+    contents = [Content(store, owner) for store in stores for owner in "aabc"]
+    sizes = dict.fromkeys(contents, 0)
+    for content in contents:
+        await content.hold(0, 0)
+    left = [*contents]
+    while left:
+        content = chance.choice(left)
+        piece = b"a" * chance.randrange(1, 9000)
+        try:
+            await content.hold(len(piece), 10_000)
+            content.write(piece)
+            sizes[content] += len(piece)
+        except RequestTooLargeError:
+            refused += 1
+            left.remove(content)
+            if chance.random() < 0.5:
+                await content.close()
+                sizes[content] = 0
+            else:
+                await content.add("a")
+                await content.close()
+        on_disk = sum(path.stat().st_size for path in stores[0].path("").iterdir())
+        assert on_disk <= sum(sizes.values()) + RECORD_BYTES * len(contents)
+        assert sum(sizes.values()) + RECORD_BYTES * len(left) <= MOST_BYTES
+    assert refused == len(contents)
+    for store in stores:
+        await store.refresh()
+        kept = [size for size in sizes.values() if size]
+        assert store.n_bytes == sum(kept) + RECORD_BYTES * len(kept) <= MOST_BYTES

@@ -109,7 +109,7 @@ async def test_a_batch_is_cancelled_while_the_disk_is_full(
         return await doubled(path, body, owner)
 
     working = worker(store, answer)
-    file = store.files[upload(store)]
+    file = store.files[await upload(store)]
     batch = await working.create(file, ENDPOINT, None)
     disk.first = FOREVER if is_valid else disk.n
     await waiting.wait()
@@ -143,7 +143,7 @@ async def test_an_error_does_not_hide_the_end_of_the_server(tmp_path: Path) -> N
             await asyncio.sleep(0)
 
     working = worker(store, answer)
-    batch = await working.create(store.files[upload(store)], ENDPOINT, None)
+    batch = await working.create(store.files[await upload(store)], ENDPOINT, None)
     await asyncio.wait([working.tasks[batch.id]])  # cancelled, since Python 3.13
     await closing[0]
     store.close()

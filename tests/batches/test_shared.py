@@ -113,12 +113,13 @@ async def fleet(server: RedisServer, tmp_path: Path) -> AsyncIterator[Fleet]:
 async def upload(member: Member, lines: int = N_LINES, owner: str = "") -> str:
     content = Content(member.store, owner)
     try:
+        await content.hold(0, 200 * lines)
         for n in range(lines):
             line = {"custom_id": str(n), "method": "POST", "url": ENDPOINT, "body": {"prompt": n}}
             content.write(json.dumps(line).encode() + b"\n" + b"\n" * (n % 3))
-        return (await member.store.add(lambda: content.written("a"))).id
+        return (await content.add("a")).id
     finally:
-        content.close()
+        await content.close()
 
 
 async def begun(member: Member) -> StoredBatch:
@@ -372,8 +373,10 @@ async def test_a_finished_part_that_the_folder_has_lost_is_answered_again(
 async def test_a_batch_whose_file_is_wrong_fails_on_all_servers(fleet: Fleet) -> None:
     one, other = await fleet(2)
     content = Content(one.store, "")
+    await content.hold(3, 3)
     content.write(b"{}\n")
-    file = await one.store.add(lambda: content.written("a"))
+    file = await content.add("a")
+    await content.close()
     batch = await one.worker.create(file, ENDPOINT, None)
     found = await ended([other, one], batch.id)
     assert found.status == "failed"
@@ -391,3 +394,172 @@ async def test_a_full_folder_holds_a_batch_up_and_loses_nothing(fleet: Fleet) ->
     await other.store.change(lambda: other.store.delete(other.store.file(more, "")))
     check_whole(one, await ended([one, other], batch.id))
     assert set(one.answered + other.answered) == {*range(N_LINES)}
+
+
+async def receiving(member: Member, n_bytes: int) -> Content:
+    """Begin an upload that has not ended."""
+    content = Content(member.store, "")
+    await content.hold(n_bytes, n_bytes)
+    content.write(b"a" * n_bytes)
+    return content
+
+
+def end_uploads(server: RedisServer) -> None:
+    """Let the leases of all uploads end."""
+    with redis.Redis.from_url(server.url) as client:
+        for key in client.scan_iter("kvasir:leases:*"):
+            for lease in client.zrange(key, 0, -1):
+                client.zadd(key, {lease: 1})
+
+
+def contents_of(member: Member) -> list[Path]:
+    return [*member.store.path("").iterdir()]
+
+
+async def swept(member: Member) -> None:
+    for _ in range(2):
+        await member.store.refresh()
+        await member.store.sweep()
+    await member.store.refresh()
+
+
+async def test_an_upload_to_a_server_that_was_killed_is_removed(
+    server: RedisServer, fleet: Fleet
+) -> None:
+    one, other = await fleet(2)
+    content = await receiving(one, 1000)
+    slow = await receiving(other, 500)
+    await swept(other)
+    assert len(contents_of(other)) == 2  # of servers that live
+    one.state._leases.clear()
+    await one.die()
+    end_uploads(server)
+    await other.state._renew()
+    await swept(other)
+    assert [path.stat().st_size for path in contents_of(other)] <= [500]
+    assert other.store.n_bytes == 500 + 4096
+    assert (await slow.add("a")).bytes == 500
+    await slow.close()
+    await swept(other)
+    assert len(contents_of(other)) == 1
+    assert other.store.n_bytes == 500 + 4096
+    assert content._file is not None
+    content._file.close()
+
+
+async def test_a_slow_servers_upload_that_was_removed_fails(
+    server: RedisServer, fleet: Fleet
+) -> None:
+    """It was taken for dead, whether its content is gone already or not yet."""
+    slow, other = await fleet(2)
+    for n_sweeps in (1, 2):
+        content = await receiving(slow, 1000)
+        end_uploads(server)
+        for _ in range(n_sweeps):
+            await other.store.refresh()
+            await other.store.sweep()
+        with pytest.raises(UnavailableError, match="send the file again"):
+            await content.hold(10, 10)
+        with pytest.raises(UnavailableError, match="send the file again"):
+            await content.add("a")
+        await content.close()
+        await swept(other)
+        assert not contents_of(other)
+        assert other.store.n_bytes == 0
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+async def test_a_change_of_unknown_outcome_leaves_a_file_whole_or_none(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, *, is_done: bool
+) -> None:
+    """Redis goes away before or after it has it."""
+    one, other = await fleet(2)
+    push = one.state.push
+
+    async def lose(*args: Any) -> bool:
+        monkeypatch.setattr(one.state, "push", push)
+        if is_done:
+            await push(*args)
+        raise UnavailableError("no reply")
+
+    content = await receiving(one, 1000)
+    monkeypatch.setattr(one.state, "push", lose)
+    with pytest.raises(UnavailableError, match="no reply"):
+        await content.add("a")
+    await content.close()
+    await swept(other)
+    assert len(other.store.files) == len(contents_of(other)) == is_done
+    file_id = await upload(other)
+    file = other.store.files[file_id]
+    await one.store.refresh()
+    monkeypatch.setattr(one.state, "push", lose)
+    with pytest.raises(UnavailableError, match="no reply"):
+        await one.store.change(lambda: one.store.delete(file))
+    assert one.store.path(file.id).exists()
+    await swept(other)
+    assert len(other.store.files) == len(contents_of(other)) == 1
+    assert one.store.path(file.id).exists() is not is_done
+
+
+async def test_what_dead_and_slow_servers_leave_of_batches_is_removed(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (one,) = await fleet(1)
+    publish, found = one.worker._publish, list[str]()
+
+    async def look(batch: StoredBatch, part: int) -> Any:
+        found.extend(path.name for path in one.store.part(batch, "").iterdir())
+        return await publish(batch, part)
+
+    monkeypatch.setattr(one.worker, "_publish", look)
+    asked, goes_on = await holding(one)
+    batch = await begun(one)
+    await asked.wait()
+    dead, unknown = one.store.part(batch, "0.dead"), one.store._batches / "batch_1/0"
+    for folder in (dead, unknown):
+        folder.mkdir(parents=True)
+        (folder / "answers").write_bytes(b"{")
+    await swept(one)
+    assert (dead / "answers").exists()  # as a slow server's, which may go on
+    goes_on.set()
+    check_whole(one, await ended([one], batch.id))
+    assert {*found} == {str(number) for number in range(-(-N_LINES // 3))}
+    dead.mkdir(parents=True)
+    await swept(one)
+    assert [*one.store._batches.iterdir()] == [unknown.parent]  # of records that Redis has lost
+
+
+async def test_a_slow_server_removes_what_it_has_joined_of_a_batch_that_has_ended(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = await fleet(2)
+    batch_id = ""
+    for member in (one, other):
+
+        async def slow(work: Any, *args: Any, record: Any = member.worker._record) -> None:
+            if work.__name__ == "end":
+                await other.store.refresh()
+                cancelled = other.store.batches[batch_id].model_copy().enter("cancelled", NOW)
+                await other.store.change(lambda: other.store.save(cancelled))
+            await record(work, *args)
+
+        monkeypatch.setattr(member.worker, "_record", slow)
+    batch_id = (await begun(one)).id
+    await ended([one, other], batch_id)
+    assert [path.name for path in contents_of(one)] == [*one.store.files]
+    assert len(one.store.files) == 1
+
+
+async def test_a_server_sweeps_by_itself(
+    server: RedisServer, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_worker, "_SWEEP_TICKS", 1)
+    dead, living = await fleet(2)
+    content = await receiving(dead, 1000)
+    dead.state._leases.clear()
+    await dead.die()
+    end_uploads(server)
+    while contents_of(living):
+        await living.worker._ticked.wait()
+    assert content._file is not None
+    content._file.close()

@@ -48,19 +48,19 @@ def open_store() -> Iterator[Open]:
         yield opened
 
 
-def upload(store: BatchStore, owner: str = "") -> str:
+async def upload(store: BatchStore, owner: str = "") -> str:
     content = Content(store, owner)
     try:
+        await content.hold(1000, 1000)
         for line in LINES:
             content.write(json.dumps(line).encode() + b"\n")
-        store.describe(file := content.written("a.jsonl"))
-        return file.id
+        return (await content.add("a.jsonl")).id
     finally:
-        content.close()
+        await content.close()
 
 
-def begun(store: BatchStore, owner: str = "") -> StoredBatch:
-    batch = store.create(store.file(upload(store, owner), owner), ENDPOINT, None, NOW)
+async def begun(store: BatchStore, owner: str = "") -> StoredBatch:
+    batch = store.create(store.file(await upload(store, owner), owner), ENDPOINT, None, NOW)
     store.save(batch)
     return batch
 
@@ -131,7 +131,7 @@ async def test_a_batch_ends_whole_after_crashes_at_any_byte(
     chance = random.Random(seed)
     folder = tmp_path / "batches"
     store = open_store(folder)
-    batch_id = begun(store).id
+    batch_id = (await begun(store)).id
     for life in range(4):
         n_left = chance.randrange(8)
 
@@ -176,7 +176,7 @@ async def test_a_crash_between_two_steps_of_the_end_is_mended(
                 write(*arguments, reserved=reserved)
             shutil.copytree(tmp_path / "first", copies[-1])
 
-    batch_id = begun(store).id
+    batch_id = (await begun(store)).id
     store._write = copying  # type: ignore[assignment,method-assign]
     await run_all(worker(store))
     store.close()
@@ -199,7 +199,7 @@ async def test_a_line_that_the_server_cannot_take_is_tried_again(
         return 0.0
 
     store = open_store(tmp_path)
-    batch_id = begun(store).id
+    batch_id = (await begun(store)).id
     await run_all(worker(store, answer))
     check_whole(store, batch_id)
 
@@ -209,7 +209,7 @@ async def test_a_batch_expires_after_its_window(
     tmp_path: Path, open_store: Open, answered: int
 ) -> None:
     store = open_store(tmp_path)
-    batch = begun(store)
+    batch = await begun(store)
     waiting = asyncio.Event()
     n_left = answered
 
@@ -253,7 +253,7 @@ async def test_batches_take_turns(tmp_path: Path, open_store: Open) -> None:
 
     store = open_store(tmp_path)
     for owner in ("a", "b"):
-        begun(store, owner)
+        await begun(store, owner)
     working = worker(store, answer)
     working._places = Places(1)
     await run_all(working)
@@ -306,7 +306,7 @@ async def test_the_reading_of_files_stops_when_the_batch_or_the_server_does(
         return from_json(line)
 
     store = open_store(tmp_path)
-    batches = [begun(store, owner) for owner in (["a"] if is_cancelled else "abcd")]
+    batches = [await begun(store, owner) for owner in (["a"] if is_cancelled else "abcd")]
     working = worker(store, parse=parse)
     working.start()
     await begins.wait()
@@ -333,7 +333,7 @@ async def test_work_in_a_thread_ends_before_its_files_are_closed(
     monkeypatch.setattr(Journal, "sync", sync)
     monkeypatch.setattr("kvasir.server.batches.journal._SYNC_SECONDS", 0)
     store = open_store(tmp_path)
-    begun(store)
+    await begun(store)
     working = worker(store, n_at_once=1)
     working.start()
     await begins.wait()
@@ -347,12 +347,13 @@ async def test_work_in_a_thread_ends_before_its_files_are_closed(
 
 async def test_batches_need_none_of_asyncios_own_threads(tmp_path: Path, open_store: Open) -> None:
     goes_on = threading.Event()
+    store = open_store(tmp_path)
+    file = store.file(await upload(store), "")
     with ThreadPoolExecutor(1) as executor:
         asyncio.get_running_loop().set_default_executor(executor)
         executor.submit(goes_on.wait)
-        store = open_store(tmp_path)
         working = worker(store)
-        batch = await working.create(store.file(upload(store), ""), ENDPOINT, None)
+        batch = await working.create(file, ENDPOINT, None)
         await working.tasks[batch.id]
         goes_on.set()
     check_whole(store, batch.id)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedWriter
 from time import time
 
 from fastapi import Request
@@ -12,15 +14,15 @@ from python_multipart import MultipartParser
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 
-from kvasir.model.platform.files import sync
-from kvasir.server.batches.objects import StoredFile
-from kvasir.server.batches.store import BatchStore
+from kvasir.server.batches.objects import StoredFile, Upload
+from kvasir.server.batches.store import RECORD_BYTES, BatchStore
 from kvasir.server.batches.threads import in_thread
 from kvasir.server.errors import InvalidRequestError
 
 MAX_FILE_BYTES = 200 * 10**6  # as OpenAI has it
 FORM_BYTES = 2**16  # of a form beside its file
 _MAX_FIELD = 512  # bytes
+_STEP = 2**20  # bytes that are held at once for a form of unknown length
 
 
 class Form:
@@ -106,13 +108,17 @@ class Form:
         self.is_complete = True
 
 
-async def read_form(request: Request, write: Callable[[bytes], object]) -> Form:
-    """Read a request's form, and pass its file to `write`, in threads.
+async def read_form(request: Request, content: Content) -> Form:
+    """Read a request's form, and write its file to the content, in threads.
 
-    Raises InvalidRequestError for a broken form, and what `write` raises.
+    Raises InvalidRequestError for a broken form, and what the content raises.
     """
-    form = Form(request.headers.get("content-type", ""), write)
+    form = Form(request.headers.get("content-type", ""), content.write)
+    announced = request.headers.get("content-length", "")
+    n_bytes = int(announced) if announced.isdecimal() else 0
+    await content.hold(max(0, n_bytes - FORM_BYTES), n_bytes)
     async for piece in request.stream():
+        await content.hold(len(piece), _STEP)
         await in_thread(None, form.feed, piece)
     if not form.is_complete:
         raise InvalidRequestError("the form is cut off: its last boundary is missing")
@@ -120,37 +126,48 @@ async def read_form(request: Request, write: Callable[[bytes], object]) -> Form:
 
 
 class Content:
-    """A content that is uploaded before it is a file: describe it, and in any case `close` it."""
+    """A content that is uploaded before it is a file: hold room, `add` it, and `close` it."""
 
     def __init__(self, store: BatchStore, owner: str) -> None:
-        self._store, self._owner = store, owner
-        self._id = f"file-{secrets.token_hex(12)}"
-        self._file = store.path(self._id).open("xb")
+        self._store = store
+        self._upload = Upload(id=f"file-{secrets.token_hex(12)}", owner=owner)
+        self._file: BufferedWriter | None = None
         self.n_bytes = 0
 
+    async def hold(self, least: int, most: int) -> None:
+        """Hold room for the next bytes of a form. Raises what the store's `hold` does."""
+        n_lacking = self.n_bytes + RECORD_BYTES - self._upload.bytes
+        if n_lacking + least > 0:
+            await self._store.hold(self._upload, n_lacking + least, n_lacking + most)
+
     def write(self, data: bytes) -> None:
-        """Append to the content. Raises OSError and RequestTooLargeError."""
-        self._store.take(len(data), self._owner)
+        """Append bytes for which room is held to the content. Raises OSError."""
         self.n_bytes += len(data)
+        if self._file is None:
+            self._file = self._store.path(self._upload.id).open("xb")
         self._file.write(data)
 
-    def written(self, filename: str) -> StoredFile:
-        """Return the file to be described, whose content is on the disk. Raises OSError."""
-        self._file.close()
-        sync(self._store.path(self._id))
-        return StoredFile(
-            id=self._id,
-            bytes=self.n_bytes,
-            created_at=int(time()),
-            filename=filename,
-            purpose="batch",
-            owner=self._owner,
-        )
+    async def add(self, filename: str) -> StoredFile:
+        """Make a file of the content. Raises OSError, and what the store's `add` does."""
 
-    def close(self) -> None:
-        """Remove the content, unless it was described."""
+        def written() -> StoredFile:
+            if self._file is not None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            return StoredFile(
+                id=self._upload.id,
+                bytes=self.n_bytes,
+                created_at=int(time()),
+                filename=filename,
+                purpose="batch",
+                owner=self._upload.owner,
+            )
+
+        return await self._store.add(self._upload, written)
+
+    async def close(self) -> None:
+        """Remove the content, unless it has become a file."""
         with suppress(OSError):  # bytes that no longer fit on the disk
-            self._file.close()
-        if self._id not in self._store.files:
-            self._store.path(self._id).unlink(missing_ok=True)
-            self._store.take(-self.n_bytes, self._owner)
+            if self._file is not None:
+                await in_thread(None, self._file.close)
+        await self._store.drop(self._upload)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path as FilePath
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -17,7 +16,6 @@ from kvasir.server.api.http.upload import Content, read_form
 from kvasir.server.api.schemas import Page, ResponseBody
 from kvasir.server.batches.objects import File
 from kvasir.server.batches.store import BatchStore
-from kvasir.server.batches.threads import in_thread
 from kvasir.server.errors import InvalidRequestError, NotFoundError
 
 router = APIRouter()
@@ -94,17 +92,17 @@ def page(items: Iterable[Item], after: str | None, limit: int) -> dict[str, Any]
 @router.post("/v1/files", responses=CHANGE_ERRORS, openapi_extra=_BODY)
 async def upload(request: Request, store: Store, owner: Owner) -> File:
     """Store a file of requests, for a batch."""
-    content = await in_thread(None, Content, store, owner)
+    content = Content(store, owner)
     try:
-        form = await read_form(request, content.write)
+        form = await read_form(request, content)
         if form.fields.get("purpose") != "batch":
             given = form.fields.get("purpose")
             raise InvalidRequestError(f"purpose: it must be batch, not {given!r}", param="purpose")
         if not content.n_bytes or form.filename is None:
             raise InvalidRequestError("file: it is missing or empty", param="file")
-        return await store.add(partial(content.written, form.filename))
+        return await content.add(form.filename)
     finally:
-        await in_thread(None, content.close)
+        await content.close()
 
 
 @router.get("/v1/files", responses=ERRORS)
