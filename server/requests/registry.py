@@ -262,8 +262,11 @@ class ModelRegistry:
             try:
                 self.adapter(name)
                 await bank.add(name, folder)
-            except (InvalidRequestError, UnavailableError) as error:
-                raise StartupError(error.message) from None
+            except InvalidRequestError as error:
+                if name not in bank.loaded:  # no request has asked for it before
+                    raise StartupError(error.message) from None
+            except UnavailableError:  # others' requests leave it no room: it waits for its own
+                pass
 
     @property
     def _versions(self) -> list[ServedModel]:

@@ -473,6 +473,29 @@ async def test_a_model_of_a_folder_takes_adapters_whenever_it_is_loaded(
         ModelRegistry(none, dirs)
 
 
+async def test_requests_may_use_adapters_before_the_start_has_read_them(
+    exported: Path, root: Path
+) -> None:
+    """The model is ready by then; one asks for an adapter, another leaves no room for the next."""
+    begin, used = ModelRegistry._load_adapters, asyncio.Event()
+
+    async def after_a_request(models: ModelRegistry, bank: AdapterBank) -> None:
+        try:
+            async with bank.hold("poet") as adapter:
+                bank.most_bytes = adapter.n_bytes
+                await begin(models, bank)
+        finally:
+            used.set()
+
+    named = ",".join(f"{name}={root / name}" for name in ("poet", "clerk"))
+    with patch.object(ModelRegistry, "_load_adapters", after_a_request):
+        async with serving(exported, adapter=named) as (app, client):
+            await used.wait()
+            assert not app.state.models.failures
+            assert bank_of(app).loaded.keys() == {"poet"}
+            await complete(client, "clerk")
+
+
 async def test_a_wrong_adapter_of_the_settings_ends_the_start(exported: Path, root: Path) -> None:
     set_config(root / "poet", use_dora=True)
     known = load_settings(model=exported / "base", adapter=f"poet={root / 'poet'}")
