@@ -46,6 +46,7 @@ def server(started: RedisServer, monkeypatch: pytest.MonkeyPatch) -> RedisServer
     monkeypatch.setattr(link, "_SLICES", 100 * TIMEOUT)  # on a busy machine
     monkeypatch.setattr(requests, "PART", 3)
     monkeypatch.setattr(shared_worker, "_TICK", 0.01)
+    monkeypatch.setattr(shared_worker, "_SWEEP_TICKS", 10**9)
     monkeypatch.setattr("kvasir.server.batches.worker._PAUSE", 0.01)
     with redis.Redis.from_url(started.url) as client:
         client.flushall()
