@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import suppress
+from glob import escape
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -103,7 +104,7 @@ def _export(source: Path, directory: Path, precision: str) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until all exports to it have ended, or were killed
         if directory.is_dir():
             return
-        for part in directory.parent.glob(f"{directory.name}.part-*"):
+        for part in directory.parent.glob(f"{escape(directory.name)}.part-*"):
             shutil.rmtree(part)
         # A pipe, since on a terminal the command says what to type next.
         pipe, kept = subprocess.PIPE, (lock.fileno(),)

@@ -1,4 +1,4 @@
-"""The parts of a configuration: how its classes check their fields, recurrences, and its rules.
+"""Parts of TransformerConfig, how their fields are checked, and the rules between fields.
 
 Imports `model.platform`.
 """

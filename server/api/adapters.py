@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse
 from kvasir.server.api.http.body import admin_route
 from kvasir.server.api.http.responses import errors, models_of
 from kvasir.server.api.schemas import RequestBody
-from kvasir.server.errors import InvalidRequestError, ModelNotFoundError
+from kvasir.server.errors import InvalidRequestError, ModelNotFoundError, UnavailableError
 from kvasir.server.requests.adapters.bank import AdapterBank
 
 router = APIRouter(route_class=admin_route("adapter_admin_key"))
@@ -67,6 +67,7 @@ async def unload_adapter(request: Request, body: UnloadAdapterBody) -> PlainText
 
 
 def _bank(request: Request) -> AdapterBank:
-    bank = models_of(request.scope).bank
-    assert bank is not None, "the key needs adapter_dir"
+    if (bank := models_of(request.scope).bank) is None:
+        message = "the model of the adapters cannot be loaded; the server's log says why"
+        raise UnavailableError(message, retry_after=60)
     return bank

@@ -15,6 +15,7 @@ from kvasir.server.api.http.responses import errors, models_of
 from kvasir.server.api.models import Model, listed
 from kvasir.server.api.schemas import RequestBody
 from kvasir.server.errors import InvalidRequestError
+from kvasir.server.requests.adapters.served import AdaptedModel
 from kvasir.server.requests.loading.loader import ModelLoader
 
 router = APIRouter(route_class=admin_route("models_admin_key"))
@@ -47,9 +48,11 @@ async def unload_model(request: Request, body: LoadModelBody) -> Response:
 def _loader(request: Request, body: LoadModelBody) -> tuple[ModelLoader, str]:
     """Return what loads models, and the name of one of those."""
     models = models_of(request.scope)
-    name = models.named(body.model).name
-    if name not in models.loader.names:
+    served = models.named(body.model)
+    if (name := served.name) not in models.loader.names:
         message = f"model: {name!r} is not of the folder models_dir, so it stays loaded"
+        if isinstance(served, AdaptedModel):
+            message = f"model: {name!r} is an adapter; name its model, {served.parent.name!r}"
         raise InvalidRequestError(message, param="model")
     return models.loader, name
 

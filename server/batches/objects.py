@@ -141,12 +141,12 @@ class StoredFile(File):
 
 
 class Upload(_Object):
-    """The bytes that are held for a content, which is not yet a file or no more."""
+    """The bytes that are held for a content, which is not yet, or no longer, a file."""
 
     id: str
     owner: str
     bytes: int = 0
-    lease: str = ""  # of the server that receives it; nobody needs what has none
+    lease: str = ""  # of the server that receives it; without one the content is to be removed
 
 
 class StoredBatch(Batch):

@@ -7,6 +7,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -154,7 +155,7 @@ class SharedStore(BatchStore):
         if upload.lease:
             await self.state.leave(_UPLOADS, upload.lease)
         with suppress(UnavailableError):
-            await super().drop(upload)
+            await self.change(partial(self._drop, upload))
 
     async def sweep(self) -> None:
         """Remove what dead servers have left of uploads, deleted files and ended batches.

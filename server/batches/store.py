@@ -106,18 +106,18 @@ class BatchStore:
         def work() -> StoredFile:
             self.describe(file := written())
             self.take(file.bytes - upload.bytes, file.owner)
+            upload.bytes = 0  # they are the file's, which others may delete from now on
             return file
 
         return await in_thread(None, work)
 
     async def drop(self, upload: Upload) -> None:
         """Remove a content, unless it has become a file."""
+        await in_thread(None, self._drop, upload)
 
-        def work() -> None:
-            if upload.bytes and upload.id not in self.files:
-                self._remove(self.path(upload.id), upload.bytes, upload.owner)
-
-        await self.change(work)
+    def _drop(self, upload: Upload) -> None:
+        if upload.bytes and upload.id not in self.files:
+            self._remove(self.path(upload.id), upload.bytes, upload.owner)
 
     def file(self, file_id: str, owner: str) -> StoredFile:
         """Return a file. Raises NotFoundError for one that is unknown or another key's."""

@@ -261,6 +261,9 @@ class ModelRegistry:
         for name, folder in self.settings.adapters.items():
             try:
                 self.adapter(name)
+            except UnavailableError as error:
+                raise StartupError(error.message) from None
+            try:
                 await bank.add(name, folder)
             except InvalidRequestError as error:
                 if name not in bank.loaded:  # no request has asked for it before

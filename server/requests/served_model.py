@@ -69,7 +69,11 @@ class ServedModel:
         self.metrics = self.engine.metrics
         self.text_worker = text_worker or TextWorker()
         self.answers = answers or AnswerMemory.pots(self.text_worker)
-        self.use(model_dir)
+        try:
+            self.use(model_dir)
+        except BaseException:
+            self.metrics.end()
+            raise
 
     def renewed(self, model_dir: ModelDirectory) -> ServedModel:
         """Return another version of the model, to be loaded. Raises StartupError."""

@@ -36,13 +36,20 @@ class KVEvents:
         self._cache, self.n_sent, cache.changes = cache, 0, []
         self._published = set[bytes]()
         self._events: list[list[Any]] = [["AllBlocksCleared"]]  # of an earlier process here
-        own = socket.getaddrinfo(socket.gethostname(), None)[0][4][0]
+        try:
+            own = socket.getaddrinfo(socket.gethostname(), None)[0][4][0]
+        except OSError as error:
+            raise ValueError(f"kv_events: this machine's name has no address: {error}") from None
         self._topic = f"kv@{own}@{model}".encode()
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=_MOST_KEPT if replay else 1)
-        if replay is not None:
-            self._asked = _opened(zmq.ROUTER, "kv_events_replay", replay, _MOST_KEPT + 1)
-            threading.Thread(target=self._replay, name="kv events", daemon=True).start()
         self._socket = _opened(zmq.PUB, "kv_events", address, _MOST_UNREAD)
+        if replay is not None:
+            try:
+                self._asked = _opened(zmq.ROUTER, "kv_events_replay", replay, _MOST_KEPT + 1)
+            except ValueError:
+                self._socket.close()
+                raise
+            threading.Thread(target=self._replay, name="kv events", daemon=True).start()
 
     def __call__(self, sequence: Sequence) -> None:
         """Publish what has changed in the cache on behalf of a sequence."""

@@ -445,6 +445,10 @@ async def test_a_model_of_a_folder_takes_adapters_whenever_it_is_loaded(
         assert response.status_code == 200
         assert {*(await states()).values()} == {"unloaded"}
         assert bank_of(app).n_bytes == 0
+        await complete(client, "poet")
+        ended = await client.post("/api/generate", json={"model": "poet", "keep_alive": 0})
+        assert ended.json()["done_reason"] == "unload"
+        assert {*(await states()).values()} == {"unloaded"}
         assert {name: await complete(client, name) for name in expected[0]} == expected[0]
         body = {"model": "poet", "prompt": PROMPT, "max_tokens": 60, "temperature": 0.0}
         streamed, body = "", body | {"ignore_eos": True, "stream": True}
@@ -467,7 +471,10 @@ async def test_a_model_of_a_folder_takes_adapters_whenever_it_is_loaded(
         assert (refused.status_code, "models_dir" in refused.text) == (400, True)
         card = (await client.get("/model", params={"model": "poet"})).json()
         assert (card["has_attention"], card["explain_limits"]) == (False, None)
-    none = load_settings(models_dir=EXAMPLES, adapter_dir=root)
+
+
+def test_a_folder_without_a_model_that_takes_adapters_is_refused(tmp_path: Path) -> None:
+    none = load_settings(models_dir=EXAMPLES, adapter_dir=tmp_path)
     dirs = {"numbers": load_model_dir(EXAMPLES / "numbers")}
     with pytest.raises(StartupError, match="no model of the folder takes adapters"):
         ModelRegistry(none, dirs)
@@ -496,15 +503,22 @@ async def test_requests_may_use_adapters_before_the_start_has_read_them(
             await complete(client, "clerk")
 
 
-async def test_a_wrong_adapter_of_the_settings_ends_the_start(exported: Path, root: Path) -> None:
-    set_config(root / "poet", use_dora=True)
+@pytest.mark.parametrize("fault", ["weights", "template"])
+async def test_a_wrong_adapter_of_the_settings_ends_the_start(
+    fault: str, exported: Path, root: Path
+) -> None:
+    message = "the adapter 'poet' cannot be used; the server's log says why"
+    if fault == "weights":
+        set_config(root / "poet", use_dora=True)
+        message = "adapter 'poet': use_dora is True; expected nothing: this is not computed"
+    else:
+        (root / "poet" / "chat_template.jinja").write_text("{% if %}")
     known = load_settings(model=exported / "base", adapter=f"poet={root / 'poet'}")
     app = create_app(known, load_model_dir(exported / "base"))
     failed: asyncio.Queue[StartupError] = asyncio.Queue()
     app.state.models.on_load_failure = failed.put_nowait
     async with running(app):
-        message = str(await failed.get())
-    assert message == "adapter 'poet': use_dora is True; expected nothing: this is not computed"
+        assert str(await failed.get()) == message
 
 
 async def test_a_line_of_a_batch_names_an_adapter(

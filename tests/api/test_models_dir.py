@@ -201,18 +201,19 @@ async def test_a_new_version_takes_over_beside_running_streams(tmp_path: Path) -
         assert gone() is None, "nothing of the server keeps a former version"
 
 
-async def test_a_new_version_that_cannot_be_built_leaves_no_trace(tmp_path: Path) -> None:
+@pytest.mark.parametrize("template", [None, "{% if %}"])
+async def test_a_new_version_that_cannot_be_built_leaves_no_trace(
+    template: str | None, tmp_path: Path
+) -> None:
+    """Its graph is damaged, or its template. Once the old version is unloaded, it is read again."""
     async with serving(tmp_path, models_memory=9 * CACHE) as (app, client, built):
         await complete(client, "first")
         served, metrics = app.state.models.served["first"], app.state.models.metrics
         renew(tmp_path / "first")
         built.broken.add("first")
-
-        def load(path: Path) -> ModelDirectory:
-            new = fake_model_dir(path)
-            return replace(new, manifest=new.manifest.model_copy(update={"precision": "int8"}))
-
-        with patch(LOADING, load):
+        new = fake_model_dir(tmp_path / "first")
+        new = replace(new, manifest=new.manifest.model_copy(update={"precision": "int8"}))
+        with patch(LOADING, lambda _: replace(new, chat_template=template)):
             assert (await complete(client, "first")).status_code == 200
         assert app.state.models.served["first"] is served
         assert len(metrics.loads) == len(TEXTS)
@@ -224,6 +225,11 @@ async def test_a_new_version_that_cannot_be_built_leaves_no_trace(tmp_path: Path
         await until(lambda: sample(served.metrics, "num_requests_running", model="first"))
         built.runners["first"].release()
         assert (await running).status_code == 200
+        built.broken.clear()
+        with patch(LOADING, lambda _: new):
+            await client.post(UNLOAD, json={"model": "first"}, headers=ADMIN)
+            assert (await complete(client, "first")).status_code == 200
+        assert served.model_dir.manifest.precision == "int8"
 
 
 def renew(folder: Path) -> None:

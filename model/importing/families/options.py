@@ -65,7 +65,7 @@ class Options(dict[str, Any]):
 
     def layers_of(self, kind: str, *others: str, key: str = "layer_types") -> tuple[int, ...]:
         """Return the layers of a kind in a key that lists those of all; none without the key."""
-        kinds = self.layer_kinds(key, (kind, *others)) or ()
+        kinds = self.layer_kinds(key, tuple(dict.fromkeys((kind, *others)))) or ()
         return tuple(layer for layer, own in enumerate(kinds) if own == kind)
 
     def layers(self, key: str) -> list[int]:

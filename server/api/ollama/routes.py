@@ -144,8 +144,9 @@ def _respond(
 async def _loaded(request: Request, body: OllamaBody, shown: Shown) -> Response:
     """Return the answer to a request without a text, by which clients load or unload a model."""
     served, loader = served_model(request), models_of(request.scope).loader
-    if is_unloaded := not body.wants_model and served.name in loader.names:
-        await loader.unload(served.name)
+    name = state_of(request.scope).model  # an adapter's is that of its model
+    if is_unloaded := not body.wants_model and name in loader.names:
+        await loader.unload(name)
     else:
         served.admission.check_open()
     text = {"role": "assistant", "content": ""} if shown == "message" else ""

@@ -46,6 +46,8 @@ class AdaptedModel(ServedModel):
 
     def __getattr__(self, name: str) -> Any:
         """Return a part of the model: its engine, admission, settings and all else."""
+        if name == "parent":  # before it is set, as in a copy
+            raise AttributeError(name)
         return getattr(self.parent, name)
 
     @property

@@ -102,26 +102,27 @@ class FolderModel:
             raise StartupError("its engine has failed or hangs; the server must be restarted")
         self._seen = self._manifest()
         files = await asyncio.to_thread(_stamps, path)
-        if files != self._files:
-            model_dir = await asyncio.to_thread(load_model_dir, path)
-            _check_device(model_dir)
-            if is_ready:
-                served = served.renewed(model_dir)
-            else:
-                served.use(model_dir)
-            self._files, self._measured = files, None
-        elif is_ready:
+        if is_ready and files == self._files:
             return
-        before = resident_memory()
-        restart_peak()
-        clock = StartClock(of_process=False)
         try:
+            if files != self._files:
+                model_dir = await asyncio.to_thread(load_model_dir, path)
+                _check_device(model_dir)
+                if is_ready:
+                    served = served.renewed(model_dir)
+                else:
+                    served.use(model_dir)
+                self._measured = None
+            before = resident_memory()
+            restart_peak()
+            clock = StartClock(of_process=False)
             await served.start(partial(self.build, served, clock), clock)
         except BaseException:
             if served is not self.version:
                 served.metrics.end()
-                self.version.metrics.show()
+            self.version.metrics.show()
             raise
+        self._files = files
         if served is not self.version:
             self.former.append(self.version)
             self._versions[self.name] = served
