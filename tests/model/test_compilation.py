@@ -134,12 +134,10 @@ def test_compiled_runs_are_plain_ones_but_for_rounding_and_resume_to_their_bits(
 def test_what_cannot_be_compiled_is_trained_without(
     data: TokenData,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(config.cpp, "cxx", (None, "no-such-compiler"))
-    monkeypatch.setattr(config, "fx_graph_cache", False)
     trainer, plain, other = make_trainer(data, COMPILED), Recorder(), Recorder()
-    assert "no-such-compiler" in trainer.compile()
+    with config.patch({"cpp.cxx": (None, "no-such-compiler"), "fx_graph_cache": False}):
+        assert "no-such-compiler" in trainer.compile()
     trainer.train(tmp_path, other)
     (tmp_path / "plain").mkdir()
     make_trainer(data, COMPILED).train(tmp_path / "plain", plain)
