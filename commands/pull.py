@@ -96,14 +96,18 @@ def _export(source: Path, directory: Path, precision: str) -> None:
             f"{source} is a checkpoint, which must be exported once; this needs PyTorch: "
             f"{install_command('train')}; or export it elsewhere, and serve that folder"
         )
-    typer.echo(f"kvasir: exporting {source} in {precision}, once, to {directory}", err=True)
     command = [sys.executable, "-m", "kvasir", "export", str(source), "--out", str(directory)]
     command += ["--precision", precision]
     directory.parent.mkdir(parents=True, exist_ok=True)
     with directory.with_name(f".{directory.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until all exports to it have ended, or were killed
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # until that export has ended, or was killed
+            typer.echo(f"kvasir: waiting for another process that exports to {directory}", err=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if directory.is_dir():
             return
+        typer.echo(f"kvasir: exporting {source} in {precision}, once, to {directory}", err=True)
         for part in directory.parent.glob(f"{escape(directory.name)}.part-*"):
             shutil.rmtree(part)
         # A pipe, since on a terminal the command says what to type next.

@@ -58,9 +58,10 @@ for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
 
 # Files of fifteen seconds of CPU or more. A worker takes whole files: one that began last would end
 # alone. Files that export the same networks are apart, so that the later ones find them traced.
-LONGEST = ["test_faults", "test_parity", "test_openapi", "test_explain", "test_distributed"]
-LONGEST += ["test_paths", "test_encoder_decoders", "test_paged_graph", "test_fuse"]
-LONGEST += ["test_smoothing", "test_gpu_check", "test_invariance", "test_run", "test_long_work"]
+LONGEST = ["test_adapters", "test_faults", "test_parity", "test_openapi", "test_explain"]
+LONGEST += ["test_distributed", "test_paths", "test_encoder_decoders", "test_paged_graph"]
+LONGEST += ["test_fuse", "test_smoothing", "test_compilation", "test_invariance", "test_run"]
+LONGEST += ["test_long_work"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

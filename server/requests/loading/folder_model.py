@@ -34,7 +34,7 @@ class FolderModel:
         versions[self.name] = served
         self.former = list[ServedModel]()  # versions that requests still use
         self.build: Build | None = None  # until the server has started
-        self.on_unload: Callable[[], object] = dict  # frees what belongs to the model
+        self.on_unload: Callable[[], object] = lambda: None  # frees what belongs to the model
         self._kv_bytes = kv_bytes
         self._files = _stamps(served.model_dir.path)
         self._seen = self._manifest()
