@@ -172,11 +172,14 @@ class SharedWorker(BatchWorker):
 
     async def _answer_part(self, batch: StoredBatch, number: int) -> Amounts:
         """Answer a part, unless that has been done, and return its amounts."""
-        folder = self.store.part(batch, number)
+        if not self._is_open(batch):  # since the part was claimed
+            return {}
+        folder, ends = self.store.part(batch, number), [*batch.parts[1:], None]
+        span = batch.parts[number], ends[number]
         if not await in_thread(self._threads, folder.exists):
             begun = folder.with_name(f"{number}.{self._name}")  # of an earlier attempt, perhaps
             await in_thread(self._threads, begun.mkdir, parents=True, exist_ok=True)
-            await self._write_part(batch, number, begun)
+            await self._write_part(batch, span, begun)
             await in_thread(self._threads, _place, begun, folder)
         journal = Journal(_paths(folder), 0)
         try:
@@ -187,9 +190,11 @@ class SharedWorker(BatchWorker):
         counts = journal.counts
         return {"completed": counts.completed, "failed": counts.failed, "bytes": n_bytes}
 
-    async def _write_part(self, batch: StoredBatch, number: int, folder: Path) -> None:
-        requests, ends = self._requests(batch), [*batch.parts[1:], None]
-        requests.span = batch.parts[number], ends[number]
+    async def _write_part(
+        self, batch: StoredBatch, span: tuple[int, int | None], folder: Path
+    ) -> None:
+        requests = self._requests(batch)
+        requests.span = span
         journal = Journal(_paths(folder), 0, partial(self.store.take, owner=batch.owner))
         try:
             await self._next(journal.read())
@@ -201,21 +206,31 @@ class SharedWorker(BatchWorker):
             journal.close()
 
     async def _publish(self, batch: StoredBatch, _part: int) -> Amounts:
-        """Make files of all parts, and end the batch."""
+        """Make files of all parts, and end the batch, unless it has ended since it was claimed.
+
+        The files get their names only while it has not: later they are what clients have seen.
+        """
+        if not self._is_open(batch):
+            return {}
         folders = [self.store.part(batch, number) for number in range(len(batch.parts))]
         for number, folder in enumerate(folders):
             if not await in_thread(self._threads, folder.exists):  # lost after it was finished
                 await self._answer_part(batch, number)
-        journal, written = Journal.of(self.store, batch), self.store.part(batch, self._name)
-        for name, file_id in zip(_NAMES, (batch.answers, batch.failures), strict=True):
+        joined = [self.store.part(batch, f"{self._name}.{name}") for name in _NAMES]
+        file_ids = batch.answers, batch.failures
+        for name, written in zip(_NAMES, joined, strict=True):
             paths = [folder / name for folder in folders]
-            await in_thread(self._threads, _join, paths, written, self.store.path(file_id))
+            await in_thread(self._threads, _join, paths, written)
+        journal = Journal(joined, batch.request_counts.total)
 
         def end() -> None:
             if not self._is_open(batch):
-                for file_id in {batch.answers, batch.failures} - self.store.files.keys():
+                for file_id in set(file_ids) - self.store.files.keys():
                     self.store.discard(file_id, batch.owner)
                 return
+            for written, file_id in zip(joined, file_ids, strict=True):
+                if written.exists():  # else this is done again, since others changed something
+                    written.rename(self.store.path(file_id))
             now = self.clock()
             ending: Status = "expired" if now >= batch.expires_at else "completed"
             if batch.cancelling_at:
@@ -252,12 +267,11 @@ def _place(begun: Path, folder: Path) -> None:
         shutil.rmtree(late, ignore_errors=True)
 
 
-def _join(paths: Sequence[Path], written: Path, whole: Path) -> None:
-    """Write a file of the contents of others, whole or not at all. Raises OSError."""
+def _join(paths: Sequence[Path], written: Path) -> None:
+    """Write a file of the contents of others. Raises OSError."""
     written.parent.mkdir(exist_ok=True)  # a batch that is cancelled early has none
     with written.open("wb") as file:
         for path in paths:
             with path.open("rb") as part:
                 shutil.copyfileobj(part, file)
         os.fsync(file.fileno())
-    written.rename(whole)

@@ -258,6 +258,32 @@ async def test_what_a_slow_server_writes_late_counts_no_more(
     assert 0 < len(slow.answered) < N_LINES / 2
 
 
+@pytest.mark.parametrize("work", ["", ":end"])
+async def test_who_claims_the_work_of_a_batch_that_has_ended_changes_nothing(
+    server: RedisServer, fleet: Fleet, caplog: pytest.LogCaptureFixture, work: str
+) -> None:
+    (slow,) = await fleet(1)
+    claim, claimed, goes_on = slow.state.claim, asyncio.Event(), asyncio.Event()
+
+    async def claim_late(name: str, n_parts: int) -> int | None:
+        part = await claim(name, n_parts)
+        if part is not None and name.partition(":")[2] == work[1:]:
+            claimed.set()
+            await goes_on.wait()
+        return part
+
+    slow.state.claim = claim_late  # type: ignore[method-assign]
+    batch = await begun(slow)
+    await claimed.wait()
+    (fast,) = await fleet(1)
+    expire_claims(server)
+    check_whole(fast, await ended([fast], batch.id))
+    await slow.store.refresh()
+    goes_on.set()
+    check_whole(slow, await ended([slow, fast], batch.id))
+    assert "stopped" not in caplog.text
+
+
 @pytest.mark.parametrize("ending", ["cancelled", "expired"])
 @pytest.mark.parametrize("has_died", [False, True])
 async def test_a_batch_that_ends_early_answers_each_line_or_says_why_not(
