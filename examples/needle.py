@@ -1,6 +1,7 @@
 """Write texts to train on, in which codes are told and asked for again; or find such needles.
 
-python examples/needle.py write 24000 needles
+python examples/needle.py write short 60000 needles/short
+python examples/needle.py write long 24000 needles/long
 python examples/needle.py find DIRECTORY picture.png
 """
 
@@ -53,11 +54,11 @@ def question(name: str) -> str:
     return f"What is the code of {name} ? It is"
 
 
-def document(generator: random.Random) -> str:
-    """Return 11 to 170 sentences: fillers, codes, and questions with their answers."""
+def document(generator: random.Random, n_sentences: int, share: float) -> str:
+    """Return fillers, and a share of codes and of questions with their answers."""
     told: list[tuple[str, str]] = []
-    sentences, share = [], generator.uniform(0.05, 0.4)
-    for _ in range(int(2 ** generator.uniform(3.5, 7.4))):
+    sentences = []
+    for _ in range(n_sentences):
         if told and generator.random() >= share:
             sentences.append(filler(generator))
         elif told and generator.random() < 0.6:
@@ -70,12 +71,16 @@ def document(generator: random.Random) -> str:
     return " ".join([*sentences, *(f"{question(name)} {code} ." for name, code in asked)])
 
 
-def write(count: str, folder: str) -> None:
-    """Write documents, a file each."""
+def write(kind: str, count: str, folder: str) -> None:
+    """Write documents, a file each: short ones full of codes, or long ones with few."""
     generator, out = random.Random(0), Path(folder)  # noqa: S311  (no secrets)
     out.mkdir(parents=True)
     for i in range(int(count)):
-        (out / f"{i:05}.txt").write_text(document(generator), encoding="utf-8")
+        short = kind == "short"
+        n_sentences = int(2 ** (generator.uniform(2, 4) if short else generator.uniform(3.5, 7.4)))
+        share = generator.uniform(0.7, 1) if short else generator.uniform(0.05, 0.5)
+        text = document(generator, n_sentences, share)
+        (out / f"{kind}-{i:05}.txt").write_text(text, encoding="utf-8")
 
 
 def haystack(model: kvasir.Model, generator: random.Random, length: int, depth: float) -> str:
