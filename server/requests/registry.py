@@ -105,8 +105,6 @@ class ModelRegistry:
         if self._in_folder:
             self.metrics.show_models(self.loader.figures, self.loader.names)
         self.bank: AdapterBank | None = None
-        # By name: the folder, the number of loads by request at which it was read, and its model.
-        self._views: dict[str, tuple[tuple[Path, int, ModelDirectory], AdaptedModel | None]] = {}
         if settings.has_adapters and not adapted:
             raise StartupError("no model of the folder takes adapters; name one, or leave them out")
         if settings.has_adapters and adapted in self.served:
@@ -178,10 +176,10 @@ class ModelRegistry:
             return None
         for each in (name, name.removesuffix(":latest")):
             if (folder := self.bank.find(each)) is not None:
-                key = folder, self.bank.n_added, self.served[self.adapted].model_dir
-                if self._views.get(each, (None,))[0] != key:
-                    self._views[each] = key, self._view(each, folder, self.bank)
-                if (view := self._views[each][1]) is not None:
+                views, key = self.served[self.adapted].views, (folder, self.bank.n_added)
+                if views.get(each, (None,))[0] != key:
+                    views[each] = key, self._view(each, folder, self.bank)
+                if isinstance(view := views[each][1], AdaptedModel):
                     return view
                 message = f"the adapter {each!r} cannot be used; the server's log says why"
                 raise UnavailableError(message, retry_after=_FAILED_RETRY)

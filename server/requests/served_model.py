@@ -86,6 +86,8 @@ class ServedModel:
         chat = chat_format(settings, model_dir)
         self.settings = settings.of_model(has_encoder=model_dir.config.encoder is not None)
         self.model_dir = model_dir
+        # Of this version with adapters, by their names, and by what these were read from.
+        self.views: dict[str, tuple[object, ServedModel | None]] = {}
         self.created = int(time())
         installed, verified = onnxruntime_version(), model_dir.manifest.versions.get("onnxruntime")
         if verified not in (None, installed):

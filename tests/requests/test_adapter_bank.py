@@ -1,20 +1,33 @@
-"""Adapters that are read while clients come and go, without a model."""
+"""Adapters that are read while clients come and go, and whose they are, without a graph."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from kvasir.model.adapters.config import ADAPTER_FILE, AdapterError
+from kvasir.model.adapters.config import ADAPTER_FILE, ADAPTER_WEIGHTS_FILE, AdapterError
+from kvasir.model.adapters.layout import Layer, Layout, Part
+from kvasir.model.adapters.peft import TENSOR
+from kvasir.model.directory import ADAPTERS_FILE, ModelDirectory
 from kvasir.server.engine.adapters.loaded import Adapter, GraphAdapters
 from kvasir.server.errors import InvalidRequestError, UnavailableError
 from kvasir.server.requests.adapters.bank import AdapterBank
+from kvasir.server.requests.adapters.served import AdaptedModel
+from kvasir.server.requests.registry import ModelRegistry
+from kvasir.server.requests.served_model import ServedModel
+from kvasir.server.settings import load_settings
+from tests.kit.serving import fake_model_dir
 
 TIMEOUT = 60.0
 
@@ -141,3 +154,67 @@ async def test_another_version_of_the_model_reads_an_adapter_again(bench: Bench)
         bank.clear()
         assert bank.n_bytes == old.n_bytes
     assert bank.n_bytes == 0
+
+
+def save_model(folder: Path, n_in: int, source: str = "") -> ModelDirectory:
+    """Save what takes adapters of one layer of `n_in` inputs; return the directory of a fake."""
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+    part = Part("layers.0.q", 4, 0, np.arange(4, dtype=np.int32))
+    layer = Layer((part,), np.ones(4, np.float32), np.ones(n_in, np.float32))
+    Layout(("",), {"q": layer}).save(folder / ADAPTERS_FILE)
+    made = fake_model_dir(folder)
+    facts: dict[str, Any] = {"files": {ADAPTERS_FILE: folder.name}, "source": {"name": source}}
+    return replace(made, manifest=made.manifest.model_copy(update=facts))
+
+
+def save_peft(folder: Path, n_in: int, base: str | None = None) -> None:
+    """Save an adapter of a layer of `n_in` inputs."""
+    folder.mkdir(parents=True)
+    shapes = {"A": (2, n_in), "B": (4, 2)}
+    tensors = {
+        TENSOR.format("layers.0.q", part): np.ones(shape, dtype=np.float32)
+        for part, shape in shapes.items()
+    }
+    save_file(tensors, folder / ADAPTER_WEIGHTS_FILE)
+    described = {"r": 2, "lora_alpha": 2, "base_model_name_or_path": base}
+    (folder / ADAPTER_FILE).write_text(json.dumps(described))
+
+
+def of_folder(tmp_path: Path, **model_dirs: ModelDirectory) -> ModelRegistry:
+    """Return the models of a folder, and the adapters of another."""
+    known = load_settings(models_dir=tmp_path / "models", adapter_dir=tmp_path / "adapters")
+    return ModelRegistry(known, model_dirs)
+
+
+def test_adapters_keep_no_version_of_a_model_that_was_replaced(tmp_path: Path) -> None:
+    found = save_model(tmp_path / "models/a", 8)
+    save_peft(tmp_path / "adapters/poet", 8)
+    models = of_folder(tmp_path, a=found)
+    assert models.adapter("poet") is not None
+    former = models.served["a"]
+    models.served["a"] = former.renewed(found)
+    former.metrics.end()
+    gone = weakref.ref(former)
+    del former
+    gc.collect()
+    assert gone() is None
+    view = models.adapter("poet")
+    assert view is not None
+    assert view.parent is models.served["a"]
+
+
+def test_a_part_that_an_adapted_model_lacks_is_its_models_and_a_broken_one_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_peft(tmp_path / "adapters/poet", 8)
+    view = of_folder(tmp_path, a=save_model(tmp_path / "models/a", 8)).adapter("poet")
+    assert view is not None
+    assert view.admission is view.parent.admission
+
+    def broken(served: ServedModel) -> Any:
+        return served.missing if isinstance(served, AdaptedModel) else "chat"  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(ServedModel, "kind", property(broken))
+    with pytest.raises(AttributeError, match="missing"):
+        _ = view.kind

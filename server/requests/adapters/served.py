@@ -46,8 +46,9 @@ class AdaptedModel(ServedModel):
 
     def __getattr__(self, name: str) -> Any:
         """Return a part of the model: its engine, admission, settings and all else."""
-        if name == "parent":  # before it is set, as in a copy
-            raise AttributeError(name)
+        # A property of its own has failed, or nothing is set yet, as in a copy.
+        if name == "parent" or hasattr(type(self), name):
+            return object.__getattribute__(self, name)  # raises that error
         return getattr(self.parent, name)
 
     @property
