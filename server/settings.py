@@ -75,7 +75,7 @@ class Settings(BaseSettings):
     kv_cache_memory: ByteSize | None = Field(None, gt=0)
     """Memory for the KV cache, such as 2GiB. Default: half of what is free; on a GPU 90 %."""
     adapter: Annotated[tuple[Named, ...], NoDecode, BeforeValidator(split)] | None = None
-    """Adapter of peft for the first model that writes text, as NAME=DIR; or several."""
+    """Adapter of peft for a model that is served, as NAME=DIR; or several."""
     adapter_dir: Path | None = None
     """Folder of further adapters, each in a folder of its name, found when a request names it."""
     adapter_memory: ByteSize = Field(ByteSize(2**30), gt=0)

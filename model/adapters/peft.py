@@ -63,6 +63,35 @@ class PeftAdapter:
     modules: Mapping[str, Factors]
 
 
+def base_name(folder: Path) -> str:
+    """Return the last name of the model that an adapter says it is of; empty without one."""
+    try:
+        named = parse_object(read_limited(folder / ADAPTER_FILE)).get("base_model_name_or_path")
+    except (OSError, ValueError):
+        return ""
+    path = Path(named if isinstance(named, str) else "")
+    return path.parent.name if path.name.startswith("step-") else path.name  # of a run of training
+
+
+def fits(folder: Path, layout: Layout) -> bool:
+    """Return whether an adapter's matrices are of a model's layers, by their names and sizes."""
+    path, sizes, found = folder / ADAPTER_WEIGHTS_FILE, layout.sizes, list[bool]()
+    if not path.is_file():  # to open a pipe would wait
+        return False
+    try:
+        with path.open("rb") as file:
+            length = file.read(8)
+            header = file.read(min(int.from_bytes(length, "little"), _MOST_HEADER))
+        for key, stored in _tensors("", length + header).items():
+            if (match := _TENSOR.fullmatch(key)) is not None:
+                side = 0 if match[2] == "B" else 1  # of outputs, or of inputs
+                size = sizes.get(layout.part_name(match[1]), (None, None))[side]
+                found.append(stored.shape[side] == size)
+    except (OSError, AdapterError, LookupError, TypeError):
+        return False
+    return bool(found) and all(found)
+
+
 def read_adapter(
     folder: Path, name: str, layout: Layout, most_bytes: int = sys.maxsize
 ) -> PeftAdapter:

@@ -17,7 +17,6 @@ from kvasir.server.api.http.responses import (
     NamedModel,
     errors,
     models_of,
-    state_of,
 )
 from kvasir.server.api.schemas import ResponseBody, Size
 from kvasir.server.engine.engine import Engine
@@ -212,14 +211,13 @@ def listed(served: ServedModel, models: ModelRegistry) -> Model:
 
 
 @router.get("/model", responses=MODEL_ERRORS)
-def model_card(request: Request, served: NamedModel) -> ModelCard:  # as above
+def model_card(served: NamedModel) -> ModelCard:  # as above
     """Return the model's shape, precision, verification and files."""
     model_dir = served.model_dir
     manifest, limits = model_dir.manifest, served.builder.limits
     engine = served.engine.engine
     explain_limits = None
-    loaded_later = models_of(request.scope).loader.names
-    if served.settings.explain and state_of(request.scope).model not in loaded_later:
+    if served.settings.explain:
         most = most_tokens(model_dir.config)
         explain_limits = ExplainLimits(max_tokens=most, max_weights=MAX_WEIGHTS)
     files = [

@@ -35,7 +35,12 @@ from kvasir.server.batches.shared_worker import SharedWorker
 from kvasir.server.batches.store import BatchStore
 from kvasir.server.batches.worker import BatchWorker
 from kvasir.server.errors import StartupError
-from kvasir.server.process.engine_builder import build_encoder_engine, build_engine, needed
+from kvasir.server.process.engine_builder import (
+    build_beside_others,
+    build_encoder_engine,
+    build_engine,
+    needed,
+)
 from kvasir.server.requests.async_engine import AnyEngine
 from kvasir.server.requests.registry import ModelRegistry
 from kvasir.server.requests.served_model import ServedModel
@@ -92,8 +97,10 @@ def create_app(
         def build(served: ServedModel, clock: StartClock) -> AnyEngine:
             if served.task != "generate" and of_text:
                 yield_to_streams()
-            make = build_engine if served.task == "generate" else build_encoder_engine
-            return engine or make(served.settings, served.model_dir, clock)
+            make: Callable[..., AnyEngine] = (
+                build_engine if served.task == "generate" else build_encoder_engine
+            )
+            return engine or build_beside_others(make, served.settings, served.model_dir, clock)
 
         app.state.loading = loading = asyncio.create_task(models.start(build, clock))
         if engine is not None:
@@ -108,11 +115,9 @@ def create_app(
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.models = models
-    app.state.explanations = {
-        name: Explanations(served)
-        for name, served in models.served.items()
-        if name not in models.loader.names  # whose directories are replaced
-    }
+    explanations = dict.fromkeys(models.loader.names, Explanations(models.loader.free))
+    staying = models.served.keys() - explanations.keys()
+    app.state.explanations = explanations | {name: Explanations() for name in staying}
     app.state.batches = _batch_worker(app, keys if settings.has_keys else None, state)
     app.state.response_store = ResponseStore(state)
     add_routes(app)

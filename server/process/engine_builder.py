@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
@@ -18,11 +18,14 @@ from kvasir.model.directory import (
     load_model_dir,
 )
 from kvasir.model.platform.suggestions import install_command
+from kvasir.server.engine.adapters.loaded import NoAdaptersError
 from kvasir.server.engine.encoder.engine import TOKEN_BUDGET, EncoderEngine
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.gpu.cuda_runtime import NoDeviceError
 from kvasir.server.engine.model_runner import Runner, warm_up
 from kvasir.server.errors import StartupError
+from kvasir.server.requests.adapters.served import WITHOUT_ADAPTERS, why_no_adapters
+from kvasir.server.requests.async_engine import AnyEngine
 from kvasir.server.requests.served_model import onnxruntime_version
 from kvasir.server.settings import Settings, user_cache
 from kvasir.server.telemetry.start_clock import StartClock
@@ -132,7 +135,7 @@ def build_encoder_engine(
             f"{n_types} types; mend the tokenizer's post-processor, and export the model again"
         )
     library = find_library(settings, model_dir)
-    layout = _read_layout(model_dir, library) if settings.has_adapters else None
+    layout = read_layout(model_dir, library) if settings.has_adapters else None
     runner = EncoderRunner(
         model_dir.graph_path,
         model_dir.config,
@@ -173,7 +176,7 @@ def build_engine(
 
         chunk_size = settings.chunk_size or BACKENDS[device].chunk_size
     target, library = settings.itl_target_ms, find_library(settings, model_dir)
-    layout = _read_layout(model_dir, library) if settings.has_adapters else None
+    layout = read_layout(model_dir, library) if settings.has_adapters else None
     runner = _open_runner(settings, model_dir, chunk_size, library, layout, clock or StartClock())
     speculate = runner.drafts_exactly if settings.speculate is None else settings.speculate
     if speculate and not runner.drafts_exactly:
@@ -197,26 +200,29 @@ def build_engine(
     return engine
 
 
-def _read_layout(model_dir: ModelDirectory, library: Library | None) -> Layout:
-    """Return how adapters fit a model. Raises ValueError for one that takes none."""
-    config, manifest, reason = model_dir.config, model_dir.manifest, ""
-    if manifest.device != "cpu":
-        reason = f"it was exported for {manifest.device}; export it for the CPU"
-    elif config.n_experts or config.recurrence is not None:
-        kind = "experts" if config.n_experts else "recurrent layers"
-        reason = f"it has {kind}; serve a model without"
-    elif find_spec("onnx") is None:
-        reason = f"that needs onnx; install it with: {install_command('cpu')}"
-    elif ADAPTERS_FILE not in manifest.files:
-        reason = (
-            f"it has no {ADAPTERS_FILE}, being of an older Kvasir or a GGUF file; export the model "
-            "again, from its Hugging Face folder"
-        )
-    if reason:
-        raise ValueError(f"it takes no adapters: {reason}, or leave adapters out")
+def read_layout(model_dir: ModelDirectory, library: Library | None) -> Layout:
+    """Return how adapters fit a model. Raises NoAdaptersError for one that takes none."""
+    if reason := why_no_adapters(model_dir):
+        raise NoAdaptersError(f"it takes no adapters: {reason}, or leave adapters out")
     if library is None:
         logger.info("adapters of %s are computed by ONNX Runtime, slowly", model_dir.path.name)
     return Layout.load(model_dir.path / ADAPTERS_FILE)
+
+
+def build_beside_others(
+    build: Callable[..., AnyEngine],
+    settings: Settings,
+    model_dir: ModelDirectory,
+    clock: StartClock,
+) -> AnyEngine:
+    """Build an engine, beside others also of a model that takes no adapters: without them."""
+    try:
+        return build(settings, model_dir, clock)
+    except NoAdaptersError as error:
+        if len(settings.models) == 1:
+            raise
+        logger.warning("%s is served without adapters: %s", model_dir.path.name, error)
+        return build(settings.model_copy(update=WITHOUT_ADAPTERS), model_dir, clock)
 
 
 def _open_runner(

@@ -7,22 +7,24 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
-from kvasir.model.adapters.config import AdapterError
 from kvasir.model.directory import ModelDirectory
 from kvasir.model.platform.machine import available_memory
 from kvasir.model.platform.suggestions import did_you_mean
-from kvasir.server.engine.adapters.loaded import GraphAdapters
 from kvasir.server.errors import (
     InvalidRequestError,
     ModelNotFoundError,
     StartupError,
     UnavailableError,
 )
+from kvasir.server.requests.adapters.adapted_models import AdaptedModels
 from kvasir.server.requests.adapters.bank import AdapterBank
-from kvasir.server.requests.adapters.served import AdaptedModel, model_of_adapters
+from kvasir.server.requests.adapters.served import (
+    WITHOUT_ADAPTERS,
+    AdaptedModel,
+    takers_of_adapters,
+)
 from kvasir.server.requests.admission.answers import AnswerMemory
 from kvasir.server.requests.admission.queue import Phase
 from kvasir.server.requests.loading.folder_model import Build, FolderModel
@@ -71,8 +73,7 @@ class ModelRegistry:
         self.failures: dict[str, StartupError] = {}  # of models that could not be loaded
         self.on_load_failure: Callable[[StartupError], None] = logger.error
         staying = [name for name in model_dirs if name not in settings.folder_models]
-        adapted = model_of_adapters(model_dirs, staying)
-        plain = settings.model_copy(update={"adapter": None, "adapter_dir": None})
+        takers = takers_of_adapters(model_dirs, staying)
         budget = settings.models_memory or available_memory()
         kv_bytes = settings.kv_cache_memory or budget // (2 * len(model_dirs))
         in_folder = {"kv_cache_memory": kv_bytes, "prefix_dir": None}
@@ -81,7 +82,7 @@ class ModelRegistry:
             try:
                 if isinstance(model_dir, StartupError):
                     raise model_dir
-                own = settings if name == adapted else plain
+                own = settings if name in takers else settings.model_copy(update=WITHOUT_ADAPTERS)
                 own = own if name in staying else own.model_copy(update=in_folder)
                 served = ServedModel(
                     own, model_dir, name, self.metrics, self.text_worker, self.answers
@@ -104,17 +105,14 @@ class ModelRegistry:
         )
         if self._in_folder:
             self.metrics.show_models(self.loader.figures, self.loader.names)
-        self.bank: AdapterBank | None = None
-        if settings.has_adapters and not adapted:
+        self.adapted: AdaptedModels | None = None
+        if settings.has_adapters and not takers:
             raise StartupError("no model of the folder takes adapters; name one, or leave them out")
-        if settings.has_adapters and adapted in self.served:
-            self.adapted = adapted  # the name of their model
-            self.bank = AdapterBank(
-                settings.adapters, settings.adapter_dir, settings.adapter_memory, self._graph
-            )
-            self.metrics.show_adapters(self.bank.figures)
-            if adapted in self._in_folder:
-                self._in_folder[adapted].on_unload = self.bank.clear
+        if settings.has_adapters and not self.served.keys().isdisjoint(takers):
+            self.adapted = AdaptedModels(settings, self.served, takers, self._model)
+            self.metrics.show_adapters(self.adapted.bank.figures)
+            for model in self._in_folder.values():
+                model.on_unload = self.adapted.forget
 
     def find(self, name: str | None = None, *tasks: Task, must_choose: bool = False) -> ServedModel:
         """Return the named model or, without a name, of the first for the tasks.
@@ -148,8 +146,9 @@ class ModelRegistry:
         """
         if (adapter := self.adapter(name)) is not None:
             return adapter
-        if name not in self.names:
-            name = name.removesuffix(":latest")
+        return self._model(name if name in self.names else name.removesuffix(":latest"))
+
+    def _model(self, name: str) -> ServedModel:
         if name in self.failures:
             raise UnavailableError(
                 f"the model {name!r} could not be loaded; the server's log says why",
@@ -167,31 +166,14 @@ class ModelRegistry:
             )
         return self.served[name]
 
+    @property
+    def bank(self) -> AdapterBank | None:
+        """The adapters in memory; None if requests may name none."""
+        return None if self.adapted is None else self.adapted.bank
+
     def adapter(self, name: str) -> AdaptedModel | None:
-        """Return an adapter by its name, to which Ollama's clients add ":latest"; None without.
-
-        Raises UnavailableError for one whose folder cannot be used.
-        """
-        if self.bank is None or name in self.names:
-            return None
-        for each in (name, name.removesuffix(":latest")):
-            if (folder := self.bank.find(each)) is not None:
-                views, key = self.served[self.adapted].views, (folder, self.bank.n_added)
-                if views.get(each, (None,))[0] != key:
-                    views[each] = key, self._view(each, folder, self.bank)
-                if isinstance(view := views[each][1], AdaptedModel):
-                    return view
-                message = f"the adapter {each!r} cannot be used; the server's log says why"
-                raise UnavailableError(message, retry_after=_FAILED_RETRY)
-        return None
-
-    def _view(self, name: str, folder: Path, bank: AdapterBank) -> AdaptedModel | None:
-        """Return an adapter as a model; None, and a line in the log, if its folder is wrong."""
-        try:
-            return AdaptedModel(self.served[self.adapted], name, folder, bank)
-        except AdapterError as error:
-            logger.error("%s", error)
-            return None
+        """Return an adapter by its name; see AdaptedModels.find."""
+        return None if self.adapted is None else self.adapted.find(name)
 
     @property
     def adapters(self) -> list[AdaptedModel]:
@@ -201,10 +183,6 @@ class ModelRegistry:
             with suppress(UnavailableError):
                 found += filter(None, [self.adapter(name)])
         return found
-
-    def _graph(self) -> GraphAdapters | None:
-        engine = self.served[self.adapted].engine.engine
-        return None if engine is None else engine.adapters
 
     @property
     def usable(self) -> list[ServedModel]:
@@ -247,27 +225,12 @@ class ModelRegistry:
         for name, served in staying.items():
             try:
                 await served.start(partial(build, served, clock), clock)
-                if self.bank is not None and name == self.adapted:
-                    await self._load_adapters(self.bank)
+                if self.adapted is not None and name in self.adapted.takers:
+                    await self.adapted.load_named(name)
             except Exception as error:
                 self._fail(name, error)
         if len(self.failures) == len(self.names):
             self.on_load_failure(self.failures[self.names[-1]])
-
-    async def _load_adapters(self, bank: AdapterBank) -> None:
-        """Load the adapters that the settings name. Raises StartupError for one that is wrong."""
-        for name, folder in self.settings.adapters.items():
-            try:
-                self.adapter(name)
-            except UnavailableError as error:
-                raise StartupError(error.message) from None
-            try:
-                await bank.add(name, folder)
-            except InvalidRequestError as error:
-                if name not in bank.loaded:  # no request has asked for it before
-                    raise StartupError(error.message) from None
-            except UnavailableError:  # others' requests leave it no room: it waits for its own
-                pass
 
     @property
     def _versions(self) -> list[ServedModel]:

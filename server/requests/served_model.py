@@ -85,11 +85,10 @@ class ServedModel:
         settings = self._given
         chat = chat_format(settings, model_dir)
         self.settings = settings.of_model(has_encoder=model_dir.config.encoder is not None)
-        self.model_dir = model_dir
-        # Of this version with adapters, by their names, and by what these were read from.
-        self.views: dict[str, tuple[object, ServedModel | None]] = {}
+        self.model_dir, manifest = model_dir, model_dir.manifest
+        self.views: dict[str, tuple[object, ServedModel | None]] = {}  # see AdaptedModels
         self.created = int(time())
-        installed, verified = onnxruntime_version(), model_dir.manifest.versions.get("onnxruntime")
+        installed, verified = onnxruntime_version(), manifest.versions.get("onnxruntime")
         if verified not in (None, installed):
             fields = {"model": self.name, "installed": installed, "verified_with": verified}
             message = "another ONNX Runtime than the model was verified with"
@@ -109,7 +108,6 @@ class ServedModel:
         self.builder = RequestBuilder(
             self.settings, model_dir, self.text_worker, self.engine, self.admission, self.answers
         )
-        manifest = model_dir.manifest
         self.metrics.describe(precision=manifest.precision, device=manifest.device)
         vars(self).pop("fingerprint", None)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import math
 import shutil
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread, current_thread, main_thread
@@ -22,18 +23,24 @@ from fastapi import FastAPI
 from kvasir.export.directory import export_checkpoint
 from kvasir.model.checkpoint import load_checkpoint
 from kvasir.model.config import Pooling
-from kvasir.model.directory import ModelDirectory, load_model_dir
-from kvasir.server.errors import StartupError
+from kvasir.model.directory import ADAPTERS_FILE, ModelDirectory, load_model_dir
+from kvasir.server.engine.adapters.loaded import Adapter, GraphAdapters, NoAdaptersError
+from kvasir.server.errors import StartupError, UnavailableError
 from kvasir.server.process.app import create_app
-from kvasir.server.process.engine_builder import build_engine
+from kvasir.server.process.engine_builder import build_beside_others, build_engine
+from kvasir.server.requests.adapters.adapted_models import AdaptedModels
 from kvasir.server.requests.adapters.bank import AdapterBank
+from kvasir.server.requests.adapters.served import graph_of
 from kvasir.server.requests.registry import ModelRegistry
+from kvasir.server.requests.served_model import ServedModel
 from kvasir.server.settings import load_settings
+from kvasir.server.telemetry.start_clock import StartClock
 from tests.kernels.graphs import needs_library
 from tests.kit.adapters import change_tensors, save_adapter, set_config
 from tests.kit.huggingface_checkpoints import make_model, save_checkpoint, save_tokenizer
 from tests.kit.huggingface_models import make_encoder, save
 from tests.kit.serving import fake_model_dir, running
+from tests.process.test_broken_loads import save_adapter as save_example_adapter
 
 pytestmark = needs_library
 ADMIN = {"authorization": "Bearer admin"}
@@ -78,6 +85,11 @@ async def serving(
 def bank_of(app: FastAPI) -> AdapterBank:
     bank: AdapterBank = app.state.models.bank
     return bank
+
+
+def hold(app: FastAPI, name: str) -> AbstractAsyncContextManager[Adapter]:
+    """Keep an adapter in memory, as a stream does."""
+    return bank_of(app).hold(name, app.state.models.served["base"].engine.engine.adapters)
 
 
 async def complete(client: httpx.AsyncClient, model: str = "base", **fields: Any) -> str:
@@ -219,7 +231,7 @@ async def test_adapters_come_and_go_while_streams_run(exported: Path, root: Path
         sizes = {name: adapter.n_bytes for name, adapter in bank.loaded.items()}
         body = {"model": "poet", "prompt": PROMPT, "max_tokens": 60, "ignore_eos": True}
         body |= {"temperature": 0.0, "stream": True}
-        held = bank.hold("poet")  # as a stream does
+        held = hold(app, "poet")
         await held.__aenter__()
         streamed = ""
         async with client.stream("POST", "/v1/completions", json=body) as response:
@@ -313,7 +325,7 @@ async def test_the_least_recently_used_leaves_when_memory_is_short(
         for name in ("poet", "clerk", "poet", "judge"):
             assert await complete(client, name) == texts[name]
         assert bank.loaded.keys() == {"poet", "judge"}
-        async with bank.hold("poet"), bank.hold("judge"):
+        async with hold(app, "poet"), hold(app, "judge"):
             body = {"model": "clerk", "prompt": "a"}
             response = await client.post("/v1/completions", json=body)
             assert response.status_code == 503
@@ -373,6 +385,27 @@ def test_so_does_a_model_with_other_layers(
         build_engine(known, replace(load_model_dir(exported / "base"), config=config))
 
 
+def test_beside_others_a_model_whose_graph_takes_no_adapters_is_served_without(
+    exported: Path, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one of 4 bits with biases, where our operators are not. Alone it says so at the start."""
+    found, reason = load_model_dir(exported / "base"), "its graph takes no adapters: a bias"
+    names = [f"{name}={exported / 'base'}" for name in "ab"]
+    memory = {"threads": 1, "kv_cache_memory": 2**24}
+    alone, beside = (load_settings(model=n, adapter_dir=root, **memory) for n in (names[:1], names))
+    clock = StartClock()
+    with patch.object(GraphAdapters, "attach", side_effect=NoAdaptersError(reason)):
+        with pytest.raises(ValueError, match=reason):
+            build_beside_others(build_engine, alone, found, clock)
+        engine = build_beside_others(build_engine, beside, found, clock)
+    assert engine.adapters is None
+    assert caplog.messages == [f"base is served without adapters: {reason}"]
+    served = ServedModel(beside, found, "a")
+    served.engine.engine = engine
+    with pytest.raises(UnavailableError, match="'a' takes no adapters; the log says why"):
+        graph_of(served)
+
+
 async def test_without_our_operators_adapters_are_slower_and_the_log_says_so(
     exported: Path, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -409,18 +442,24 @@ async def test_a_model_of_vectors_takes_adapters(root: Path, tmp_path: Path) -> 
         assert refused.status_code == 503  # of another model: it does not fit
 
 
-async def test_a_model_of_a_folder_takes_adapters_whenever_it_is_loaded(
-    exported: Path, root: Path, tmp_path: Path
-) -> None:
-    """The first that can; a new version reads them again, and what runs keeps the old ones."""
-    export_checkpoint(exported / "source", tmp_path / "newer/base", precision="fp32")
-    expected = []
-    for place in (exported, tmp_path / "newer"):
-        async with serving(place, adapter_dir=root) as (_, client):
-            expected.append({n: await complete(client, n) for n in ("base", "poet", "clerk")})
-    folder = tmp_path / "models"
-    shutil.copytree(EXAMPLES / "numbers", folder / "a")  # it takes none
-    shutil.copytree(exported / "base", folder / "base")
+OF_BASE = ("base", "poet", "clerk")
+
+
+async def answers_of(place: Path, root: Path) -> dict[str, str]:
+    """Return what a model that stays, and its adapters, answer."""
+    async with serving(place, adapter_dir=root) as (_, client):
+        return {name: await complete(client, name) for name in OF_BASE}
+
+
+@asynccontextmanager
+async def serving_folder(
+    exported: Path, root: Path, folder: Path
+) -> AsyncIterator[tuple[FastAPI, httpx.AsyncClient]]:
+    """Serve a folder of two models that take adapters, and of one, the first, that takes none."""
+    for name, source in (("a", EXAMPLES / "numbers"), ("base", exported / "base")):
+        shutil.copytree(source, folder / name)
+    shutil.copytree(EXAMPLES / "stdlib", folder / "code")
+    save_example_adapter(root / "coder", 1)
     keys = {"adapter_admin_key": "admin", "models_admin_key": "admin"}
     named = f"clerk={root / 'clerk'}"
     known = load_settings(
@@ -429,27 +468,70 @@ async def test_a_model_of_a_folder_takes_adapters_whenever_it_is_loaded(
     dirs = {name: load_model_dir(path) for name, path in known.models.items()}
     with patch("kvasir.server.requests.registry.available_memory", lambda: 2**50):
         app = create_app(known, dirs)
-
-    async def states() -> dict[str, str]:
-        return {one["id"]: one["state"] for one in (await client.get("/v1/models")).json()["data"]}
-
     async with running(app) as client:
-        assert {*(await states()).values()} == {"unloaded"}
-        wanted = {"lora_name": "poet", "lora_path": "poet"}  # which loads the model as well
+        yield app, client
+
+
+async def ready(client: httpx.AsyncClient) -> set[str]:
+    """Return the models and adapters of the folder that are in memory."""
+    listed = (await client.get("/v1/models")).json()["data"]
+    parents = {"poet": "base", "clerk": "base", "coder": "code"}
+    assert {one["id"]: one["parent"] for one in listed} == {
+        **dict.fromkeys(("a", "base", "code")),
+        **parents,
+    }
+    assert {one["state"] for one in listed} <= {"ready", "unloaded"}
+    return {one["id"] for one in listed if one["state"] == "ready"}
+
+
+async def unload(client: httpx.AsyncClient, name: str) -> None:
+    answer = await client.post("/v1/models/unload", json={"model": name}, headers=ADMIN)
+    assert answer.status_code == 200
+
+
+async def test_models_of_a_folder_take_adapters_whenever_they_are_loaded(
+    exported: Path, root: Path, tmp_path: Path
+) -> None:
+    """Each those that fit it, which go with it, and come again."""
+    expected = await answers_of(exported, root)
+    async with serving_folder(exported, root, tmp_path / "models") as (app, client):
+        assert not await ready(client)
+        wanted = {"lora_name": "poet", "lora_path": "poet"}
+        for model, fault in (("code", "tensor is"), ("a", "a model here that takes adapters")):
+            body = wanted | {"base_model_name": model}
+            refused = await client.post(LOAD, json=body, headers=ADMIN)
+            assert (refused.status_code, fault in refused.text) == (400, True), refused.text
+        await unload(client, "code")
+        # It loads the model as well.
         assert (await client.post(LOAD, json=wanted, headers=ADMIN)).status_code == 200
-        ready, unloaded = dict.fromkeys(("base", "poet"), "ready"), {"a": "unloaded"}
-        assert await states() == unloaded | ready | {"clerk": "unloaded"}
-        assert {name: await complete(client, name) for name in expected[0]} == expected[0]
-        unload = {"model": "base"}
-        response = await client.post("/v1/models/unload", json=unload, headers=ADMIN)
-        assert response.status_code == 200
-        assert {*(await states()).values()} == {"unloaded"}
+        assert await ready(client) == {"base", "poet"}
+        assert {name: await complete(client, name) for name in OF_BASE} == expected
+        coded = {name: await complete(client, name) for name in ("code", "coder")}
+        assert coded["code"] != coded["coder"]
+        assert await ready(client) == {*OF_BASE, *coded}
+        await unload(client, "base")
+        assert await ready(client) == {*coded}
+        assert bank_of(app).n_bytes == bank_of(app).loaded["coder"].n_bytes
+        await unload(client, "code")
+        assert not await ready(client)
         assert bank_of(app).n_bytes == 0
         await complete(client, "poet")
         ended = await client.post("/api/generate", json={"model": "poet", "keep_alive": 0})
         assert ended.json()["done_reason"] == "unload"
-        assert {*(await states()).values()} == {"unloaded"}
-        assert {name: await complete(client, name) for name in expected[0]} == expected[0]
+        assert not await ready(client)
+        answers = {name: await complete(client, name) for name in (*OF_BASE, *coded)}
+        assert answers == expected | coded
+
+
+async def test_a_new_version_of_a_folders_model_reads_its_adapters_again(
+    exported: Path, root: Path, tmp_path: Path
+) -> None:
+    """What runs keeps the old ones. Each is explained as it answers, loaded or not before."""
+    export_checkpoint(exported / "source", tmp_path / "newer/base", precision="fp32")
+    expected = [await answers_of(place, root) for place in (exported, tmp_path / "newer")]
+    folder = tmp_path / "models"
+    async with serving_folder(exported, root, folder) as (app, client):
+        assert await complete(client, "poet") == expected[0]["poet"]
         body = {"model": "poet", "prompt": PROMPT, "max_tokens": 60, "temperature": 0.0}
         streamed, body = "", body | {"ignore_eos": True, "stream": True}
 
@@ -467,10 +549,20 @@ async def test_a_model_of_a_folder_takes_adapters_whenever_it_is_loaded(
                     streamed += json.loads(line[6:])["choices"][0]["text"]
         assert await renewing == expected[1]
         assert streamed.startswith(expected[0]["poet"])
-        refused = await client.post("/explain", json={"model": "poet", "text": "a"})
-        assert (refused.status_code, "models_dir" in refused.text) == (400, True)
-        card = (await client.get("/model", params={"model": "poet"})).json()
-        assert (card["has_attention"], card["explain_limits"]) == (False, None)
+        explainers = app.state.explanations["base"]._explainers
+        for name in (*OF_BASE, "coder", "poet"):
+            card = (await client.get("/model", params={"model": name})).json()
+            assert card["has_attention"]
+            answer = await client.post("/explain", json={"model": name, "text": PROMPT})
+            assert answer.status_code == 200, answer.text
+            asked = {"model": name, "prompt": PROMPT, "max_tokens": 1, "logprobs": 3}
+            said = (await client.post("/v1/completions", json=asked)).json()["choices"][0]
+            assert answer.json()["next_tokens"][0]["text"] in said["logprobs"]["top_logprobs"][0]
+            assert len(explainers) == 1, "the weights of one model at a time are there twice"
+        for name in ("base", "code"):
+            await unload(client, name)
+        gc.collect()
+        assert not explainers
 
 
 def test_a_folder_without_a_model_that_takes_adapters_is_refused(tmp_path: Path) -> None:
@@ -484,18 +576,20 @@ async def test_requests_may_use_adapters_before_the_start_has_read_them(
     exported: Path, root: Path
 ) -> None:
     """The model is ready by then; one asks for an adapter, another leaves no room for the next."""
-    begin, used = ModelRegistry._load_adapters, asyncio.Event()
+    begin, used = AdaptedModels.load_named, asyncio.Event()
 
-    async def after_a_request(models: ModelRegistry, bank: AdapterBank) -> None:
+    async def after_a_request(adapted: AdaptedModels, model: str) -> None:
         try:
-            async with bank.hold("poet") as adapter:
-                bank.most_bytes = adapter.n_bytes
-                await begin(models, bank)
+            poet = adapted.find("poet")
+            assert poet is not None
+            async with poet.holding() as adapter:
+                adapted.bank.most_bytes = adapter.n_bytes
+                await begin(adapted, model)
         finally:
             used.set()
 
     named = ",".join(f"{name}={root / name}" for name in ("poet", "clerk"))
-    with patch.object(ModelRegistry, "_load_adapters", after_a_request):
+    with patch.object(AdaptedModels, "load_named", after_a_request):
         async with serving(exported, adapter=named) as (app, client):
             await used.wait()
             assert not app.state.models.failures
@@ -542,10 +636,12 @@ async def test_a_line_of_a_batch_names_an_adapter(
         assert answers["response"]["body"]["choices"][0]["text"] == text
 
 
-def test_adapters_are_of_the_first_model_that_writes_text(tmp_path: Path) -> None:
-    """Without one, of the first. If that cannot be loaded, of none."""
+def test_models_without_adapters_are_served_beside_those_that_take_some(tmp_path: Path) -> None:
+    """If none takes some, the first that writes text, or else the first, says why it does not."""
     known = load_settings(model=("a=x", "b=y"), adapter_dir=tmp_path)
     text, damaged = fake_model_dir(), StartupError("damaged")
+    files = {ADAPTERS_FILE: ""}
+    takes = replace(text, manifest=text.manifest.model_copy(update={"files": files}))
     pooling = Pooling(kind="mean")
     vectors = replace(text, config=replace(text.config, pooling=pooling, causal=False))
     cases: list[tuple[dict[str, ModelDirectory | StartupError], dict[str, bool]]] = [
@@ -553,6 +649,8 @@ def test_adapters_are_of_the_first_model_that_writes_text(tmp_path: Path) -> Non
         ({"a": vectors, "b": text}, {"a": False, "b": True}),
         ({"a": vectors}, {"a": True}),
         ({"a": damaged, "b": text}, {"b": False}),
+        ({"a": text, "b": takes}, {"a": False, "b": True}),
+        ({"a": takes, "b": takes}, {"a": True, "b": True}),
     ]
     for found, has_adapters in cases:
         models = ModelRegistry(known, found)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 
 from kvasir.model.directory import ModelDirectory
 from kvasir.server.api.explain.answers import Explanation
-from kvasir.server.api.explain.routes import MAX_WEIGHTS
+from kvasir.server.api.explain.routes import MAX_WEIGHTS, Explanations
 from kvasir.server.explain.explainer import Explainer
 from kvasir.server.explain.explanation import Explanation as Explained
 from kvasir.server.explain.explanation import Head, Questions
@@ -172,6 +173,18 @@ async def test_a_model_without_the_graph_says_how_to_get_it() -> None:
         response = await served.client.post("/explain", json={"text": "a"})
     assert response.status_code == 404
     assert "no attention.onnx; export the model again" in response.json()["error"]["message"]
+
+
+async def test_a_model_of_a_folder_is_explained_where_its_weights_have_room_again(
+    model_dir: ModelDirectory,
+) -> None:
+    n_bytes = sum(file.stat().st_size for file in model_dir.path.glob("*.data"))
+    async with serving(FakeRunner(model_dir.config.vocab_size), 0, model_dir) as served:
+        for n_free, status in ((n_bytes - 1, 503), (n_bytes, 200)):
+            free = partial(int, n_free)
+            served.app.state.explanations["fake-model"] = Explanations(free)
+            answer = await served.client.post("/explain", json={"text": TEXT})
+            assert answer.status_code == status, answer.text
 
 
 async def test_one_is_explained_three_wait_and_others_are_refused(

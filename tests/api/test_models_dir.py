@@ -126,13 +126,14 @@ async def test_requests_load_models_and_the_least_used_makes_room(tmp_path: Path
         assert all(
             one["size"] > CACHE and "9999" not in one["expires_at"] for one in shown.values()
         )
-        refused = await client.post("/explain", json={"model": "second", "text": "a"})
-        assert (refused.status_code, "models_dir" in refused.text) == (400, True)
         metrics = models.served["first"].metrics
         loads = [sample(metrics, "model_loads_total", model=name) for name in TEXTS]
         assert loads == [1, 1, 1]
         assert sample(metrics, "models_memory_limit_bytes") == TWO
         assert TWO >= (sample(metrics, "models_memory_bytes") or 0) > 2 * CACHE
+        missing = await client.post("/explain", json={"model": "second", "text": "a"})
+        assert (missing.status_code, "no attention.onnx" in missing.text) == (404, True)
+        assert (await states(client))["second"] == "ready", "an explanation loads it, too"
 
 
 async def test_random_streams_over_three_models_lose_nothing(tmp_path: Path) -> None:
@@ -194,7 +195,6 @@ async def test_a_new_version_takes_over_beside_running_streams(tmp_path: Path) -
         renew(tmp_path / "first")  # which no model directory is
         for _ in range(2):
             assert (await complete(client, "first")).status_code == 200, "the one that is there"
-        assert not app.state.explanations, "they would keep a former version's directory"
         gone = weakref.ref(former)
         del former
         gc.collect()

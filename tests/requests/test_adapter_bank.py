@@ -5,25 +5,30 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from starlette.requests import Request
 
 from kvasir.model.adapters.config import ADAPTER_FILE, ADAPTER_WEIGHTS_FILE, AdapterError
 from kvasir.model.adapters.layout import Layer, Layout, Part
 from kvasir.model.adapters.peft import TENSOR
 from kvasir.model.directory import ADAPTERS_FILE, ModelDirectory
+from kvasir.server.api.http.responses import note_model, served_model
 from kvasir.server.engine.adapters.loaded import Adapter, GraphAdapters
-from kvasir.server.errors import InvalidRequestError, UnavailableError
+from kvasir.server.errors import InvalidRequestError, StartupError, UnavailableError
 from kvasir.server.requests.adapters.bank import AdapterBank
 from kvasir.server.requests.adapters.served import AdaptedModel
+from kvasir.server.requests.completion import RequestState
 from kvasir.server.requests.registry import ModelRegistry
 from kvasir.server.requests.served_model import ServedModel
 from kvasir.server.settings import load_settings
@@ -71,11 +76,14 @@ class Bench:
             (root / name / ADAPTER_FILE).write_text("{}")
         loop, self.begun = asyncio.get_running_loop(), asyncio.Queue[str]()
         self.graph = SlowGraph(lambda name: loop.call_soon_threadsafe(self.begun.put_nowait, name))
-        self.bank = AdapterBank({}, root, 1000, lambda: as_graph(self.graph))
+        self.bank = AdapterBank({}, root, 1000)
 
     async def use(self, name: str) -> bytes:
-        async with asyncio.timeout(TIMEOUT), self.bank.hold(name) as adapter:
+        async with asyncio.timeout(TIMEOUT), self.bank.hold(name, as_graph(self.graph)) as adapter:
             return adapter.digest
+
+    async def add(self, name: str, folder: Path) -> None:
+        await self.bank.add(name, folder, as_graph(self.graph), "base")
 
     async def leave(self, work: asyncio.Task[Any]) -> None:
         work.cancel()
@@ -114,14 +122,14 @@ async def test_a_load_ends_once_though_its_request_has_left(bench: Bench) -> Non
 async def test_a_load_by_name_is_served_though_its_client_has_left(
     bench: Bench, tmp_path: Path
 ) -> None:
-    loading = asyncio.create_task(bench.bank.add("new", tmp_path / "a"))
+    loading = asyncio.create_task(bench.add("new", tmp_path / "a"))
     assert await bench.begun.get() == "new"
     await bench.leave(loading)
     bench.graph.may_end.release()
     assert await bench.use("new") == b"new"
     assert bench.bank.find("new") == tmp_path / "a"
     with pytest.raises(InvalidRequestError, match="'new' is served already"):
-        await bench.bank.add("new", tmp_path / "a")
+        await bench.add("new", tmp_path / "a")
 
 
 async def test_a_load_that_fails_after_its_client_has_left_harms_nothing(bench: Bench) -> None:
@@ -142,16 +150,18 @@ async def test_a_load_that_fails_after_its_client_has_left_harms_nothing(bench: 
 
 async def test_another_version_of_the_model_reads_an_adapter_again(bench: Bench) -> None:
     """Its addresses and factors are another's. Both may be in memory while requests use them."""
-    newer, bank = SlowGraph(bench.graph.begun), bench.bank
-    for graph in (bench.graph, newer):
-        graph.may_end.release(2)
-    async with bank.hold("a", as_graph(bench.graph)) as old:
-        async with bank.hold("a", as_graph(newer)) as new, bank.hold("a") as same:
+    older, newer, bank = as_graph(bench.graph), as_graph(SlowGraph(bench.graph.begun)), bench.bank
+    for graph in (older, newer):
+        cast("SlowGraph", graph).may_end.release(2)
+    async with bank.hold("a", older) as old:
+        async with bank.hold("a", newer) as new, bank.hold("a", newer) as same:
             assert new is same is bank.loaded["a"]
-            assert old.graph is as_graph(bench.graph)
-            assert new.graph is as_graph(newer)
+            assert old.graph is older
+            assert new.graph is newer
             assert bank.n_bytes == old.n_bytes + new.n_bytes
-        bank.clear()
+        bank.clear(older)
+        assert bank.loaded == {"a": new}, "those of another version, or model, stay"
+        bank.clear(newer)
         assert bank.n_bytes == old.n_bytes
     assert bank.n_bytes == 0
 
@@ -189,7 +199,7 @@ def of_folder(tmp_path: Path, **model_dirs: ModelDirectory) -> ModelRegistry:
 
 def test_adapters_keep_no_version_of_a_model_that_was_replaced(tmp_path: Path) -> None:
     found = save_model(tmp_path / "models/a", 8)
-    save_peft(tmp_path / "adapters/poet", 8)
+    save_peft(tmp_path / "adapters/poet", 8, "org/renamed")  # a lone model's, whatever its name
     models = of_folder(tmp_path, a=found)
     assert models.adapter("poet") is not None
     former = models.served["a"]
@@ -213,8 +223,84 @@ def test_a_part_that_an_adapted_model_lacks_is_its_models_and_a_broken_one_says_
     assert view.admission is view.parent.admission
 
     def broken(served: ServedModel) -> Any:
-        return served.missing if isinstance(served, AdaptedModel) else "chat"  # type: ignore[attr-defined]
+        return served.missing if isinstance(served, AdaptedModel) else "chat"
 
     monkeypatch.setattr(ServedModel, "kind", property(broken))
     with pytest.raises(AttributeError, match="missing"):
         _ = view.kind
+
+
+def parents(models: ModelRegistry) -> dict[str, str]:
+    return {adapter.name: adapter.parent.name for adapter in models.adapters}
+
+
+def test_an_adapter_is_of_the_model_that_it_names_or_else_of_the_first_that_it_fits(
+    tmp_path: Path,
+) -> None:
+    """A model is named by its directory, or by what was exported, too."""
+    sizes = {"a": 8, "b": 8, "c": 16}
+    found = {n: save_model(tmp_path / "models" / n, n_in, f"Tiny-{n}") for n, n_in in sizes.items()}
+    bases = {"by_id": "b", "by_source": "org/tiny-B", "of_run": "/runs/b/step-00000500", "no": None}
+    for name, base in bases.items():
+        save_peft(tmp_path / "adapters" / name, 8, base)
+    save_peft(tmp_path / "adapters/wide", 16, "org/elsewhere")
+    save_peft(tmp_path / "adapters/pipe", 16)
+    weights = tmp_path / "adapters/pipe" / ADAPTER_WEIGHTS_FILE
+    weights.unlink()
+    os.mkfifo(weights)  # which nobody writes: it fits none
+    models = of_folder(tmp_path, **found)
+    assert models.adapted is not None
+    expected = dict.fromkeys(("by_id", "by_source", "of_run"), "b") | {"no": "a", "wide": "c"}
+    expected["pipe"] = "a"
+    assert parents(models) == expected
+    folder = tmp_path / "adapters/no"
+    assert models.adapted.choose("no", folder, "b") == "b"
+    message = (
+        "adapter 'no': base_model_name is 'x'; expected a model here that takes adapters: 'a' or "
+        "'b' or 'c'"
+    )
+    with pytest.raises(AdapterError, match=message):
+        models.adapted.choose("no", folder, "x")
+    scope: dict[str, Any] = {"app": SimpleNamespace(state=SimpleNamespace(models=models))}
+    request = Request(scope | {"type": "http", "state": {"request": RequestState("id", 0.0)}})
+    note_model(request.scope, models.named("no"))
+    former = models.served["a"]
+    models.served["a"] = former.renewed(save_model(tmp_path / "newer", 12))
+    assert parents(models) == expected | {"no": "b"}, "a's new version has other layers"
+    with pytest.raises(UnavailableError, match="another model's"):
+        served_model(request)  # which keeps a in memory, and not b
+
+
+def test_an_adapter_that_names_a_model_without_adapters_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its answers by another model that it fits would be wrong. What fits none is of the first."""
+    takes, plain = save_model(tmp_path / "models/a", 8), fake_model_dir(tmp_path / "models/plain")
+    plain.path.mkdir()
+    (plain.path / "manifest.json").write_text("{}")
+    save_peft(tmp_path / "adapters/wrong", 8, "plain")
+    save_peft(tmp_path / "adapters/wide", 16)
+    models = of_folder(tmp_path, a=takes, plain=plain)
+    assert [one.settings.has_adapters for one in models.served.values()] == [True, False]
+    for _ in range(2):
+        with pytest.raises(UnavailableError, match="'wrong' cannot be used"):
+            models.adapter("wrong")
+    assert caplog.messages == [
+        "adapter 'wrong': base_model_name_or_path is 'plain'; expected a model here that takes "
+        "adapters: 'a'"
+    ]
+    assert parents(models) == {"wide": "a"}
+
+
+def test_an_adapter_of_a_model_that_could_not_be_loaded_is_of_no_other(tmp_path: Path) -> None:
+    """Unless it names one: the first model may be the one that it fits."""
+    found: dict[str, ModelDirectory | StartupError] = {"a": StartupError("damaged")}
+    found["b"] = save_model(tmp_path / "b", 8)
+    for name, base in (("no", None), ("of_a", "a"), ("of_b", "b")):
+        save_peft(tmp_path / "adapters" / name, 8, base)
+    known = load_settings(model=("a=x", "b=y"), adapter_dir=tmp_path / "adapters")
+    models = ModelRegistry(known, found)
+    assert parents(models) == {"of_b": "b"}
+    for name in ("no", "of_a"):
+        with pytest.raises(UnavailableError, match="'a' could not be loaded"):
+            models.named(name)

@@ -5,24 +5,27 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from weakref import WeakKeyDictionary
 
 from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from kvasir.model.config import TransformerConfig
+from kvasir.model.directory import ModelDirectory
 from kvasir.server.api import schemas
 from kvasir.server.api.explain.answers import Explanation, shown
-from kvasir.server.api.http.body import BodyRoute
+from kvasir.server.api.http.body import AnyRoute
 from kvasir.server.api.http.pieces import held_response, unless_disconnected
-from kvasir.server.api.http.responses import BODY_ERRORS, models_of, served_model, state_of
+from kvasir.server.api.http.responses import BODY_ERRORS, served_model, state_of
 from kvasir.server.engine.adapters.loaded import Adapter
 from kvasir.server.engine.sampling.params import SamplingParams
-from kvasir.server.errors import InvalidRequestError, OverloadedError
+from kvasir.server.errors import InvalidRequestError, OverloadedError, UnavailableError
 from kvasir.server.explain.explainer import Explainer
 from kvasir.server.explain.explanation import (
     Head,
@@ -34,16 +37,18 @@ from kvasir.server.explain.explanation import (
 )
 from kvasir.server.requests.adapters.served import AdaptedModel
 from kvasir.server.requests.admission.callers import Caller
+from kvasir.server.requests.async_engine import AnyEngine
 from kvasir.server.requests.builder import RequestOptions
 from kvasir.server.requests.served_model import ServedModel
 from kvasir.server.requests.target import TargetOptions, target_prefix
 
-router = APIRouter(route_class=BodyRoute)
+router = APIRouter(route_class=AnyRoute)
 
 MAX_WEIGHTS = 2**20  # of an answer, some 12 bytes each: four heads' maps of 512 tokens
 # A cancelled explanation keeps running, so this also limits how many one client can leave behind.
 _MAX_INSIDE = 4  # explanations that run or wait
 _THREADS = 1  # the engine needs the other processors
+_RETRY = 60  # seconds until memory may be free again
 _NICENESS = 10  # where all processors are busy, a tenth of an engine thread's share
 
 
@@ -105,14 +110,15 @@ class ExplainBody(schemas.RequestBody):
 
 
 class Explanations:
-    """A server's explainer, in a thread that runs one explanation at a time.
+    """The explainer of one model at a time, in a thread that runs one explanation at a time.
 
-    It is loaded for the first explanation, and holds the model's weights a second time from then.
+    It is loaded for a model's first explanation, and holds the weights a second time until another
+    takes its place, or the model is unloaded. free: returns the bytes that are there for it.
     """
 
-    def __init__(self, served: ServedModel) -> None:
-        self._served = served
-        self._explainer: Explainer | None = None
+    def __init__(self, free: Callable[[], int] | None = None) -> None:
+        self._free = free
+        self._explainers = WeakKeyDictionary[AnyEngine, Explainer]()
         # Elsewhere than on Linux niceness belongs to the whole process.
         lower_priority = partial(os.nice, _NICENESS) if sys.platform == "linux" else None
         self._thread = ThreadPoolExecutor(1, "explain", initializer=lower_priority)
@@ -120,6 +126,7 @@ class Explanations:
 
     async def explain(
         self,
+        served: ServedModel,
         token_ids: list[int],
         source_ids: list[int],
         heads: dict[int, list[int]],
@@ -130,21 +137,19 @@ class Explanations:
         """Return an explanation as JSON; the text's tokens count as used by the caller.
 
         source_ids: of an encoder-decoder, whose text is the target. Raises OverloadedError if
-        others wait already, or if the caller's tokens are used.
+        others wait already, or if the caller's tokens are used, and UnavailableError without room.
         """
-        n_tokens = len(token_ids) + len(source_ids)
+        n_tokens, engine = len(token_ids) + len(source_ids), served.engine.engine
+        assert engine is not None
 
         def work() -> bytes:
-            model_dir, engine = self._served.model_dir, self._served.engine.engine
-            if self._explainer is None:
-                adapters = None if engine is None else engine.adapters
-                self._explainer = Explainer(model_dir, _THREADS, adapters)
+            explainer = self._explainers.get(engine) or self._open(served.model_dir, engine)
             # A layer's weights are found for all its heads.
             of_heads = [layer for layer, of_layer in heads.items() if of_layer]
-            explanation = self._explainer.explain_tokens(
+            explanation = explainer.explain_tokens(
                 token_ids, of_heads, source_ids, questions, adapter
             )
-            return b"".join(shown(explanation, heads, model_dir.config))
+            return b"".join(shown(explanation, heads, served.model_dir.config))
 
         async with caller.tokens(n_tokens) as reservation:
             if self._n_inside >= _MAX_INSIDE:
@@ -156,14 +161,20 @@ class Explanations:
             finally:
                 self._n_inside -= 1
 
+    def _open(self, model_dir: ModelDirectory, engine: AnyEngine) -> Explainer:
+        self._explainers.clear()
+        needed = sum(file.stat().st_size for file in model_dir.path.glob("*.data"))
+        if self._free is not None and needed > (n_free := self._free()):
+            message = f"an explanation needs {needed:,} bytes, and {n_free:,} are free"
+            raise UnavailableError(message, retry_after=_RETRY)
+        explainer = self._explainers[engine] = Explainer(model_dir, _THREADS, engine.adapters)
+        return explainer
+
 
 @router.post("/explain", response_model=Explanation, responses=BODY_ERRORS)
 async def explain(request: Request, body: ExplainBody) -> Response:
     """Return the attention in a text, and the likeliest next tokens."""
     served, state = served_model(request), state_of(request.scope)
-    if state.model in models_of(request.scope).loader.names:
-        message = "explanations are of models that stay loaded: serve it without models_dir"
-        raise InvalidRequestError(message, param="model")
     served.admission.check_open()
     config = served.model_dir.config
     layers = sorted(set(body.layers))
@@ -207,7 +218,8 @@ async def explain(request: Request, body: ExplainBody) -> Response:
         )
     explanations: Explanations = request.app.state.explanations[state.model]
     async with served.holding() if isinstance(served, AdaptedModel) else nullcontext() as adapter:
-        work = explanations.explain(token_ids, source_ids, heads, questions, state.caller, adapter)
+        given = served, token_ids, source_ids, heads, questions, state.caller, adapter
+        work = explanations.explain(*given)
         response = held_response(await unless_disconnected(request.receive, work), served)
     served.metrics.used(state.caller.name, n_tokens, 0)
     return response

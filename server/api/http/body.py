@@ -53,7 +53,8 @@ class BodyRoute(APIRoute):
     default is the first for the route's first task that a model is for.
     """
 
-    tasks: tuple[Task, ...] = ()  # none: a route of every model, loaded or not
+    tasks: tuple[Task, ...] = ()  # none: a route of every model
+    loads = False  # a model of the folder before the endpoint is called
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Keep the request's model loaded until its response is sent."""
@@ -79,7 +80,7 @@ class BodyRoute(APIRoute):
             note_model(request.scope, served)
             state.ignored = tuple(sorted(ignored))
             models.metrics.ignored(state.ignored)
-            is_wanted = self.tasks and getattr(body, "wants_model", True)
+            is_wanted = self.loads and getattr(body, "wants_model", True)
             if is_wanted and state.model in models.loader.names:
                 holding = models.loader.hold(state.model, getattr(body, "keep_alive", None))
                 entering = state.held.enter_async_context(holding)
@@ -100,9 +101,10 @@ class BodyRoute(APIRoute):
 
 
 def _route_for(*tasks: Task) -> type[BodyRoute]:
-    return type("TaskRoute", (BodyRoute,), {"tasks": tasks})
+    return type("TaskRoute", (BodyRoute,), {"tasks": tasks, "loads": True})
 
 
+AnyRoute = _route_for()
 TextRoute = _route_for("generate")
 VectorRoute = _route_for("embed")
 LabelRoute = _route_for("classify")

@@ -20,6 +20,7 @@ from kvasir.server.errors import (
     EngineError,
     InsufficientStorageError,
     KvasirError,
+    UnavailableError,
     UnknownFieldError,
 )
 from kvasir.server.requests.adapters.served import AdaptedModel
@@ -107,7 +108,11 @@ def served_model(request: Request) -> ServedModel:
     """
     state = state_of(request.scope)
     if state.served is None:
-        state.served = models_of(request.scope).named(state.adapter or state.model)
+        served = models_of(request.scope).named(state.adapter or state.model)
+        if isinstance(served, AdaptedModel) and served.parent.name != state.model:
+            message = f"the adapter {served.name!r} has become another model's; send it again"
+            raise UnavailableError(message, retry_after=1)  # the request holds its model
+        state.served = served
     return cast("ServedModel", state.served)
 
 

@@ -31,6 +31,10 @@ _ENCODER = "encoder."  # begins the names of layers in an encoder-decoder's grap
 _LARGEST = np.float32((2 - 2**-7) * 2.0**127)  # of 16 bits; larger ones may become infinite
 
 
+class NoAdaptersError(ValueError):
+    """A model that takes no adapters."""
+
+
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Adapter:
     """A loaded adapter. table: int64 [parts of the graph, TABLE_NUMBERS].
@@ -74,7 +78,7 @@ class GraphAdapters:
     def attach(self, model: ModelProto, *, of_sources: bool = False) -> None:
         """Let a graph read adapters, before a session opens it.
 
-        of_sources: it is an encoder-decoder's encoder. Raises ValueError for a graph that cannot.
+        of_sources: it is an encoder-decoder's encoder. Raises NoAdaptersError.
         """
         from kvasir.kernels.graph import Mismatch  # noqa: PLC0415  imports onnx
 
@@ -82,7 +86,7 @@ class GraphAdapters:
         try:
             self._add(model, {name.removeprefix(_ENCODER): name for name in own})
         except Mismatch as mismatch:
-            raise ValueError(f"its graph takes no adapters: {mismatch}") from None
+            raise NoAdaptersError(f"its graph takes no adapters: {mismatch}") from None
 
     def _add(self, model: ModelProto, names: Mapping[str, str]) -> None:
         """Add adapters to a graph; names: of layers, by those of its weights."""

@@ -1,4 +1,4 @@
-"""The adapters of a model: their folders by name, and those in memory, within a budget.
+"""The adapters of a server: their folders by name, and those in memory, within a budget.
 
 What only reads (`names`, `find`, `inside`) is for any thread, the rest for the event loop's. Files
 are read in another, one adapter at a time.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -28,21 +28,15 @@ class AdapterBank:
 
     folders: by name. root: holds further ones, each in a folder of its name, which are found when
     they are asked for. most_bytes: of matrices; one that is read takes three times its size beside
-    them. graph: returns how the engine takes adapters, once it is loaded.
+    them.
     """
 
-    def __init__(
-        self,
-        folders: Mapping[str, Path],
-        root: Path | None,
-        most_bytes: int,
-        graph: Callable[[], GraphAdapters | None],
-    ) -> None:
+    def __init__(self, folders: Mapping[str, Path], root: Path | None, most_bytes: int) -> None:
         self.folders = dict(folders)
         self.root = None if root is None else root.resolve()
         self.most_bytes = most_bytes
         self.n_added = 0  # while the server ran: their folders may have changed
-        self._graph = graph
+        self.models = dict[str, str]()  # of those, by name
         self._hidden = set[str]()  # of the root's: unloaded ones
         self._loaded: OrderedDict[str, Adapter] = OrderedDict()  # the least recently used first
         self._n_holders = Counter[Adapter]()  # requests
@@ -94,41 +88,44 @@ class AdapterBank:
         is_inside = all(self.root in each.parents for each in (found, *held))
         return found if is_inside else None
 
-    async def add(self, name: str, folder: Path) -> None:
+    async def add(self, name: str, folder: Path, graph: GraphAdapters, model: str) -> None:
         """Load an adapter under a new name, also if the request gives up meanwhile.
 
-        Raises InvalidRequestError if it does not fit.
+        graph: of its model. Raises InvalidRequestError if it does not fit.
         """
         async with self._turns.take():
             if name in self._loaded:
                 message = f"lora_name: {name!r} is served already; unload it first"
                 raise InvalidRequestError(message, param="lora_name")
-            await self._turns.finish(self._add(name, folder))
+            await self._turns.finish(self._add(name, folder, graph, model))
 
-    async def _add(self, name: str, folder: Path) -> None:
+    async def _add(self, name: str, folder: Path, graph: GraphAdapters, model: str) -> None:
         try:
-            self._keep(name, await self._read(name, folder))
+            self._keep(name, await self._read(name, folder, graph))
         except AdapterError as error:
             raise InvalidRequestError(str(error), param="lora_path") from None
-        self.folders[name] = folder
+        self.folders[name], self.models[name] = folder, model
         self.n_added += 1
         self._hidden.discard(name)
 
     def remove(self, name: str) -> None:
         """Forget an adapter. Its memory is free once the requests that use it have ended."""
         self.folders.pop(name, None)
+        self.models.pop(name, None)
         self._hidden.add(name)
         self._loaded.pop(name, None)
 
-    def clear(self) -> None:
-        """Free what no request uses, since the model is unloaded."""
-        self._loaded.clear()
+    def clear(self, graph: GraphAdapters | None) -> None:
+        """Free what no request uses of a model's adapters, since it is unloaded."""
+        for name, adapter in self.loaded.items():
+            if adapter.graph is graph:
+                del self._loaded[name]
 
     @asynccontextmanager
-    async def hold(self, name: str, graph: GraphAdapters | None = None) -> AsyncIterator[Adapter]:
+    async def hold(self, name: str, graph: GraphAdapters) -> AsyncIterator[Adapter]:
         """Keep an adapter in memory until the block is left; load it before, if need be.
 
-        graph: of the version of the model that the request has. Raises ModelNotFoundError if the
+        graph: of the version of its model that the request has. Raises ModelNotFoundError if the
         adapter is gone, and UnavailableError for one that cannot be loaded or has no room.
         """
         if (adapter := self._fit(name, graph)) is None:
@@ -145,13 +142,12 @@ class AdapterBank:
             if not self._n_holders[adapter]:
                 del self._n_holders[adapter]
 
-    def _fit(self, name: str, graph: GraphAdapters | None) -> Adapter | None:
-        """Return an adapter in memory, unless it was loaded for another version of the model."""
+    def _fit(self, name: str, graph: GraphAdapters) -> Adapter | None:
+        """Return an adapter in memory, unless it was loaded for another version of its model."""
         adapter = self._loaded.get(name)
-        is_other = adapter is not None and graph is not None and adapter.graph is not graph
-        return None if is_other else adapter
+        return adapter if adapter is not None and adapter.graph is graph else None
 
-    async def _load(self, name: str, graph: GraphAdapters | None) -> Adapter:
+    async def _load(self, name: str, graph: GraphAdapters) -> Adapter:
         folder = self.find(name)
         try:
             adapter = None if folder is None else await self._read(name, folder, graph)
@@ -164,9 +160,7 @@ class AdapterBank:
         self._keep(name, adapter)
         return adapter
 
-    async def _read(self, name: str, folder: Path, graph: GraphAdapters | None = None) -> Adapter:
-        if (graph := graph or self._graph()) is None:
-            raise UnavailableError("the model is being loaded", retry_after=_RETRY)
+    async def _read(self, name: str, folder: Path, graph: GraphAdapters) -> Adapter:
         adapter = await asyncio.to_thread(graph.load, folder, name, self.most_bytes)
         if adapter.n_bytes > self.most_bytes:
             raise AdapterError(

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,18 @@ from kvasir.model.directory import (
     read_extra_files,
 )
 from kvasir.model.platform.files import parse_object
+from kvasir.model.platform.suggestions import install_command
 from kvasir.model.records import GenerationDefaults
-from kvasir.server.engine.adapters.loaded import Adapter
+from kvasir.server.engine.adapters.loaded import Adapter, GraphAdapters
 from kvasir.server.engine.sampling.params import Floats
-from kvasir.server.errors import StartupError
+from kvasir.server.errors import StartupError, UnavailableError
 from kvasir.server.requests.adapters.bank import AdapterBank
 from kvasir.server.requests.completion import Completion
 from kvasir.server.requests.request import CompletionRequest, EmbeddingRequest
 from kvasir.server.requests.served_model import ServedModel, chat_format
+
+WITHOUT_ADAPTERS = {"adapter": None, "adapter_dir": None}  # settings
+_RETRY = 5  # seconds until a model may have been loaded
 
 
 class AdaptedModel(ServedModel):
@@ -75,34 +80,57 @@ class AdaptedModel(ServedModel):
     async def holding(self) -> AsyncIterator[Adapter]:
         """Keep the adapter in memory until the block is left; see AdapterBank.hold."""
         self.admission.check_open()
-        engine = self.parent.engine.engine
-        graph = None if engine is None else engine.adapters
-        async with self._bank.hold(self.name, graph) as adapter:
+        async with self._bank.hold(self.name, graph_of(self.parent)) as adapter:
             self._digest = adapter.digest
             self.metrics.server.adapted(self.name)
             yield adapter
 
 
-def model_of_adapters(
+def graph_of(served: ServedModel) -> GraphAdapters:
+    """Return how a model's engine takes adapters. Raises UnavailableError if it does not, yet."""
+    engine = served.engine.engine
+    if engine is None or engine.adapters is None:
+        reason = "is being loaded" if engine is None else "takes no adapters; the log says why"
+        raise UnavailableError(f"the model {served.name!r} {reason}", retry_after=_RETRY)
+    return engine.adapters
+
+
+def takers_of_adapters(
     model_dirs: Mapping[str, ModelDirectory | StartupError], staying: Sequence[str]
-) -> str:
-    """Return the name of the first model that writes text, or of the first, if none does.
+) -> list[str]:
+    """Return the names of the models that take adapters, first those that write text.
 
-    staying: those that are named, if there are some; else it is one of a folder that takes
-    adapters. Empty without one.
+    staying: those that are no folder's. If none takes some, it is the first of these, whose load
+    says why.
     """
-    names = staying or [name for name, one in model_dirs.items() if _takes_adapters(one)]
-    found = ((name, model_dirs[name]) for name in names)
-    # One that cannot be loaded may write text.
-    writers = [n for n, one in found if isinstance(one, StartupError) or not one.config.pooling]
-    return next(iter([*writers, *names]), "")
+    found, last = list[str](), list[str]()
+    for name, one in model_dirs.items():
+        if isinstance(one, StartupError):
+            takes = name in staying  # it may, and may write text
+        else:
+            takes = not why_no_adapters(one)
+            last += [name] if one.config.pooling else []
+        found += [name] if takes else []
+    names = sorted(found or staying, key=last.__contains__)
+    return names if found else names[:1]
 
 
-def _takes_adapters(model_dir: ModelDirectory | StartupError) -> bool:
-    if isinstance(model_dir, StartupError):
-        return False
-    has_other_layers = model_dir.config.n_experts or model_dir.config.recurrence
-    return ADAPTERS_FILE in model_dir.manifest.files and not has_other_layers
+def why_no_adapters(model_dir: ModelDirectory) -> str:
+    """Return why a model takes no adapters; nothing if it takes some."""
+    config, manifest = model_dir.config, model_dir.manifest
+    if manifest.device != "cpu":
+        return f"it was exported for {manifest.device}; export it for the CPU"
+    if config.n_experts or config.recurrence is not None:
+        kind = "experts" if config.n_experts else "recurrent layers"
+        return f"it has {kind}; serve a model without"
+    if find_spec("onnx") is None:
+        return f"that needs onnx; install it with: {install_command('cpu')}"
+    if ADAPTERS_FILE not in manifest.files:
+        return (
+            f"it has no {ADAPTERS_FILE}, being of an older Kvasir or a GGUF file; export the model "
+            "again, from its Hugging Face folder"
+        )
+    return ""
 
 
 def _with_own_files(base: ModelDirectory, name: str, folder: Path) -> ModelDirectory:

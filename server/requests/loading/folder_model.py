@@ -34,7 +34,8 @@ class FolderModel:
         versions[self.name] = served
         self.former = list[ServedModel]()  # versions that requests still use
         self.build: Build | None = None  # until the server has started
-        self.on_unload: Callable[[], object] = lambda: None  # frees what belongs to the model
+        # Frees what belongs to a version of the model, which is about to leave.
+        self.on_unload: Callable[[ServedModel], object] = lambda _: None
         self._kv_bytes = kv_bytes
         self._files = _stamps(served.model_dir.path)
         self._seen = self._manifest()
@@ -83,12 +84,13 @@ class FolderModel:
 
     async def unload(self) -> None:
         """Free the model's memory."""
-        self.on_unload()
+        self.on_unload(self.version)
         await self.version.stop()
 
     async def retire(self, version: object) -> None:
         """Free the memory of a former version, which nothing uses any more."""
         served = next(each for each in self.former if each is version)
+        self.on_unload(served)
         await served.stop()
         self.former.remove(served)
         served.metrics.end()

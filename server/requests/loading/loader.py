@@ -88,7 +88,7 @@ class ModelLoader:
         keep_alive: float,
         max_waiting: int,
     ) -> None:
-        self.budget, self._free = budget, free
+        self.budget, self.free = budget, free
         self.keep_alive, self.max_waiting = keep_alive, max_waiting
         # The least recently used first.
         self._places = OrderedDict((one.name, _Place(one, keep_alive)) for one in models)
@@ -208,8 +208,8 @@ class ModelLoader:
     async def _make_room(self, place: _Place) -> None:
         """Unload models until another fits: unused ones first, the least recently used first."""
         needed = place.model.need().peak
-        most = min(self.budget, self._free() + self.n_bytes)
-        while needed > min(self.budget - self.n_bytes, self._free()):
+        most = min(self.budget, self.free() + self.n_bytes)
+        while needed > min(self.budget - self.n_bytes, self.free()):
             loaded = self._loaded
             if needed > most or not loaded:
                 message = (
