@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,9 @@ from kvasir.commands.console.output import make_table, one_line_errors, show
 from kvasir.commands.console.progress import ProgressBar
 
 if TYPE_CHECKING:
+    from kvasir.model.directory import ModelDirectory as Loaded
+    from kvasir.server.engine.adapters.loaded import Adapter
+    from kvasir.server.explain.explainer import Explainer
     from kvasir.server.explain.explanation import Explanation, Head
 
 
@@ -40,12 +44,14 @@ def explain(
     without: str | None = Option(
         None, callback=_check_heads, metavar="LAYER.HEAD,…", help="Heads to switch off: 1.0,2.3."
     ),
+    adapter: Path | None = Option(
+        None, help="Explain the model with an adapter: a folder of peft, or a run of train --lora."
+    ),
     out: Path | None = Option(None, callback=_check_picture, help="Draw the weights: a PNG."),
     as_json: Json = False,
 ) -> None:
     """Show what the exported model attends to in a text, and a decoder's likeliest next tokens."""
     from kvasir.model.directory import load_model_dir
-    from kvasir.server.explain.explainer import Explainer
     from kvasir.server.explain.explanation import Head, Questions, check_head, check_index
 
     with one_line_errors(), ProgressBar(quiet=as_json) as progress:
@@ -60,7 +66,8 @@ def explain(
         named = without.split(",") if without else ()
         off = tuple(Head(*map(int, name.split("."))) for name in named)
         questions = Questions(top_k=top_k, without=off)
-        explanation = Explainer(model_dir).explain(text, [layer], questions, target=target)
+        explainer, loaded = _open(model_dir, adapter)
+        explanation = explainer.explain(text, [layer], questions, target=target, adapter=loaded)
         heads = list(range(n_head)) if head is None else [head]
         if out is not None:
             from kvasir.commands.console.pictures import draw_attention
@@ -70,6 +77,24 @@ def explain(
     wrote = [] if out is None else [f"wrote {out}"]
     table = _table(explanation, model_dir.config.pooling is None, layer, heads, off)
     show(as_json, explanation.as_json(layer, heads), table, *wrote, then=("serve", directory))
+
+
+def _open(model_dir: Loaded, adapter: Path | None) -> tuple[Explainer, Adapter | None]:
+    """Return what explains a model, and its adapter, by the operators that would serve both."""
+    from kvasir.server.explain.explainer import Explainer
+
+    if adapter is None:
+        return Explainer(model_dir), None
+    from kvasir.model.directory import newest_checkpoint
+    from kvasir.server.engine.adapters.stock import graph_adapters
+    from kvasir.server.process.engine_builder import find_library, read_layout
+    from kvasir.server.settings import load_settings
+
+    library = find_library(load_settings(model=model_dir.path), model_dir)
+    explainer = Explainer(model_dir, None, graph_adapters(read_layout(model_dir, library), library))
+    folder = newest_checkpoint(adapter) or adapter
+    assert explainer.adapters is not None
+    return explainer, explainer.adapters.load(folder, folder.name, sys.maxsize)
 
 
 def _table(

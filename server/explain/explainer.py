@@ -69,10 +69,10 @@ class Explainer:
 
         self._model_dir = model_dir
         threads = threads or usable_cpus()
-        self._adapters, options = None, dict[str, Any]()
+        self.adapters, options = None, dict[str, Any]()
         if adapters is not None:
-            self._adapters = adapters.of_another_graph()
-            options = {"library": adapters.library, "adapters": self._adapters}
+            self.adapters = adapters.of_another_graph()
+            options = {"library": adapters.library, "adapters": self.adapters}
         self._session = open_session(path, threads, 0, **options)
         self._outputs = {value.name for value in self._session.get_outputs()}
         self._has_mask = any(value.name == HEAD_MASK_INPUT for value in self._session.get_inputs())
@@ -91,6 +91,7 @@ class Explainer:
         questions: Questions | None = None,
         *,
         target: str | None = None,
+        adapter: Adapter | None = None,
     ) -> Explanation:
         """Explain a text, or a source and its target; see `explain_tokens`.
 
@@ -101,9 +102,9 @@ class Explainer:
         if (target is None) is not (config.encoder is None):
             raise InvalidRequestError("an encoder-decoder needs a target, and no other model does")
         if target is None:
-            return self.explain_tokens(token_ids, layers, questions=questions)
+            return self.explain_tokens(token_ids, layers, questions=questions, adapter=adapter)
         target_ids = [*config.target_prefix, *encode(target, add_special_tokens=False).ids]
-        return self.explain_tokens(target_ids, layers, token_ids, questions)
+        return self.explain_tokens(target_ids, layers, token_ids, questions, adapter)
 
     def explain_tokens(
         self,
@@ -116,9 +117,9 @@ class Explainer:
         """Return the weights of some layers, and the answers to questions.
 
         Of an encoder-decoder the tokens are a target's, with those that begin it. adapter: as the
-        engine has it. Raises InvalidRequestError for no tokens, for a layer, head or position that
-        does not exist, and for what only a newer attention.onnx answers; ContextLengthError for too
-        many tokens.
+        engine or `adapters` has loaded it. Raises InvalidRequestError for no tokens, for a layer,
+        head or position that does not exist, and for what only a newer attention.onnx answers;
+        ContextLengthError for too many tokens.
         """
         config, tokenizer, n = self._model_dir.config, self._model_dir.tokenizer, len(token_ids)
         source_ids, asked = source_ids or [], questions or Questions()
@@ -135,8 +136,8 @@ class Explainer:
         if config.encoder is not None:
             check_length(len(source_ids), config.encoder)
         position = n - 1 if asked.position is None else asked.position
-        if adapter is not None and self._adapters is not None:
-            adapter = self._adapters.fitted(adapter)  # lives until the runs end
+        if adapter is not None and self.adapters is not None:
+            adapter = self.adapters.fitted(adapter)  # lives until the runs end
         inputs = self._inputs(token_ids, source_ids, position, adapter)
         outputs = self._run(self._names(layers, asked), inputs, asked.without)
         answers: dict[str, Any] = {}
@@ -217,7 +218,7 @@ class Explainer:
         self, adapter: Adapter | None, counts: NDArray[np.int64] | None = None
     ) -> dict[str, NDArray[Any]]:
         """Return an adapter's inputs. counts: of packed tokens."""
-        return {} if self._adapters is None else self._adapters.inputs([adapter], counts)
+        return {} if self.adapters is None else self.adapters.inputs([adapter], counts)
 
     def _run(
         self, names: list[str], inputs: dict[str, NDArray[Any]], without: Iterable[Head]

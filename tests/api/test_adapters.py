@@ -19,13 +19,19 @@ import httpx
 import numpy as np
 import pytest
 from fastapi import FastAPI
+from typer.testing import CliRunner
 
+from kvasir.__main__ import app as command_line
 from kvasir.export.directory import export_checkpoint
+from kvasir.kernels.library import Library
+from kvasir.kernels.library import load as load_library
+from kvasir.model.adapters.layout import Layout
 from kvasir.model.checkpoint import load_checkpoint
 from kvasir.model.config import Pooling
 from kvasir.model.directory import ADAPTERS_FILE, ModelDirectory, load_model_dir
 from kvasir.server.engine.adapters.loaded import Adapter, GraphAdapters, NoAdaptersError
 from kvasir.server.errors import StartupError, UnavailableError
+from kvasir.server.explain.explainer import Explainer
 from kvasir.server.process.app import create_app
 from kvasir.server.process.engine_builder import build_beside_others, build_engine
 from kvasir.server.requests.adapters.adapted_models import AdaptedModels
@@ -200,6 +206,36 @@ async def test_an_adapter_is_explained_as_it_answers(exported: Path, root: Path)
         plain = (await client.post("/explain", json=off | {"without": []})).json()
     for own, right in zip(found["base"]["attention"], plain["attention"], strict=True):
         np.testing.assert_allclose(own["weights"], right["weights"], atol=0.02)
+
+
+def test_the_command_explains_a_model_with_an_adapter(exported: Path) -> None:
+    command = ["explain", str(exported / "base"), PROMPT, "--json"]
+    adapter = ["--adapter", str(exported / "adapters/poet")]
+    plain, own = (
+        json.loads(
+            CliRunner().invoke(command_line, [*command, *more], catch_exceptions=False).stdout
+        )
+        for more in ([], adapter)
+    )
+    assert own["heads"].keys() == plain["heads"].keys()
+    assert own["heads"] != plain["heads"]
+    directory = load_model_dir(exported / "base")
+    layout, library = Layout.load(directory.path / ADAPTERS_FILE), load_library("auto", None)
+    assert isinstance(library, Library)
+    explainer = Explainer(directory, 1, GraphAdapters(layout, library))
+    assert explainer.adapters is not None
+    given = explainer.adapters.load(exported / "adapters/poet", "poet", 2**30)
+    expected = explainer.explain(PROMPT, [0], adapter=given).next_tokens
+    assert [one["token_id"] for one in own["next_tokens"]] == [one.token_id for one in expected]
+    for folder, model, fault in (
+        (exported / "source", exported / "base", "adapter 'source': folder is"),
+        (exported / "adapters/poet", EXAMPLES / "numbers", "it takes no adapters: it has no"),
+    ):
+        refused = ["explain", str(model), "a", "--target", "b", "--adapter", str(folder)]
+        refused = refused if model.name == "numbers" else [*refused[:3], *refused[5:]]
+        result = CliRunner().invoke(command_line, refused)
+        assert (result.exit_code, fault in result.output) == (1, True), result.output
+        assert result.output.count("\n") == 1
 
 
 async def test_a_large_folder_of_adapters_is_never_listed_on_the_event_loop(
