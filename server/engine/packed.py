@@ -152,21 +152,20 @@ class MemoryBlocks(KVBlocks):
         self._memories.append((memory, kv.bytes_per_item))
         return memory
 
-    def admit(self, n_prompt: int, max_tokens: int, names: list[bytes]) -> tuple[int, int] | None:
-        """See KVStore: cached blocks are shared, and the next ones restored from files."""
-        admitted = super().admit(n_prompt, max_tokens, names)
-        if admitted is None or self.files is None:
-            return admitted
-        row, n_cached = admitted
-        n, blocks = n_cached // self.block_size, self._held[row]
-        for name, block in zip(names[n:], blocks[n:], strict=False):
+    def restore(self, row: int, names: list[bytes], n_done: int, limit: int) -> int:
+        """See KVStore: blocks are read from files."""
+        if self.files is None:
+            return n_done
+        n, blocks = n_done // self.block_size, self._held[row]
+        n_most = n + max(1, limit // self.block_size)
+        for name, block in zip(names[n:n_most], blocks[n:n_most], strict=False):
             if name in self.cache.blocks or not self.files.read(name, self._parts(block)):
                 break
             self.cache.put(name, block)
             self._names[block] = name
             n += 1
         self.files.keep(names[:n], lambda place: self._parts(blocks[place]))
-        return row, n * self.block_size
+        return n * self.block_size
 
     def _parts(self, block: int) -> list[NDArray[np.uint8]]:
         """Return a block's bytes in each memory."""

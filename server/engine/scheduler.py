@@ -20,7 +20,7 @@ from kvasir.server.engine.batch import Chunk, StepBatch
 from kvasir.server.engine.kv.store import KVStore
 from kvasir.server.engine.prompt_order import PromptOrder
 from kvasir.server.engine.sequence import Sequence, SequenceStatus, draft
-from kvasir.server.engine.step_capacity import StepCapacity, StepRoom
+from kvasir.server.engine.step_capacity import COPIED_PER_COMPUTED, StepCapacity, StepRoom
 
 _MIN_PREFILL = 2  # tokens of a prompt that run even where the prefix cache has all
 # Beside streams of clients: streams for each that runs in the background beside the first, and
@@ -159,6 +159,11 @@ class Scheduler:
             if not sequence.rows or (sequence.is_background and not self._is_due):
                 continue
             n_left = len(sequence.prompt_ids) - sequence.n_computed
+            if not sequence.is_restored:
+                limit = room.limit(0, n_left, is_first=not chunks) if has_streams else n_left
+                n_left -= self._restore(sequence, limit, room)
+                if not sequence.is_restored:
+                    continue
             limit = room.limit(sequence.n_computed, n_left, is_first=not chunks)
             chunk = self._cut(sequence, limit)
             if not chunks:
@@ -171,10 +176,23 @@ class Scheduler:
                 break
             if chunk.completes_prompt:
                 self.order.completes(sequence, now)
-            n_cached = sequence.n_cached if chunk.begins_prompt else 0
-            share = self.kv.step_share(chunk.count, n_cached, self.chunk_size)
+            share = self.kv.step_share(chunk.count, self.chunk_size)
             room.take(chunk.count, chunk.start, share)
         return chunks
+
+    def _restore(self, sequence: Sequence, limit: int, room: StepRoom) -> int:
+        """Copy what the prefix cache has of a prompt in the time of computing `limit` tokens.
+
+        Returns the number of tokens. The next steps go on, until there are no more.
+        """
+        n_done, names = sequence.n_computed, self._reusable(sequence)
+        most = limit * COPIED_PER_COMPUTED
+        n_new = min(self.kv.restore(row, names, n_done, most) for row in sequence.rows) - n_done
+        self.on_blocks(sequence)
+        sequence.n_cached = sequence.n_computed = n_done + n_new
+        sequence.is_restored = n_new + self.kv.cache.block_size <= most or not n_new
+        room.take(0, 0, n_new // COPIED_PER_COMPUTED)
+        return n_new
 
     def _cut(self, sequence: Sequence, limit: int) -> Chunk:
         """Return a chunk of at most `limit` tokens, or of as few as may run at once."""

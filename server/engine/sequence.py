@@ -57,9 +57,10 @@ class Sequence:
     earlier. n_certain: fewest new tokens that it needs. deadline, …_at: of `time.perf_counter()`.
     prediction: tokens that its output may have. adapter: what is added to the model's products.
     rows: one, or one for each beam. n_computed: tokens whose keys and values are in a row, those of
-    a source too; n_cached: those of them that came from the prefix cache. cache_salt, block_names:
-    see BlockCache.names. n_reusable: blocks that need not be computed if they are cached; n_found:
-    those of them that were, when last counted while it waited. owner: the name of its API key.
+    a source too; n_cached: those of them that came from the prefix cache; is_restored: no more of
+    them come. cache_salt, block_names: see BlockCache.names. n_reusable: blocks that need not be
+    computed if they are cached; n_found: those of them that were, when last counted while it
+    waited. owner: the name of its API key.
     speculation: None is one token a step.
     scores: log-probabilities of the prompt; None unless they were requested.
     """
@@ -86,6 +87,7 @@ class Sequence:
     rows: list[int] = field(default_factory=list)
     n_computed: int = 0
     n_cached: int = 0
+    is_restored: bool = False
     block_names: list[bytes] = field(default_factory=list)
     n_reusable: int = 0
     n_found: int = 0

@@ -24,6 +24,7 @@ _NOISE = 0.1  # share by which a step's time is wrong by chance
 _HICCUP = 1.25  # most by which a step's time and the expected one differ, in its correction
 _SPEED = 0.05  # share by which all parts of the cost change together from step to step
 _DRIFT = 0.005  # share of a chunk's time by which each changes apart from the others
+COPIED_PER_COMPUTED = 16  # tokens copied in the time of running one; 20 to 60 were measured
 _RUN = 0.25  # weight of the constant part: 1/17 of a full chunk's first time is taken for it
 # Of a prompt's chunk, because prompts have to end, and smaller chunks cost more for each token.
 _LEAST_TOKENS = 8

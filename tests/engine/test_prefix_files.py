@@ -202,6 +202,22 @@ def test_what_a_killed_process_left_is_removed_in_time(tmp_path: Path) -> None:
     assert [read(files, name_of(n)) for n in range(2)] == [None, None]
 
 
+def test_blocks_are_read_in_slices(tmp_path: Path) -> None:
+    """Where one is missing, those after it are not read."""
+    blocks = MemoryBlocks(n_blocks=8, block_size=4, max_num_seqs=2, max_model_len=32)
+    blocks.files = PrefixFiles(tmp_path, FINGERPRINT, 2**20)
+    names = blocks.cache.names([*range(28)])
+    for name in (*names[:4], names[5]):
+        blocks.files.keep([name], lambda _: [])
+    blocks.files.wait()
+    assert blocks.admit(28, 2, names) == (0, 0)
+    found = [
+        blocks.restore(0, names, n_done, limit) for n_done, limit in ((0, 8), (8, 3), (12, 99))
+    ]
+    assert found == [8, 12, 16]
+    assert [*blocks.cache.blocks] == names[:4]
+
+
 def test_blocks_know_only_what_was_read(tmp_path: Path) -> None:
     """A block that could not be restored has no name, whatever it holds then."""
     blocks = MemoryBlocks(n_blocks=8, block_size=4, max_num_seqs=2, max_model_len=16)

@@ -127,8 +127,40 @@ def test_what_is_copied_takes_its_share_of_the_step() -> None:
     while step(scheduler):
         pass
     add(scheduler, *[[*shared, i, i, i] for i in range(5)])
-    # Each takes 3 + 480 / 16 tokens: the third finds no room.
-    assert step(scheduler) == [(0, 480, 483), (1, 480, 483)]
+    # Each takes 480 / 16 tokens and the 8 of a run: the second finds no room for all of that.
+    assert step(scheduler) == [(0, 480, 483)]
+    assert step(scheduler) == [(1, 480, 483), (2, 480, 483)]
+
+
+def test_beside_streams_a_long_prefix_is_copied_in_several_steps() -> None:
+    """Another prompt need not wait for it, and without streams nothing is gained by it."""
+    scheduler = make_scheduler(chunk_size=16, cache_blocks=200)
+    shared = list(range(480))
+    (stream,) = add(scheduler, [*shared, 1, 1])
+    while step(scheduler):
+        pass
+    long, short = add(scheduler, [*shared, 2, 2, 2], [3, 3])
+    assert step(scheduler) == [(1, 0, 2)]
+    assert (long.n_computed, long.is_restored, short.status) == (256, False, stream.status)
+    assert step(scheduler) == [(0, 480, 482)]
+    assert (long.n_cached, long.is_restored) == (480, True)
+    for sequence in (stream, short, long):
+        scheduler.finish(sequence)
+    add(scheduler, [*shared, 4, 4, 4])
+    assert step(scheduler) == [(0, 480, 482)]
+
+
+def test_a_prefix_that_is_dropped_while_it_is_copied_is_computed() -> None:
+    scheduler = make_scheduler(chunk_size=16, cache_blocks=200)
+    shared = list(range(480))
+    add(scheduler, [*shared, 1, 1])
+    while step(scheduler):
+        pass
+    (long,) = add(scheduler, [*shared, 2, 2, 2])
+    assert step(scheduler) == []
+    for name in long.block_names[:100]:
+        scheduler.kv.cache.drop(name)
+    assert step(scheduler) == [(0, 256, 272)]
 
 
 def test_a_row_in_prefill_is_no_decode_and_an_abort_frees_it() -> None:

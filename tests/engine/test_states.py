@@ -51,6 +51,16 @@ def test_no_token_of_a_prompt_runs_twice_or_alone(
         assert max(0, n_prompt - 2) // BLOCK * BLOCK in ends
 
 
+def begin(rows: KVRows, prompt: list[int], n_new: int) -> tuple[int, int]:
+    """Return a prompt's row, and its tokens that the prefix cache had."""
+    names = rows.cache.names(prompt)[: max(0, len(prompt) - 2) // BLOCK]
+    admitted = rows.admit(len(prompt), n_new, names)
+    assert admitted is not None
+    n_found = rows.restore(admitted[0], names, 0, BLOCK)
+    assert rows.restore(admitted[0], names, n_found, BLOCK) == n_found
+    return admitted[0], n_found
+
+
 class Lengths:
     """A model whose state is the number of tokens so far: what a run must find in its row."""
 
@@ -72,9 +82,7 @@ def test_a_prompt_goes_on_from_the_state_of_its_own_beginning(capacity: int, n_s
     for _ in range(300):
         prompt = chance.choice(beginnings)[: chance.randint(2, 30)] + [9] * chance.randint(0, 9)
         names = rows.cache.names(prompt)
-        admitted = rows.admit(len(prompt), 4, names[: max(0, len(prompt) - 2) // BLOCK])
-        assert admitted is not None
-        row, end = admitted
+        row, end = begin(rows, prompt, 4)
         n_found += end > 0
         while end < len(prompt):
             start, end = rows.cut(row, end, chance.randint(2, 20), len(prompt))
@@ -93,8 +101,7 @@ def test_a_common_beginning_is_found_from_its_second_repetition_on() -> None:
     for i, n_expected in enumerate((0, 0, 2 * BLOCK, 2 * BLOCK)):
         prompt = begins + [20 + i] * 20
         names = rows.cache.names(prompt)
-        admitted = rows.admit(len(prompt), 1, names[: (len(prompt) - 2) // BLOCK])
-        assert admitted == (i, n_expected)
+        assert begin(rows, prompt, 1) == (i, n_expected)
         end = n_expected
         while end < len(prompt):
             start, end = rows.cut(i, end, 100, len(prompt))
@@ -105,9 +112,7 @@ def test_a_common_beginning_is_found_from_its_second_repetition_on() -> None:
 def serve(rows: KVRows, prompt: list[int], limit: int) -> int:
     """Compute a prompt in chunks of `limit` tokens; return its tokens that need not be."""
     names = rows.cache.names(prompt)
-    admitted = rows.admit(len(prompt), 1, names[: max(0, len(prompt) - 2) // BLOCK])
-    assert admitted is not None
-    row, n_found = admitted
+    row, n_found = begin(rows, prompt, 1)
     end = n_found
     while end < len(prompt):
         start, end = rows.cut(row, end, limit, len(prompt))

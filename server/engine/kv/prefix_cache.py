@@ -104,13 +104,17 @@ class PrefixCache(BlockCache[Floats]):
             return n_cached
         return next((n for n in range(n_cached, 0, -1) if names[n - 1] in self.states), 0)
 
-    def restore(self, row: Floats, names: list[bytes]) -> int:
-        """Copy the cached blocks of a chain to the start of a row; return their tokens."""
-        cached = names[: self.count(names)]
-        for n, name in enumerate(cached):
-            self._slice(row, n)[:] = self.blocks[name]
-        self._touch(cached)
-        return len(cached) * self.block_size
+    def restore(self, row: Floats, names: list[bytes], n_done: int, n_most: int) -> int:
+        """Copy the cached blocks of a chain to a row which has `n_done`; return those it has then.
+
+        They are `n_most` at most. All that are cached count as used.
+        """
+        n_cached = max(n_done, self.count(names))
+        self._touch([name for name in names[:n_cached] if name in self.blocks])
+        n_cached = min(n_cached, max(n_done, n_most))
+        for n in range(n_done, n_cached):
+            self._slice(row, n)[:] = self.blocks[names[n]]
+        return n_cached
 
     def keep(
         self,

@@ -15,12 +15,11 @@ import numpy as np
 
 from kvasir.server.engine.kv.files import PrefixFiles
 from kvasir.server.engine.kv.memory import KVShape, RowMemory
-from kvasir.server.engine.kv.prefix_cache import PrefixCache
+from kvasir.server.engine.kv.prefix_cache import Floats, PrefixCache
 from kvasir.server.engine.kv.store import KVStore
 
 MAX_PROMPT_ROWS = 8
 MAX_CHUNKS_PER_STEP = 8  # each may be a run of its own, which reads every weight
-COPIED_PER_COMPUTED = 16  # tokens copied in the time of running one; 20 to 60 were measured
 _RETAINED_PROMPT = 1024  # tokens of a finished prompt whose pages are kept for the next one
 
 
@@ -143,7 +142,7 @@ class KVRows(RowStore):
         return n_prompt + max_tokens + self.prompts.weight * n_prompt
 
     def admit(self, n_prompt: int, max_tokens: int, names: list[bytes]) -> tuple[int, int] | None:
-        """See KVStore: cached blocks are copied."""
+        """See KVStore: nothing is shared."""
         n_reserved = self.reserved_tokens + self.reservation(n_prompt, max_tokens)
         if not self.free_rows or not self._free_prompts or n_reserved > self.budget_tokens:
             return None
@@ -154,14 +153,26 @@ class KVRows(RowStore):
         self.running.reserve(row, n_prompt + max_tokens)
         self.prompts.reserve(prompt_row, n_prompt)
         self._keep_to_budget()
-        n_cached = self.cache.restore(self.prompts.array[:, prompt_row], names)
-        if self.files is not None:  # which hold keys and values only
-            n_cached = self._restore_files(self.files, prompt_row, names, n_cached)
-        self._fill(row, 0, n_cached)
         if self.prompts.states:
-            last = names[n_cached // self.cache.block_size - 1] if n_cached else b""
-            self.prompts.write_states(prompt_row, self.cache.states.get(last))
-        return row, n_cached
+            self.prompts.write_states(prompt_row, None)
+        return row, 0
+
+    def restore(self, row: int, names: list[bytes], n_done: int, limit: int) -> int:
+        """See KVStore. Beside states all is restored at once, as one is kept at the end alone."""
+        prompt_row, size = self.prompt_row(row), self.cache.block_size
+        has_states = self.prompts.states
+        if has_states and n_done:
+            return n_done
+        n_most = len(names) if has_states else n_done // size + max(1, limit // size)
+        floats = self.prompts.array[:, prompt_row]
+        n_cached = self.cache.restore(floats, names, n_done // size, n_most) * size
+        if self.files is not None:  # which hold keys and values only
+            n_cached = self._restore_files(self.files, floats, names, n_cached, n_most)
+        self._fill(row, n_done, n_cached)
+        if has_states and n_cached:
+            state = self.cache.states[names[n_cached // size - 1]]
+            self.prompts.write_states(prompt_row, state)
+        return n_cached
 
     def cut(self, row: int, n_computed: int, limit: int, n_prompt: int) -> tuple[int, int]:
         """See KVStore. A state moves once: with states no token runs twice.
@@ -184,13 +195,13 @@ class KVRows(RowStore):
         return n_computed, end
 
     def _restore_files(
-        self, files: PrefixFiles, prompt_row: int, names: list[bytes], n_cached: int
+        self, files: PrefixFiles, row: Floats, names: list[bytes], n_cached: int, n_most: int
     ) -> int:
-        """Go on with the blocks that are files; return the tokens of all. Write those hit again."""
-        row, size = self.prompts.array[:, prompt_row], self.cache.block_size
+        """Go on with blocks that are files; return the tokens of all. Write those hit again."""
+        size = self.cache.block_size
         n = n_cached // size
         block = np.empty((*row.shape[:2], size, row.shape[3]), dtype=row.dtype)
-        while n < len(names) and files.read(names[n], [block]):
+        while n < min(n_most, len(names)) and files.read(names[n], [block]):
             row[:, :, n * size : (n + 1) * size] = block
             n += 1
         files.keep(names[:n], lambda n: [row[:, :, n * size : (n + 1) * size].copy()])
@@ -211,9 +222,9 @@ class KVRows(RowStore):
         self._keep_to_budget()
         return True
 
-    def step_share(self, n_tokens: int, n_cached: int, step_tokens: int) -> int:
-        """See KVStore: a chunk may be a run of its own, and what is cached is copied."""
-        return max(n_tokens, step_tokens // MAX_CHUNKS_PER_STEP) + n_cached // COPIED_PER_COMPUTED
+    def step_share(self, n_tokens: int, step_tokens: int) -> int:
+        """See KVStore: a chunk may be a run of its own."""
+        return max(n_tokens, step_tokens // MAX_CHUNKS_PER_STEP)
 
     def record_prefill(self, row: int, start: int, end: int, names: list[bytes]) -> None:
         """Copy a prompt's computed tokens [start, end) to the running row and the prefix cache.

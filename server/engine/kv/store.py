@@ -68,15 +68,19 @@ class KVStore(ABC):
     def admit(self, n_prompt: int, max_tokens: int, names: list[bytes]) -> tuple[int, int] | None:
         """Reserve the lowest free row, with all the tokens that a sequence may need.
 
-        names: the blocks to reuse if they are cached. Returns the row and its number of cached
-        tokens, or None while there is no free row or not enough of the budget.
+        names: the blocks to reuse if they are cached. Returns the row and its number of tokens that
+        are shared without a copy, or None while there is no free row or not enough of the budget.
         """
 
-    def step_share(self, n_tokens: int, n_cached: int, step_tokens: int) -> int:  # noqa: ARG002
-        """Return the share of a step of `step_tokens` that a chunk takes, in tokens.
+    def restore(self, row: int, names: list[bytes], n_done: int, limit: int) -> int:  # noqa: ARG002
+        """Copy cached blocks of a prompt into its row, from `n_done` tokens on.
 
-        n_cached: tokens that the prefix cache had for it.
+        It may stop after `limit` tokens, but not before a block. Returns the tokens then done.
         """
+        return n_done
+
+    def step_share(self, n_tokens: int, step_tokens: int) -> int:  # noqa: ARG002
+        """Return the share of a step of `step_tokens` that a chunk takes, in tokens."""
         return n_tokens
 
     @abstractmethod

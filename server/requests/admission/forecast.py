@@ -16,6 +16,7 @@ from typing import NamedTuple, Self
 from kvasir.server.engine.batch import StepStats
 from kvasir.server.engine.prompt_order import SECONDS_PER_WORK
 from kvasir.server.engine.sequence import Sequence, SequenceStatus
+from kvasir.server.engine.step_capacity import COPIED_PER_COMPUTED
 
 # The share of a measured time to count on. The load may ease, and a request that could then be in
 # time is admitted.
@@ -24,7 +25,6 @@ _STEPS = 64  # the last steps, which give the time of a new token
 _FULL_STEPS = 16  # the last steps that ran as many prompt tokens as fit
 _ENDS = 64  # the last sequences that ended, which give the time that one holds a slot
 _IN_SLOT = {SequenceStatus.PREFILLING, SequenceStatus.RUNNING}
-_COPIES = 16  # cached tokens that take as much of a step as one computed token
 
 
 class Work(NamedTuple):
@@ -77,7 +77,10 @@ class Forecast:
                 self._bare_steps.append(seconds)
             self.token = fmean(self._steps)
             self.token_alone = min(self.token, fmean(self._bare_steps or self._steps))
-        if stats.n_prefill_tokens + stats.n_cached / _COPIES >= 0.9 * stats.prefill_capacity:
+        if (
+            stats.n_prefill_tokens + stats.n_cached / COPIED_PER_COMPUTED
+            >= 0.9 * stats.prefill_capacity
+        ):
             n_tokens = stats.n_prefill_tokens * (1 + stats.slowdown * stats.n_before)
             self._full_steps.append(stats.seconds / (n_tokens + stats.n_cached))
             self.prompt_token, self.slowdown = min(self._full_steps), stats.slowdown
