@@ -57,8 +57,9 @@ class TransformerConfig:
     -qkv_clip and qkv_clip (DBRX, 2024). attention_scale multiplies query · key; None is
     1 / sqrt(head_dim).
     latents: keys and values are latents: attention has one key-value head, whose key is a token's
-    latent and rotary_dim channels that are turned, together head_dim, and whose value is the
-    latent. attention_scale is then 1 / sqrt(key_dim + rotary_dim), unless given.
+    latent and rotary_dim channels, together head_dim, and whose value is the latent. These channels
+    are turned, or with position "none" are as they are. attention_scale is then
+    1 / sqrt(key_dim + rotary_dim), unless given.
     recurrence: of the layers of recurrent_layers, in the place of attention. Such a layer keeps a
     state of fixed size for each row, and no keys and values. attention_gate: what is attended is
     multiplied by the sigmoid of a linear layer of attention's input (Qwen3-Next, 2025), which has a

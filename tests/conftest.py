@@ -11,6 +11,7 @@ import re
 import secrets
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -248,8 +249,13 @@ MAMBA2: dict[str, Any] = {
     "layers_without_feed_forward": (0,),
 }
 random_mamba2_model = _shared("int8", **MAMBA2)
-# No layer with keys and values at all.
-random_recurrent_model = _shared("int4", **DELTA_RULE | {"n_layer": 2})
+# No layer with keys and values at all; each channel of keys has a decay.
+random_recurrent_model = _shared(
+    "int4",
+    n_layer=2,
+    recurrence=replace(DELTA_RULE["recurrence"], decays_by_channel=True, rank=16),
+    recurrent_layers=(0, 1),
+)
 random_hybrid_model = _shared("int8", **CONVOLUTIONS)
 random_int4_hybrid_model = _shared("int4", **CONVOLUTIONS)
 # Scores with a learned bias by distance, over int8 rows; both sublayers read one input.

@@ -143,6 +143,10 @@ def _of_recurrence(config: TransformerConfig, shapes: Shapes, recurrence: str) -
     elif isinstance(rule := config.recurrence, DeltaRule):  # the norm that heads share
         of_heads = rule.value_dim, rule.value_dim, rule.n_head
         yield _between(shapes, f"{recurrence}.norm", f"{recurrence}.output", 0, 1, *of_heads)
+        if (rank := rule.rank) is not None:
+            for first, reader in ((rule.parts[0], "gate"), (sum(rule.parts[:3]), "decay")):
+                matrices = f"{recurrence}.input", f"{recurrence}.{reader}"
+                yield _between(shapes, *matrices, first, 1, rank)
     elif isinstance(config.recurrence, Mamba2):
         matrices = f"{recurrence}.norm", f"{recurrence}.output"
         yield _between(shapes, *matrices, 0, 1, config.recurrence.widths[0])
@@ -155,9 +159,10 @@ def _first_products(
     if layer in config.recurrent_layers:
         first = f"{block}.recurrence.input"
         return tuple(n for n in shapes if n.startswith(first) and n.endswith(".weight"))
-    parts: tuple[str, ...] = ("qkv", "gate") if config.attention_gate else ("qkv",)
+    parts: tuple[str, ...] = ("qkv",)
     if (latents := config.latents) is not None:
         parts = ("query" if latents.query_rank is None else "query_latent", "latent")
+    parts += ("gate",) if config.attention_gate else ()
     return tuple(f"{block}.attention.{part}.weight" for part in parts)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StrictBool
 
-from kvasir.model.configuration.fields import ConfigError, Positive, Size, checked
+from kvasir.model.configuration.fields import ConfigError, Negative, Positive, Size, checked
 
 
 @checked("recurrence")
@@ -28,7 +28,11 @@ class DeltaRule:
     A convolution over `kernel` tokens makes queries, keys and values, of which n_key_head heads of
     key_dim channels each serve as many of the n_head heads of value_dim channels. doubled_rates:
     what a token replaces of a key's value is up to twice the difference. norm_eps: of its outputs'
-    norm; None is the model's.
+    norm; None is the model's. output_gate: what outputs are multiplied by is it of a gate.
+
+    decays_by_channel: each channel of a head's keys has a decay of its own, and not the head (Kimi
+    Linear, 2025). least_log_decay: no decay's logarithm is less; None is no limit. rank: decays and
+    gates are made of so many numbers each; None makes both of a token's input.
     """
 
     kind: Literal["delta_rule"] = "delta_rule"
@@ -39,6 +43,10 @@ class DeltaRule:
     value_dim: Size
     doubled_rates: StrictBool = False
     norm_eps: Positive | None = None
+    output_gate: Literal["silu", "sigmoid"] = "silu"
+    decays_by_channel: StrictBool = False
+    least_log_decay: Negative | None = None
+    rank: Size | None = None
 
     def __post_init__(self) -> None:
         if self.n_head % self.n_key_head:
@@ -50,6 +58,17 @@ class DeltaRule:
         """The channels of queries, keys and values."""
         of_keys = self.n_key_head * self.key_dim
         return of_keys, of_keys, self.n_head * self.value_dim
+
+    @property
+    def n_decays(self) -> int:
+        """The number of a token's decays."""
+        return self.n_head * (self.key_dim if self.decays_by_channel else 1)
+
+    @property
+    def parts(self) -> tuple[int, int, int, int]:
+        """The numbers made of a token: for the convolution, gates, each head's rate, and decays."""
+        gates, decays = self.rank or self.widths[2], self.rank or self.n_decays
+        return sum(self.widths), gates, self.n_head, decays
 
 
 @checked("recurrence")

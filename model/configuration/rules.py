@@ -75,16 +75,18 @@ def _heads(config: Any) -> Iterator[Rule]:
 
 
 def _latents(config: Any) -> Iterator[Rule]:
-    rotary = config.position == "rotary" and config.rotary_dim is not None
-    yield "latents", rotary, "left out without rotary positions of rotary_dim channels"
+    has_shared = config.position in ("rotary", "none") and config.rotary_dim is not None
+    yield "latents", has_shared, "left out without rotary_dim, or with positions of other kinds"
     width = config.latents.rank + config.rotary_dim
     yield "head_dim", config.head_dim == width, f"its rank and rotary_dim, {width}, with latents"
     yield "n_kv_head", config.n_kv_head == 1, "1 with latents"
     growing = config.rope_scaling is not None and config.rope_scaling.query_growth is not None
     yield "rope_scaling", not growing, "one without query_growth with latents"
     others = ("qk_norm", "qkv_clip", "qkv_bias", "encoder", "pooling", "sliding_window_rope_theta")
-    for name in (*others, "attention_gate"):
+    for name in others:
         yield name, not getattr(config, name), "left out with latents"
+    by_head = config.attention_gate_by_head or not config.attention_gate
+    yield "attention_gate_by_head", by_head, "true with an attention_gate and latents"
 
 
 def _recurrence(config: Any) -> Iterator[Rule]:
@@ -117,7 +119,8 @@ def _positions(config: Any) -> Iterator[Rule]:
     own_theta = "sliding_window_rope_theta"
     if config.position != "rotary":
         for name in ("rope_scaling", "rotary_dim", "layers_without_rotary", own_theta):
-            unset = not getattr(config, name)
+            is_width = name == "rotary_dim" and config.latents is not None
+            unset = is_width or not getattr(config, name)
             yield name, unset, f"left out with {config.position} positions"
     if config.sliding_window is None:
         for name in ("sliding_window_layers", own_theta):

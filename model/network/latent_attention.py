@@ -58,6 +58,8 @@ class LatentAttention(Attention):
         self.latent_norm = nn.RMSNorm(rank, _EPS)
         self.key_up = HeadLinear(config.n_head, self.latents.key_dim, rank)
         self.value_up = HeadLinear(config.n_head, rank, self.latents.value_dim)
+        if config.attention_gate:  # of each head
+            self.gate = nn.Linear(config.d_model, config.n_head, bias=False)
         width = config.n_head * self.latents.value_dim
         self.output = nn.Linear(width, config.d_model, bias=config.output_bias)
 

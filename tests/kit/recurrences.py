@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 def run_by_token(*inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """The recurrence as it is written, a token at a time."""
+    """The recurrence as it is written, a token at a time. Decays are of heads or of channels."""
     query, key, value, matrix, decay, *rates = inputs
-    reads = []
+    decays, reads = decay if decay.dim() == 4 else decay[..., None], []
     for t in range(query.shape[1]):
-        matrix = matrix * decay[:, t, :, None, None].exp()
+        matrix = matrix * decays[:, t, :, :, None].exp()
         added = value[:, t]
         if rates:
             known = (matrix * key[:, t, :, :, None]).sum(dim=2)

@@ -31,14 +31,19 @@ from tests.model.variants import VARIANTS
 Inputs = tuple[Tensor, ...]  # query, key, value, past, decay and perhaps rate
 
 
-def random_inputs(sequence: int, rated: bool, decay: float) -> Inputs:
-    """Keys of length 1, as the delta rule has them. decay: that of the fastest token."""
+def random_inputs(sequence: int, rated: bool, decay: float, n_decays: int | None = None) -> Inputs:
+    """Keys of length 1, as the delta rule has them.
+
+    decay: that of the fastest token. n_decays: of a head; None is one.
+    """
     torch.manual_seed(sequence)
     query, key = torch.randn(2, 2, sequence, 3, 8, dtype=torch.float64)
     key = key / key.norm(dim=-1, keepdim=True)
     value = torch.randn(2, sequence, 3, 5, dtype=torch.float64)
     past = torch.randn(2, 3, 8, 5, dtype=torch.float64)
-    decays, rates = torch.rand(2, 2, sequence, 3, dtype=torch.float64)
+    rates = torch.rand(2, sequence, 3, dtype=torch.float64)
+    shape = rates.shape if n_decays is None else (*rates.shape, n_decays)
+    decays = torch.rand(shape, dtype=torch.float64)
     inputs = query, key, value, past, -decay * decays**4
     return (*inputs, 2 * rates) if rated else inputs
 
@@ -53,13 +58,18 @@ def gradients(inputs: Inputs, outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, .
 
 @pytest.mark.parametrize("decay", [0.0, 0.5, 900.0])
 @pytest.mark.parametrize("rated", [False, True])
+@pytest.mark.parametrize("n_decays", [None, 8])
 @pytest.mark.parametrize("sequence", [1, 7, 8, 9, 27])
 def test_chunks_are_the_loop_over_tokens(
-    sequence: int, rated: bool, decay: float, monkeypatch: pytest.MonkeyPatch
+    sequence: int,
+    n_decays: int | None,
+    rated: bool,
+    decay: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Outputs, states and all gradients, of one chunk and of several, whole or not."""
-    monkeypatch.setattr(chunks, "_CHUNK", 8)
-    inputs = random_inputs(sequence, rated, decay)
+    monkeypatch.setattr(chunks, "_CHUNK", 8 if n_decays is None else 8 * chunks._FEWER)
+    inputs = random_inputs(sequence, rated, decay, n_decays)
     for part in inputs:
         part.requires_grad_()
     expected = run_by_token(*inputs)
@@ -82,7 +92,12 @@ def test_in_bfloat16_a_matrix_is_still_float32() -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("qwen3.5", torch.bfloat16), ("bamba", torch.bfloat16), ("lfm2", torch.float32)],
+    [
+        ("qwen3.5", torch.bfloat16),
+        ("bamba", torch.bfloat16),
+        ("kimi", torch.bfloat16),
+        ("lfm2", torch.float32),
+    ],
 )
 def test_a_hybrid_learns_and_resumes_to_the_same_bits(
     name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -94,7 +94,8 @@ def remember(
 ) -> tuple[Tensor, Tensor]:
     """Return what queries read of heads' matrices, times scale, and the matrices: see `run_chunks`.
 
-    tokens: query, key and value. They and what is read are [batch, sequence, heads · …].
+    tokens: query, key and value. They and what is read are [batch, sequence, heads · …]. decay:
+    [batch, sequence, heads] or, of each channel of keys, [batch, sequence, heads · d_k].
     """
     n_head, value = past.shape[1], tokens[2]
     if torch.onnx.is_in_onnx_export():
@@ -110,6 +111,8 @@ def remember(
         )
         return read, present
     query, key, value = (part.unflatten(-1, (n_head, -1)) for part in tokens)
+    if decay.shape[-1] != n_head:
+        decay = decay.unflatten(-1, (n_head, -1))
     read, present = run_chunks(query * scale, key, value, past, decay, rate)
     return read.flatten(-2), present
 
