@@ -32,9 +32,10 @@ constexpr size_t most_keys = 512;
 struct Memory {
     size_t heads, keys, values;  // a head's matrix is [keys][values]
     float scale;                 // of what is read
+    size_t decays;               // of a token and head: 1, or one for each key
 };
 
-// What a row's tokens tell the matrices, one behind the other: [heads][keys], [heads][values] or [heads].
+// What a row's tokens tell the matrices, one behind the other: [heads][keys], [heads][values], [heads][decays] or [heads].
 struct Told {
     const float *query, *key, *value, *decay, *rate;  // of decays the logarithm; rates may be null
 };

@@ -33,26 +33,47 @@ inline Floats chained(size_t keys, const float* numbers, const Row& row) {
 // Path::remember. The columns are copied, moved by all tokens, and copied back.
 [[gnu::flatten]] inline void remember(const Memory& layer, const Told& told, size_t tokens, size_t head, size_t column,
                                       float* matrix, float* read) {
-    float rows[most_keys * lane_count];
+    float rows[most_keys * lane_count], decays[most_keys], decayed_key[most_keys];
     const size_t keys = layer.keys, values = layer.values, count = values - column;
     for (size_t k = 0; k < keys; ++k)
         store(rows + k * lane_count, load(matrix + k * values + column, count));
     for (size_t t = 0; t < tokens; ++t) {
         const size_t token = t * layer.heads + head, at = token * values + column;
-        const float* const key = told.key + token * keys;
-        const Floats logarithm = all(told.decay[token]);
-        const Floats decay = if_less(logarithm, all(-87.0f), all(0.0f), exp(logarithm));
-        Floats added = load(told.value + at, count);
-        if (told.rate) {  // it takes away what its key finds
-            const Floats known = chained(keys, key, [&](size_t k) { return load(rows + k * lane_count); });
-            added = all(told.rate[token]) * (added - decay * known);
+        const float *const key = told.key + token * keys, *const logarithms = told.decay + token * layer.decays;
+        // What the next token tells is far away, often in the same sets of a cache as what this one does.
+        const size_t next = t + 1 < tokens ? token + layer.heads : token;
+        __builtin_prefetch(told.value + next * values + column);
+        for (size_t k = 0; k < keys; k += lane_count) {
+            __builtin_prefetch(told.key + next * keys + k);
+            __builtin_prefetch(told.query + next * keys + k);
+            if (layer.decays > 1)
+                __builtin_prefetch(told.decay + next * keys + k);
         }
-        const Floats found = chained(keys, told.query + token * keys, [&](size_t k) {
-            const Floats moved = fma(all(key[k]), added, decay * load(rows + k * lane_count));
-            store(rows + k * lane_count, moved);
-            return moved;
-        });
-        store(read + at, found * all(layer.scale), count);
+        const auto decay_of = [](Floats logarithm) { return if_less(logarithm, all(-87.0f), all(0.0f), exp(logarithm)); };
+        const auto row = [&](size_t k) { return load(rows + k * lane_count); };
+        // Add to decayed rows what is not known under the key, and read them.
+        const auto move = [&](const auto& decayed, Floats known) {
+            Floats added = load(told.value + at, count);
+            if (told.rate)
+                added = all(told.rate[token]) * (added - known);
+            const Floats found = chained(keys, told.query + token * keys, [&](size_t k) {
+                const Floats moved = fma(all(key[k]), added, decayed(k));
+                store(rows + k * lane_count, moved);
+                return moved;
+            });
+            store(read + at, found * all(layer.scale), count);
+        };
+        if (layer.decays == 1) {
+            const Floats decay = decay_of(all(logarithms[0]));
+            move([&](size_t k) { return decay * row(k); }, told.rate ? decay * chained(keys, key, row) : all(0.0f));
+            continue;
+        }
+        for (size_t k = 0; k < keys; k += lane_count) {
+            const Floats decay = decay_of(load(logarithms + k, keys - k));
+            store(decays + k, decay, keys - k);
+            store(decayed_key + k, decay * load(key + k, keys - k), keys - k);
+        }
+        move([&](size_t k) { return all(decays[k]) * row(k); }, told.rate ? chained(keys, decayed_key, row) : all(0.0f));
     }
     for (size_t k = 0; k < keys; ++k)
         store(matrix + k * values + column, load(rows + k * lane_count), count);

@@ -99,9 +99,12 @@ struct MemoryKernel {
             require_shape(name, read, {sizes[0], given.shape[1], width});
             return read.floats();
         };
-        const Memory layer{size_t(sizes[1]), size_t(sizes[2]), size_t(sizes[3]), scale};
+        const Shape of_decays = run.input(decay).shape;
+        const bool by_key = of_decays.size() == 3 && of_decays[2] == sizes[1] * sizes[2];
+        const size_t decays = by_key ? size_t(sizes[2]) : 1;
+        const Memory layer{size_t(sizes[1]), size_t(sizes[2]), size_t(sizes[3]), scale, decays};
         const Told told{floats(query, "query", sizes[1] * sizes[2]), floats(key, "key", sizes[1] * sizes[2]),
-                        floats(value, "value", sizes[1] * sizes[3]), floats(decay, "decay", sizes[1]),
+                        floats(value, "value", sizes[1] * sizes[3]), floats(decay, "decay", sizes[1] * int64_t(decays)),
                         has_rate ? floats(rate, "rate", sizes[1]) : nullptr};
         const int64_t* const counts = new_tokens(run.input(n_new), sizes[0], given.shape[1]);
         const size_t rows = size_t(sizes[0]), tokens = size_t(given.shape[1]), matrix = layer.keys * layer.values;
@@ -113,7 +116,7 @@ struct MemoryKernel {
             const size_t row = task / layer.heads, head = task % layer.heads, n = size_t(counts[row]);
             const size_t first = row * tokens * layer.heads;
             const Told own{told.query + first * layer.keys, told.key + first * layer.keys, told.value + first * layer.values,
-                           told.decay + first, told.rate ? told.rate + first : nullptr};
+                           told.decay + first * decays, told.rate ? told.rate + first : nullptr};
             float* const to = read + first * layer.values;
             // A path walks down columns, which the processor would not fetch ahead.
             const float* const next = present + std::min(task + 1, rows * layer.heads - 1) * matrix;

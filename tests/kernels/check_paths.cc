@@ -322,13 +322,14 @@ public:
         bias = draw_floats(layer.padded_channels);
         before = draw_floats((layer.kernel - 1) * layer.channels);
         x = draw_floats(tokens * layer.channels);
-        memory = {1 + draw(3), 1 + draw(40), 1 + draw(40), 0.25f};
+        memory = {1 + draw(3), 1 + draw(40), 1 + draw(40), 0.25f, 1};
+        memory.decays = draw(2) ? memory.keys : 1;
         replaces = draw(2);
         queries = draw_floats(tokens * memory.heads * memory.keys);
         keys = draw_floats(tokens * memory.heads * memory.keys);
         values = draw_floats(tokens * memory.heads * memory.values);
         rates = draw_floats(tokens * memory.heads);
-        for (size_t i = 0; i < rates.size(); ++i)
+        for (size_t i = 0; i < rates.size() * memory.decays; ++i)
             decays.push_back(-float(draw(1000)) / float(1 + draw(500)));
         matrices = draw_floats(memory.heads * memory.keys * memory.values);
     }

@@ -155,7 +155,7 @@ def test_every_decoder_computes_what_it_did(name: str, n_bits: int, tmp_path: Pa
 
 
 @needs_library
-@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "bamba", "without attention"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "kimi", "ling", "bamba", "without attention"])
 def test_states_move_as_they_did(name: str, tmp_path: Path) -> None:
     """By new tokens alone, in their own memory: padded prompts, and rows that ride along."""
     model = export_random(tmp_path, "int8", **VARIANTS[name])

@@ -108,10 +108,11 @@ def test_a_convolution(
     n_values=st.integers(1, 40),
     tokens=st.integers(1, 9),
     rated=st.booleans(),
+    by_key=st.booleans(),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_memory(
-    seed: int, heads: int, n_keys: int, n_values: int, tokens: int, rated: bool
+    seed: int, heads: int, n_keys: int, n_values: int, tokens: int, rated: bool, by_key: bool
 ) -> None:
     random = np.random.default_rng(seed)
     inputs: dict[str, Any] = {
@@ -119,7 +120,7 @@ def test_a_memory(
         "key": floats(random, 3, tokens, heads * n_keys) / np.float32(n_keys**0.5),
         "value": floats(random, 3, tokens, heads * n_values),
         "past": floats(random, 3, heads, n_keys, n_values),
-        "decay": -(np.abs(floats(random, 3, tokens, heads)) ** 3),
+        "decay": -(np.abs(floats(random, 3, tokens, heads * (n_keys if by_key else 1))) ** 3),
         "n_new": random.integers(0, tokens + 1, size=3),
     }
     if rated:
@@ -132,6 +133,7 @@ def test_a_memory(
         ]
         rates = [torch.from_numpy(inputs["rate"][row, None, :n]).double()] if rated else []
         decay = torch.from_numpy(inputs["decay"][row, None, :n]).double()
+        decay = decay.unflatten(-1, (heads, -1)) if by_key else decay
         past = torch.from_numpy(inputs["past"][row, None]).double()
         read = torch.zeros(1, tokens, heads * n_values)
         if n:
@@ -165,6 +167,11 @@ TOKENS = {
             "Memory",
             {"key": np.zeros((2, 3, 9), np.float32)},
             r"key is float\[2, 3, 9\].* \[2, 3, 8\]",
+        ),
+        (
+            "Memory",
+            {"decay": np.zeros((2, 3, 4), np.float32)},
+            r"decay is float\[2, 3, 4\].* \[2, 3, 2\]",
         ),
         ("Memory", {"n_new": np.full(2, 4)}, "n_new has 4 of 3 tokens"),
         ("Memory", {"n_new": np.full(3, 1)}, r"n_new is int64\[3\]"),
