@@ -176,11 +176,11 @@ def _mask_heads(
     """Multiply a node's first output by its heads' mask, and insert the tape's nodes after it."""
     heads_apart = constant(graph, f"heads_apart_{n_head}", np.array([0, 0, n_head, -1]))
     apart = ir.node("Reshape", [None, heads_apart])
-    which = constant(graph, f"layer_{layer}", np.array(layer))
-    own = tape.op("Gather", [mask, which], {"axis": 0})
+    which = constant(graph, f"layer_{layer}", np.array([layer]))
+    own = tape.op("Gather", [mask, which], {"axis": 0})  # [1, most heads of a layer, 1]
     if mask.shape is not None and mask.shape[1] != n_head:
-        ends = (constant(graph, f"to_{end}", np.array([end])) for end in (0, n_head))
-        own = tape.op("Slice", [own, *ends])
+        to_end = (constant(graph, f"slice_{n}", np.array([n])) for n in (0, n_head, 1))
+        own = tape.op("Slice", [own, *to_end])
     masked = tape.op("Mul", [apart.outputs[0], own])
     joined = tape.op("Reshape", [masked, constant(graph, "heads_joined", np.array([0, 0, -1]))])
     ir.convenience.replace_all_uses_with(node.outputs[0], joined)

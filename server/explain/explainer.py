@@ -189,7 +189,8 @@ class Explainer:
 
     def _memory(self, outputs: dict[str, NDArray[Any]], layer: int) -> Memory:
         parts = (outputs.get(f"{part}.{layer}") for part in _OF_MEMORY)
-        return measure_memory(*(part[0] for part in parts if part is not None))
+        n_head = self._model_dir.config.heads_of(layer)
+        return measure_memory(n_head, *(part[0] for part in parts if part is not None))
 
     def _inputs(
         self,

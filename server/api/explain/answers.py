@@ -43,7 +43,8 @@ class HeadMemory(schemas.ResponseBody):
     layer: schemas.Size
     head: schemas.Size
     decays: list[list[Annotated[float, Field(ge=0, le=1)]]] = Field(
-        description="The share that is left of what each token wrote, by decay alone."
+        description="The share that is left of what each token wrote, by decay alone; a head's "
+        "mean, where each channel of its keys decays by itself."
     )
     weights: _Rows = Field(
         description="The head's output is the sum of what tokens wrote, times these, of any sign."
