@@ -54,6 +54,15 @@ DELTA: dict[str, Any] = {"recurrent_layers": [0], "attention_gate": True}
 DELTA |= {"qkv_bias": True}
 DELTA["recurrence"] = {"kind": "delta_rule", "kernel": 4, "n_head": 4, "n_key_head": 2}
 DELTA["recurrence"] |= {"key_dim": 8, "value_dim": 24, "doubled_rates": True}
+LATENTS = {"rank": 16, "key_dim": 8, "value_dim": 12, "query_rank": None}
+CHANNELS: dict[str, Any] = {"n_kv_head": 1, "head_dim": 24, "rotary_dim": 8, "latents": LATENTS}
+CHANNELS |= {"position": "none", "recurrent_layers": [0]}
+CHANNELS["recurrence"] = {"kind": "delta_rule", "kernel": 3, "n_head": 3, "n_key_head": 3}
+CHANNELS["recurrence"] |= {"key_dim": 8, "value_dim": 16, "decays_by_channel": True, "rank": 16}
+LING: dict[str, Any] = CHANNELS | {"position": "rotary", "head_dim": 32, "rotary_dim": 16}
+LING |= {"attention_gate": True, "attention_gate_by_head": True}
+LING["recurrence"] = {"kind": "delta_rule", "kernel": 3, "n_head": 4, "n_key_head": 2}
+LING["recurrence"] |= {"key_dim": 24, "value_dim": 8, "decays_by_channel": True, "rank": None}
 CONVOLUTIONS: dict[str, Any] = {"n_layer": 4, "recurrent_layers": [0, 2], "qk_norm": True}
 CONVOLUTIONS["recurrence"] = {"kind": "short_convolution", "kernel": 3, "bias": True}
 MAMBA2: dict[str, Any] = {"kind": "mamba2", "kernel": 3, "n_head": 4, "head_dim": 12}
@@ -64,6 +73,8 @@ SMALL = [
     (UNFED, 48_528),
     (GROUPED | NORMED, 109_222),
     (DELTA, 71_056),
+    (CHANNELS, 60_187),
+    (LING, 66_732),
     (CONVOLUTIONS, 107_952),
     (GROUPED, 109_254),
     (BIASED, 36_832),

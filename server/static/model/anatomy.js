@@ -200,7 +200,7 @@ export function memoryOf({ recurrence: kind, d_model: width }) {
   const { width: cells, both_ways: both } = kind; // of an LSTM, which has no convolution
   const numbers = cells ? 2 * cells : matrices * rows * columns + (kernel - 1) * convolved;
   const shape = { matrices, rows, columns, convolved, numbers, kernel, cells, both };
-  return { ...shape, mixer: RECURRENCES[kind.kind] };
+  return { ...shape, by_row: kind.decays_by_channel, mixer: RECURRENCES[kind.kind] };
 }
 
 const layersNote = (layers, config) =>

@@ -54,8 +54,9 @@ function memoryFacts({ config, kv_cache: cache, max_source_len: source, max_mode
   const { state_bytes_per_sequence: state } = cache;
   const length = target + (source ?? 0);
   const each = bytes / ((latents ? 1 : 2) * layers * heads * channels);
+  const others = config.position === "none" ? "beside it" : "turned";
   const parts = latents
-    ? `${layers} layers × (${latents.rank} of the latent + ${channels - latents.rank} turned)`
+    ? `${layers} layers × (${latents.rank} of the latent + ${channels - latents.rank} ${others})`
     : `2 × ${layers} layers × ${heads} ${heads === 1 ? "head" : "heads"} × ${channels} channels`;
   return {
     token: layers

@@ -74,8 +74,11 @@ function recurrence({ recurrence: kind, d_model: width }) {
   if (kind.kind === "mamba2") return mamba2(kind, width);
   const { n_head: heads, n_key_head: shared, key_dim: ofKey, value_dim: ofValue, kernel } = kind;
   const [values, convolved] = [heads * ofValue, 2 * shared * ofKey + heads * ofValue];
-  const read = convolved + values + 2 * heads;
-  return width * (read + values) + kernel * convolved + 2 * heads + ofValue;
+  const decays = heads * (kind.decays_by_channel ? ofKey : 1);
+  const rank = kind.rank ?? 0; // of what gates and decays are made of
+  const read = convolved + (rank || values) + heads + (rank || decays);
+  const made = rank * (values + decays);
+  return width * (read + values) + made + kernel * convolved + heads + decays + ofValue;
 }
 
 function mamba2({ n_head: heads, n_group: groups, kernel, bias, ...kind }, width) {
@@ -92,7 +95,8 @@ function latentAttention({ d_model: width, n_head: heads, head_dim: kept, latent
   const queries = (ofQuery ?? width) * heads * keyWidth({ latents, ...config });
   const made = heads * rank * (ofKey + ofValue);
   const lowered = heads * ofValue * width + (config.output_bias ? width : 0);
-  return width * (kept + (ofQuery ?? 0)) + queries + made + lowered;
+  const gate = config.attention_gate ? heads * width : 0;
+  return width * (kept + (ofQuery ?? 0)) + queries + made + lowered + gate;
 }
 
 function feedForward({ d_model: width, d_ff: inner, feed_forward_bias: isBiased, ...config }) {
@@ -117,12 +121,14 @@ function norms({ d_model: width, n_head: heads, n_kv_head: shared, ...config }) 
   const ofLatents = latents === null ? 0 : latents.rank + (latents.query_rank ?? 0);
   const ofHeads = config.qk_norm ? each * (heads + shared) * config.head_dim : 0;
   const sublayers = config.encoder === null ? 2 : 3;
-  const perLayer = (config.norm_placement === "both" ? 2 : 1) * sublayers * one + ofLatents;
+  const perLayer = (config.norm_placement === "both" ? 2 : 1) * sublayers * one;
+  const attending = config.n_layer - config.recurrent_layers.length;
   const outside = (config.norm_placement === "post" ? 0 : 1) + (config.embedding_norm ? 1 : 0);
   const more = config.mixture_norm ? mixturesOf(config) : 0;
   const absent =
     config.layers_without_attention_norm.length + config.layers_without_feed_forward.length;
   const without = [...config.layers_without_qk_norm, ...config.recurrent_layers];
   const withHeads = config.n_layer - new Set(without).size;
-  return config.n_layer * perLayer + withHeads * ofHeads + (outside + more - absent) * one;
+  const ofAttention = attending * ofLatents + withHeads * ofHeads;
+  return config.n_layer * perLayer + ofAttention + (outside + more - absent) * one;
 }
