@@ -366,6 +366,23 @@ _FURTHER |= {
     | {"v_head_dim": None, "scale_depth": None, "dim_model_base": None},
     "youtu": _LATENTS,
 }
+_KIMI: dict[str, Any] = _SPARSE | _LATENTS | {"num_local_experts": 6, "n_shared_experts": 2}
+_KIMI |= {"n_group": 3, "topk_group": 2, "first_k_dense_replace": 1}
+_LING = {key: value for key, value in _KIMI.items() if key != "q_lora_rank"}
+_LING |= {"layer_group_size": 2, "head_dim": 24}
+_FURTHER |= {
+    "kimi_linear": _KIMI
+    | {"layer_types": ["linear_attention", "full_attention"]}
+    | {"linear_num_heads": 3, "linear_head_dim": 16},
+    "kimi_linear with lists": _KIMI
+    | {"q_lora_rank": None, "norm_topk_prob": False}
+    | {
+        "linear_attn_config": {"kda_layers": [1], "full_attn_layers": [2], "num_heads": 5}
+        | {"head_dim": 8, "short_conv_kernel_size": 3}
+    },
+    "bailing_hybrid": _LING,
+    "bailing_hybrid with any decays": _LING | {"kda_safe_gate": False, "first_k_dense_replace": 0},
+}
 _MAMBA2: dict[str, Any] = {"num_hidden_layers": 3, "mamba_n_heads": 8, "mamba_d_state": 16}
 _NEMOTRON = {"mamba_num_heads": 4, "mamba_head_dim": 24, "ssm_state_size": 16, "n_groups": 2}
 _NEMOTRON |= {"head_dim": 16}

@@ -207,6 +207,42 @@ RELEASED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"head_dim": 576, "n_kv_head": 1, "n_expert_groups": None, "d_shared_expert": 2816}
         | {"attention_scale": pytest.approx(192**-0.5 * (0.0707 * math.log(40) + 1) ** 2)},
     ),
+    "Kimi-Linear-48B-A3B": (
+        "kimi_linear",
+        {"first_k_dense_replace": 1, "head_dim": 72, "hidden_size": 2304, "kv_lora_rank": 512}
+        | {"mla_use_nope": True, "model_max_length": 1048576, "moe_intermediate_size": 1024}
+        | {"moe_layer_freq": 1, "moe_renormalize": True, "moe_router_activation_func": "sigmoid"}
+        | {"num_expert_group": 1, "num_experts": 256, "num_experts_per_token": 8, "topk_group": 1}
+        | {"num_hidden_layers": 27, "num_shared_experts": 1, "q_lora_rank": None}
+        | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rope_theta": 10000.0}
+        | {"rope_scaling": None, "use_grouped_topk": True, "v_head_dim": 128}
+        | {
+            "linear_attn_config": {"full_attn_layers": [*range(4, 25, 4), 27], "head_dim": 128}
+            | {"kda_layers": [i for i in range(1, 27) if i % 4], "num_heads": 32}
+            | {"short_conv_kernel_size": 4}
+        },
+        {"position": "none", "head_dim": 576, "rotary_dim": 64, "attention_scale": None}
+        | {"recurrent_layers": tuple(i for i in range(26) if (i + 1) % 4), "dense_layers": (0,)},
+    ),
+    "Edge0-8B-A1B": (
+        "bailing_hybrid",
+        {"first_k_dense_replace": 1, "head_dim": 128, "hidden_size": 1536, "kv_lora_rank": 512}
+        | {"gated_attention_proj_granularity_type": "head_wise", "kda_lower_bound": -5}
+        | {"kda_safe_gate": True, "layer_group_size": 4, "linear_silu": True, "n_group": 8}
+        | {"expert_swiglu_limit_list": None, "no_kda_lora": True, "num_attention_heads": 16}
+        | {"num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 24}
+        | {"num_nextn_predict_layers": 0, "num_shared_experts": 1, "partial_rotary_factor": 0.5}
+        | {"q_lora_rank": 256, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rotary_dim": 64}
+        | {"rope_interleave": True, "score_function": "sigmoid", "short_conv_kernel_size": 4}
+        | {"topk_group": 4, "topk_method": "noaux_tc", "use_qk_norm": True, "v_head_dim": 128}
+        | {
+            "rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 6000000}
+            | {"rope_type": "default"}
+        },
+        {"head_dim": 576, "rotary_dim": 64, "rope_theta": 6000000, "dense_layers": (0,)}
+        | {"recurrent_layers": tuple(i for i in range(24) if (i + 1) % 4)}
+        | {"attention_gate_by_head": True, "attention_scale": pytest.approx(192**-0.5)},
+    ),
     "Llama-4-Scout": (
         "llama4_text",
         {"attention_chunk_size": 8192, "max_position_embeddings": 10485760, "use_qk_norm": True}
@@ -466,6 +502,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v2", {"topk_method": "x"}, "topk_method is 'x', .* only 'greedy' or"),
     ("deepseek_v3", {"attention_bias": True}, "attention_bias is True, .* only False"),
     ("youtu", {"qk_rope_head_dim": 9}, "rotary_dim"),
+    ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope is False, .* only True"),
+    (
+        "kimi_linear",
+        {"linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": [27]}},
+        r"linear_attn_config is .*27.* layers 1 to 27, each in one of two lists",
+    ),
+    ("bailing_hybrid", {"kda_lower_bound": 5}, "kda_lower_bound is 5, .* below 0"),
+    ("bailing_hybrid", {"expert_swiglu_limit_list": [0, 7]}, r"_list is \[0, 7\], .* only None"),
     ("llama4_text", {"moe_layers": [48]}, r"moe_layers is \[48\], .* from 0 to 47"),
     ("bamba", {"time_step_limit": [0.1, 2.0]}, "time_step_limit is .* only None or .0.0, inf."),
     ("bamba", {"partial_rotary_factor": 1.0}, "partial_rotary_factor is 1.0, .* only 0.5"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from kvasir.export.graphs.decoder import export_graph
 from kvasir.model.checkpoint import CheckpointError, load_checkpoint
@@ -69,3 +70,23 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     set_values(folder, "config.json", num_nextn_predict_layers=0)
     with pytest.raises(CheckpointError, match=r"unknown tensor 'model\.layers\.2\.eh_proj"):
         load_checkpoint(folder)
+
+
+@torch.inference_mode()
+def test_queries_beside_the_delta_rule_may_be_made_of_a_latent(tmp_path: Path) -> None:
+    """Ling 3.0 tiny has three modules where transformers' class has one."""
+    model: Any = make_model("bailing_hybrid")
+    made = nn.Linear(64, 24, bias=False), nn.RMSNorm(24, 1e-6), nn.Linear(24, 96, bias=False)
+    model.model.layers[1].self_attn.q_proj = nn.Sequential(*made)
+    folder = save_checkpoint(tmp_path, model)
+    set_values(folder, "config.json", q_lora_rank=24)
+
+    def renamed(name: str) -> str:
+        for i, part in enumerate(("q_a_proj", "q_a_layernorm", "q_b_proj")):
+            name = name.replace(f"q_proj.{i}.", f"{part}.")
+        return name
+
+    set_tensors(folder, lambda tensors: {renamed(name): t for name, t in tensors.items()})
+    input_ids = torch.arange(40)[None]
+    theirs, ours = model(input_ids).logits, load_checkpoint(folder).decoder(input_ids)
+    assert (ours - theirs).abs().max() < 1e-4 * theirs.std()

@@ -101,7 +101,8 @@ class Family:
     # By our module: a factor of its weight and bias, which are then float32.
     scales: Mapping[str, Callable[[Options], float]] = field(default_factory=dict)
     prefixes: tuple[str, ...] = ("model.",)  # of tensor names; a file has one or none
-    former_names: Mapping[str, str] = field(default_factory=dict)  # of last parts: the present name
+    # Of parts of tensor names, between dots: the one in `modules`.
+    former_names: Mapping[str, str] = field(default_factory=dict)
     classifier: tuple[Dense, ...] = (Dense("score", bias=False),)  # of ...ForSequenceClassification
     unused: tuple[str, ...] = ()  # beginnings of names of tensors that are left out
     # Returns modules whose places the options decide.
@@ -200,5 +201,5 @@ class Family:
         tensor = _BESIDE.sub(".", tensor)
         prefix = next((prefix for prefix in self.prefixes if tensor.startswith(prefix)), "")
         module, kind = module_and_kind(tensor.removeprefix(prefix))
-        outer, dot, last = module.rpartition(".")
-        return f"{outer}{dot}{self.former_names.get(last, last)}.{kind}"
+        parts = [self.former_names.get(part, part) for part in module.split(".")]
+        return ".".join((*parts, kind))

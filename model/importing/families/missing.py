@@ -9,8 +9,7 @@ MISSING: dict[str, str] = {  # a model_type: words for "config.json describes â€
         "has layers of Mamba's first version": "falcon_mamba jamba mamba zamba",
         "computes attention and Mamba-2 in the same layers": "falcon_h1",
         "shares attention between layers of Mamba-2": "zamba2",
-        "has recurrent layers of another kind":
-            "bailing_hybrid kimi_linear minimax recurrent_gemma rwkv xlstm",
+        "has recurrent layers of another kind": "minimax recurrent_gemma rwkv xlstm",
         "has layers of short convolutions": "inkling2_text inkling_text zaya",
         "has two attentions in a layer, and experts that change nothing": "longcat_flash",
         "attends to tokens that an indexer chooses":

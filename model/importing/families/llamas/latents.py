@@ -72,7 +72,7 @@ _MINICPM_SCALES = {
 
 
 # fmt: off
-_LATENTS: t.Trait = {  # head_dim is here that of the turned part
+LATENT: t.Trait = {  # head_dim is here that of the turned part
     "without": ("qkv",),
     "keys": {"head_dim": 64, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
              "v_head_dim": 128, "rope_interleave": True},
@@ -89,7 +89,7 @@ _LATENTS: t.Trait = {  # head_dim is here that of the turned part
         "value_up": of_latents("self_attn.kv_b_proj", values=True)}}
 LATENTS: dict[str, Family] = {
     "minicpm3": t.llama(
-        "MiniCPM3", (73448, 2560, 6400, 62, 40, 40, 32768), (1, 2), _LATENTS,
+        "MiniCPM3", (73448, 2560, 6400, 62, 40, 40, 32768), (1, 2), LATENT,
         keys={"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "head_dim": 32,
               "kv_lora_rank": 256, "q_lora_rank": 768, "qk_nope_head_dim": 64, "v_head_dim": None,
               "rope_interleave": False, "embedding_multiplier": 12, "scale_depth": 1.4,
@@ -97,10 +97,10 @@ LATENTS: dict[str, Family] = {
         names={"embedding_multiplier": "scale_emb"}, only={"mlp_bias": (False,)},
         scalings=("linear", "llama3", "yarn", "longrope"), scales=_MINICPM_SCALES),
     "youtu": t.llama(
-        "Youtu", (128256, 2048, 6144, 32, 16, 16, 131072), (128000, 128001), _LATENTS,
+        "Youtu", (128256, 2048, 6144, 32, 16, 16, 131072), (128000, 128001), LATENT,
         keys={"tie_word_embeddings": True}),
     "deepseek_v2": t.llama(
-        "DeepseekV2", (102400, 4096, 11008, 32, 32, None, 2048), (1, 2), _LATENTS,
+        "DeepseekV2", (102400, 4096, 11008, 32, 32, None, 2048), (1, 2), LATENT,
         e.experts(64, None, 1407, count="n_routed_experts"), e.SHARED, e.FIRST_DENSE,
         keys={"n_shared_experts": 2, "routed_scaling_factor": 1.0, "n_group": None,
               "topk_group": None, "topk_method": "greedy"},
@@ -109,18 +109,18 @@ LATENTS: dict[str, Family] = {
         fields={"n_best_of_group": 1, "n_expert_groups": _of_groups("n_group"),
                 "n_groups_per_token": _of_groups("topk_group")}),
     "deepseek_v3": t.llama(
-        "DeepseekV3", (129280, 7168, 18432, 61, 128, 128, 4096), (0, 1), _LATENTS,
+        "DeepseekV3", (129280, 7168, 18432, 61, 128, 128, 4096), (0, 1), LATENT,
         e.experts(256, 8, 2048, count="n_routed_experts"), e.BALANCED, e.SHARED, e.FIRST_DENSE,
         keys={"n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
               "first_k_dense_replace": 3}),
     "glm4_moe_lite": t.llama(
-        "Glm4MoeLite", (154880, 2048, 10240, 47, 20, 20, 202752), (0, 1), _LATENTS,
+        "Glm4MoeLite", (154880, 2048, 10240, 47, 20, 20, 202752), (0, 1), LATENT,
         e.experts(64, 4, 1536, count="n_routed_experts"), e.BALANCED, e.SHARED, e.TYPES,
         keys={"rms_norm_eps": 1e-5, "n_shared_experts": 1, "routed_scaling_factor": 1.8,
               "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256,
               "first_k_dense_replace": 1}),
     "axk1": t.llama(
-        "AXK1", (163840, 7168, 18432, 61, 64, 64, 32768), (163691, 163691), _LATENTS,
+        "AXK1", (163840, 7168, 18432, 61, 64, 64, 32768), (163691, 163691), LATENT,
         e.experts(192, 8, 2048, count="n_routed_experts"), e.BALANCED, e.SHARED, e.TYPES,
         keys={"n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
               "first_k_dense_replace": 1}, fields={"mixture_norm": True},

@@ -52,7 +52,7 @@ def _lfm2_width(options: Options) -> int:
     return -(-int(options.number("block_ffn_dim_multiplier") * width) // multiple) * multiple
 
 
-def _delta_layers(options: Options) -> tuple[int, ...]:
+def delta_layers(options: Options) -> tuple[int, ...]:
     """Return the recurrent layers in layer_types, which are set if absent."""
     kinds = ("full_attention", "linear_attention")
     if options["layer_types"] is None:
@@ -63,7 +63,7 @@ def _delta_layers(options: Options) -> tuple[int, ...]:
 
 
 def _delta_rule(options: Options) -> dict[str, Any] | None:
-    if not _delta_layers(options):
+    if not delta_layers(options):
         return None
     return {
         "kind": "delta_rule",
@@ -85,7 +85,7 @@ def _olmo_layers(options: Options) -> tuple[int, ...]:
     if options["linear_value_head_dim"] is None:
         options["linear_value_head_dim"] = 2 * options.whole("linear_key_head_dim")
     options["full_attention_interval"] = min(4, len(t.every_layer(options)))
-    return _delta_layers(options)
+    return delta_layers(options)
 
 
 def _olmo_rule(options: Options) -> dict[str, Any] | None:
@@ -99,22 +99,20 @@ def _olmo_position(options: Options) -> str:
     return "none" if without else "rotary"
 
 
-def _delta_parts(config: TransformerConfig) -> tuple[DeltaRule, tuple[int, int, int, int]]:
-    """Return the rows of queries, keys and values, of gates, of rates, and of decays."""
-    rule = config.recurrence
-    assert isinstance(rule, DeltaRule)
-    return rule, (sum(rule.widths), rule.widths[2], rule.n_head, rule.n_head)
+def _rule_of(config: TransformerConfig) -> DeltaRule:
+    assert isinstance(config.recurrence, DeltaRule)
+    return config.recurrence
 
 
-def _side_by_side(*modules: str) -> Source:
+def side_by_side(*modules: str) -> Source:
     """Return the source of what reads a token: each part of the delta rule has a matrix.
 
     Queries, keys and values have one together, or three; three modules are those alone.
     """
 
     def shapes(shape: Shape, config: TransformerConfig) -> list[Shape]:
-        rule, parts = _delta_parts(config)
-        every = rule.widths, parts, (*rule.widths, *parts[1:])
+        rule = _rule_of(config)
+        every = rule.widths, rule.parts, (*rule.widths, *rule.parts[1:])
         return [(n, *shape[1:]) for rows in every if len(rows) == len(modules) for n in rows]
 
     return Source(modules, shapes, lambda tensors, _: torch.cat(tensors))
@@ -124,12 +122,12 @@ def _by_key_head(*modules: str) -> Source:
     """Return the same where rows of two matrices are grouped by the heads of keys."""
 
     def shapes(shape: Shape, config: TransformerConfig) -> list[Shape]:
-        _, parts = _delta_parts(config)
+        parts = _rule_of(config).parts
         return [(sum(some), *shape[1:]) for some in (parts[:2], parts[2:])]
 
     def join(tensors: list[Tensor], config: TransformerConfig) -> Tensor:
-        rule, parts = _delta_parts(config)
-        widths = [width // rule.n_key_head for width in (*rule.widths, *parts[1:])]
+        rule = _rule_of(config)
+        widths = [width // rule.n_key_head for width in (*rule.widths, *rule.parts[1:])]
         groups = [tensor.unflatten(0, (rule.n_key_head, -1)) for tensor in tensors]
         split = [*groups[0].split(widths[:4], dim=1), *groups[1].split(widths[4:], dim=1)]
         return torch.cat([part.flatten(0, 1) for part in split])
@@ -190,10 +188,10 @@ _DELTA: t.Trait = {
     "keys": {"layer_types": None, "full_attention_interval": 4, "linear_conv_kernel_dim": 4,
              "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
              "linear_num_value_heads": 32},
-    "fields": {"recurrent_layers": _delta_layers, "recurrence": _delta_rule},
+    "fields": {"recurrent_layers": delta_layers, "recurrence": _delta_rule},
     "only": {"hidden_act": ("silu",)},
     "layers": {
-        "recurrence.input": _side_by_side(
+        "recurrence.input": side_by_side(
             *(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))),
         "recurrence.convolution": "linear_attn.conv1d", "recurrence.norm": "linear_attn.norm",
         "recurrence.log_decay": "linear_attn.A_log", "recurrence.decay_bias": "linear_attn.dt_bias",
@@ -270,9 +268,9 @@ RECURRENT: dict[str, Family] = {
         fields={"position": _olmo_position, "recurrent_layers": _olmo_layers,
                 "recurrence": _olmo_rule, "norm_placement": "output_of_attention"},
         layers={"attention_output_norm": t.MIDDLE, "feed_forward_output_norm": t.LAST,
-                "recurrence.input": _side_by_side(
+                "recurrence.input": side_by_side(
                     *(f"linear_attn.{part}_proj" for part in "qkvgba")),
-                "recurrence.convolution": _side_by_side(
+                "recurrence.convolution": side_by_side(
                     *(f"linear_attn.{part}_conv1d" for part in "qkv")),
                 "recurrence.norm": "linear_attn.o_norm",
                 "recurrence.output": "linear_attn.o_proj"}),
