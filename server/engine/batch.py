@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Self
 
+from kvasir.server.engine.kv.store import KVStore
 from kvasir.server.engine.sequence import Sequence, SequenceStatus
 
 StepKind = Literal["decode", "mixed", "prefill"]
@@ -77,6 +78,44 @@ class StepBatch:
     def chunks(self) -> list[Chunk]:
         """All chunks, in the order of their logits."""
         return [*self.decodes, *self.prefills, *self.drafts]
+
+
+class Window:
+    """The holders of rows, up to the last row that has one; None for a free row."""
+
+    def __init__(self) -> None:
+        self.holders: list[Sequence | None] = []
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All holders, by their first row."""
+        return list(dict.fromkeys(filter(None, self.holders)))
+
+    def hold(self, row: int, sequence: Sequence) -> None:
+        """Note who holds a row."""
+        self.holders.extend([None] * (row + 1 - len(self.holders)))
+        self.holders[row] = sequence
+
+    def clear(self, row: int) -> None:
+        """Remove a row's holder, and free rows at the end."""
+        self.holders[row] = None
+        while self.holders and self.holders[-1] is None:
+            self.holders.pop()
+
+    def fill_hole(self, kv: KVStore) -> None:
+        """Move the last row into a hole if most rows are free: one move a step.
+
+        A hole costs a step next to nothing, and a move as much as a short step.
+        """
+        if self.holders.count(None) <= len(self.holders) // 2:
+            return
+        source, last = len(self.holders) - 1, self.holders[-1]
+        assert last is not None
+        target = kv.move(source, last.n_computed)
+        if target is not None:
+            last.rows[last.rows.index(source)] = target
+            self.hold(target, last)
+            self.clear(source)
 
 
 class PromptPart(NamedTuple):

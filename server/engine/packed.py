@@ -159,12 +159,14 @@ class MemoryBlocks(KVBlocks):
         n, blocks = n_done // self.block_size, self._held[row]
         n_most = n + max(1, limit // self.block_size)
         for name, block in zip(names[n:n_most], blocks[n:n_most], strict=False):
-            if name in self.cache.blocks or not self.files.read(name, self._parts(block)):
+            if not self.files.read(name, self._parts(block)):
                 break
-            self.cache.put(name, block)
-            self._names[block] = name
+            if name not in self.cache.blocks:
+                self.cache.put(name, block)
+                self._names[block] = name
             n += 1
-        self.files.keep(names[:n], lambda place: self._parts(blocks[place]))
+        if n < n_most or n == len(names):
+            self.files.keep(names[:n], lambda place: self._parts(blocks[place]))
         return n * self.block_size
 
     def _parts(self, block: int) -> list[NDArray[np.uint8]]:

@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heapreplace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvasir.server.engine.kv.prefix_cache import BlockCache
 from kvasir.server.engine.sequence import Sequence, SequenceStatus, queue_time
+from kvasir.server.engine.step_capacity import PromptCost
 
 SECONDS_PER_WORK = 32.0  # of waiting, which offset a second of work left
 _MOST_PASSED = 3  # steps in a row that may begin with another prompt than the oldest
@@ -84,3 +87,27 @@ class PromptOrder:
     def begins_with(self, sequence: Sequence, oldest: Sequence) -> None:
         """Note which prompt a step begins with, and which is the oldest."""
         self._n_passed = 0 if sequence is oldest else self._n_passed + 1
+
+
+def seconds_left(
+    sequences: list[Sequence], cache: BlockCache[Any], cost: PromptCost
+) -> NDArray[np.float64]:
+    """Estimate the seconds that prompts still take, [n].
+
+    The queue may be long, so only what was cached or dropped since the last time is counted. What
+    is found is done for a prompt that is being copied, too.
+    """
+    done: list[int] = []
+    for sequence in sequences:
+        names, n = sequence.block_names, sequence.n_found
+        if sequence.status is SequenceStatus.WAITING:
+            if n and names[n - 1] not in cache.blocks:
+                n = 0
+            if n < sequence.n_reusable and names[n] in cache.blocks:
+                n += cache.count(sequence.reusable_names[n:])
+            sequence.n_found = n
+        found = 0 if sequence.is_restored else n * cache.block_size
+        done.append(max(sequence.n_computed, found))
+    n_done = np.array(done)
+    n_prompt = np.array([len(sequence.prompt_ids) for sequence in sequences])
+    return cost.prompt(n_prompt - n_done, n_done)

@@ -16,9 +16,9 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from kvasir.server.engine.batch import Chunk, StepBatch
+from kvasir.server.engine.batch import Chunk, StepBatch, Window
 from kvasir.server.engine.kv.store import KVStore
-from kvasir.server.engine.prompt_order import PromptOrder
+from kvasir.server.engine.prompt_order import PromptOrder, seconds_left
 from kvasir.server.engine.sequence import Sequence, SequenceStatus, draft
 from kvasir.server.engine.step_capacity import COPIED_PER_COMPUTED, StepCapacity, StepRoom
 
@@ -45,14 +45,15 @@ class Scheduler:
         self.on_blocks: Callable[[Sequence], None] = lambda _: None
         self.waiting: list[Sequence] = []  # the oldest first, by their queue keys
         self.order = PromptOrder(self._seconds_left)
-        self._window: list[Sequence | None] = []  # the holder of each row
+        self._window = Window()
         self._is_crowded = False  # no room for a client's sequence in the last step
+        self._copied_share = 0  # of the last step, in tokens
         self._n_steps = 0  # with streams of clients, since a prompt in the background
 
     @property
     def held(self) -> list[Sequence]:
         """Sequences that hold a row, by their first."""
-        return list(dict.fromkeys(filter(None, self._window)))
+        return self._window.sequences
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
@@ -86,9 +87,10 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepBatch:
         """Choose the chunks of the step that begins now, and admit sequences for them."""
+        self._copied_share = 0
         prefills = self._schedule_prefills(now)
         if not self.waiting or self.waiting[0].is_background:
-            self._fill_hole()
+            self._window.fill_hole(self.kv)
         running = [s for s in self.held if s.status is SequenceStatus.RUNNING]
         decodes: list[Chunk] = []
         drafts: list[Chunk] = []
@@ -100,7 +102,7 @@ class Scheduler:
                 n_logits = 0
             chunk = Chunk(sequence, sequence.n_computed, count, n_logits, tokens)
             (drafts if tokens else decodes).append(chunk)
-        window = self._window[: decodes[-1].row + 2] if decodes else []
+        window = self._window.holders[: decodes[-1].row + 2] if decodes else []
         return StepBatch(decodes, window, prefills, drafts)
 
     def record(self, chunk: Chunk, n_tokens: int) -> None:
@@ -117,6 +119,8 @@ class Scheduler:
         """Note the seconds of a step, and of its decodes if they ran alone, else 0."""
         n_decode = len(batch.decodes) + len(batch.drafts)
         prompts = [(chunk.count, chunk.start) for chunk in batch.prefills]
+        if prompts and self._copied_share:
+            prompts.append((self._copied_share, 0))
         self.capacity.record(seconds, n_decode, decode_seconds, prompts)
 
     def finish(self, sequence: Sequence) -> None:
@@ -125,7 +129,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         for row in sequence.rows:
             self.kv.free(row)
-            self._clear(row)
+            self._window.clear(row)
         sequence.rows = []
         sequence.status = SequenceStatus.FINISHED
         sequence.finished_at = perf_counter()
@@ -133,8 +137,7 @@ class Scheduler:
     def _schedule_prefills(self, now: float) -> list[Chunk]:
         """Cut chunks from prompts in their order until the step is full.
 
-        The first chunk has its least size in any case; others have to fit. A scored prompt ends
-        the step, as does one that goes on in the next.
+        The first chunk has its least size in any case; others have to fit.
         """
         unfinished = [s for s in self.held if s.status is SequenceStatus.PREFILLING]
         running = SequenceStatus.RUNNING
@@ -146,52 +149,72 @@ class Scheduler:
             return []
         oldest = min(prompts[: len(unfinished) + 1], key=lambda prompt: prompt.queue_key)
         chunks: list[Chunk] = []
+        begun: list[Sequence] = []  # whose prompts the step computes or copies
         room, may_admit = self.capacity.room(has_streams=has_streams), True
         for place in self.order.first_to_last(prompts):
-            computed = [chunk.sequence for chunk in chunks]
-            sequence = self._maker(place, unfinished + computed) or place
-            if sequence in computed:
+            sequence = self._maker(place, unfinished + begun) or place
+            if sequence in begun:
                 continue
-            if not self._fits(sequence, room, chunks):
+            if begun and not self._fits(sequence, room):
                 break
             if sequence.status is SequenceStatus.WAITING:
-                may_admit = may_admit and self._admit(sequence, chunks)
+                may_admit = may_admit and self._admit(sequence, begun)
             if not sequence.rows or (sequence.is_background and not self._is_due):
                 continue
-            n_left = len(sequence.prompt_ids) - sequence.n_computed
-            if not sequence.is_restored:
-                limit = room.limit(0, n_left, is_first=not chunks) if has_streams else n_left
-                n_left -= self._restore(sequence, limit, room)
-                if not sequence.is_restored:
-                    continue
-            limit = room.limit(sequence.n_computed, n_left, is_first=not chunks)
-            chunk = self._cut(sequence, limit)
-            if not chunks:
-                self.prefill_capacity = limit
+            if not begun:
                 self.order.begins_with(place, oldest)
-            chunks.append(chunk)
             if has_streams and sequence.is_background:
                 self._n_steps = 0
-            if sequence.is_scored or (n_left > limit and not chunk.completes_prompt):
-                break
-            if chunk.completes_prompt:
-                self.order.completes(sequence, now)
-            share = self.kv.step_share(chunk.count, self.chunk_size)
-            room.take(chunk.count, chunk.start, share)
+            chunk = self._next_chunk(sequence, room, is_first=not begun, has_streams=has_streams)
+            begun.append(sequence)
+            if chunk is not None:
+                chunks.append(chunk)
+                if chunk.completes_prompt and not sequence.is_scored:
+                    self.order.completes(sequence, now)
         return chunks
 
-    def _restore(self, sequence: Sequence, limit: int, room: StepRoom) -> int:
+    def _next_chunk(
+        self, sequence: Sequence, room: StepRoom, *, is_first: bool, has_streams: bool
+    ) -> Chunk | None:
+        """Return a prompt's next chunk, or None if copying what is cached takes its time.
+
+        Without streams nothing is gained by copying in slices. A scored prompt, and one that goes
+        on in the next step, leave no room for others.
+        """
+        n_left, copied = len(sequence.prompt_ids) - sequence.n_computed, 0
+        if not sequence.is_restored:
+            limit = room.limit(0, n_left, is_first=is_first) if has_streams else n_left
+            copied = self._restore(sequence, limit)
+            n_left -= copied
+            copied //= COPIED_PER_COMPUTED
+            self._copied_share += copied
+            if has_streams:
+                room.take(0, 0, copied)
+                copied = 0
+            if not sequence.is_restored:
+                return None
+        limit = room.limit(sequence.n_computed, n_left, is_first=is_first)
+        chunk = self._cut(sequence, limit)
+        if is_first:
+            self.prefill_capacity = limit + self._copied_share
+        if sequence.is_scored or (n_left > limit and not chunk.completes_prompt):
+            room.tokens = 0
+        else:
+            share = self.kv.step_share(chunk.count, self.chunk_size)
+            room.take(chunk.count, chunk.start, share + copied)
+        return chunk
+
+    def _restore(self, sequence: Sequence, limit: int) -> int:
         """Copy what the prefix cache has of a prompt in the time of computing `limit` tokens.
 
         Returns the number of tokens. The next steps go on, until there are no more.
         """
-        n_done, names = sequence.n_computed, self._reusable(sequence)
+        n_done, names = sequence.n_computed, sequence.reusable_names
         most = limit * COPIED_PER_COMPUTED
         n_new = min(self.kv.restore(row, names, n_done, most) for row in sequence.rows) - n_done
         self.on_blocks(sequence)
         sequence.n_cached = sequence.n_computed = n_done + n_new
         sequence.is_restored = n_new + self.kv.cache.block_size <= most or not n_new
-        room.take(0, 0, n_new // COPIED_PER_COMPUTED)
         return n_new
 
     def _cut(self, sequence: Sequence, limit: int) -> Chunk:
@@ -203,37 +226,14 @@ class Scheduler:
         count = end - start
         return Chunk(sequence, start, count, count if sequence.is_scored else n_logits)
 
-    def _fits(self, sequence: Sequence, room: StepRoom, chunks: list[Chunk]) -> bool:
-        """Return whether a step has room for the shortest chunk of a prompt; the first has."""
+    def _fits(self, sequence: Sequence, room: StepRoom) -> bool:
+        """Return whether a step has room for the shortest chunk of a prompt."""
         n_prompt, n_done = len(sequence.prompt_ids), sequence.n_computed
         shortest = min(max(_MIN_PREFILL, self.kv.min_chunk), n_prompt)
-        return not chunks or room.limit(n_done, n_prompt - n_done, is_first=False) >= shortest
+        return room.limit(n_done, n_prompt - n_done, is_first=False) >= shortest
 
     def _seconds_left(self, sequences: list[Sequence]) -> NDArray[np.float64]:
-        """Estimate the seconds that prompts still take, [n].
-
-        The queue may be long, so only what was cached or dropped since the last time is counted.
-        """
-        cache, waiting = self.kv.cache, SequenceStatus.WAITING
-        done: list[int] = []
-        for sequence in sequences:
-            names, n = sequence.block_names, sequence.n_found
-            if sequence.status is not waiting:
-                done.append(sequence.n_computed)
-                continue
-            if n and names[n - 1] not in cache.blocks:
-                n = 0
-            if n < sequence.n_reusable and names[n] in cache.blocks:
-                n += cache.count(self._reusable(sequence)[n:])
-            sequence.n_found = n
-            done.append(n * cache.block_size)
-        n_done = np.array(done)
-        n_prompt = np.array([len(sequence.prompt_ids) for sequence in sequences])
-        return self.capacity.cost.prompt(n_prompt - n_done, n_done)
-
-    def _reusable(self, sequence: Sequence) -> list[bytes]:
-        """Return the names of the blocks that a prompt need not compute if they are cached."""
-        return sequence.block_names[: sequence.n_reusable]
+        return seconds_left(sequences, self.kv.cache, self.capacity.cost)
 
     def _maker(self, sequence: Sequence, unfinished: list[Sequence]) -> Sequence | None:
         """Return the unfinished prompt that computes the next block of one that waits.
@@ -242,7 +242,7 @@ class Scheduler:
         """
         if sequence.status is not SequenceStatus.WAITING or not unfinished:
             return None
-        names, size = self._reusable(sequence), self.kv.cache.block_size
+        names, size = sequence.reusable_names, self.kv.cache.block_size
         missing = names[self.kv.cache.count(names) :][:1]
         for maker in unfinished if missing else ():
             is_client = sequence.is_background or not maker.is_background
@@ -255,14 +255,14 @@ class Scheduler:
         """True if a prompt in the background may run in this step."""
         return self._n_steps >= _STEPS_PER_BACKGROUND
 
-    def _admit(self, sequence: Sequence, chunks: list[Chunk]) -> bool:
+    def _admit(self, sequence: Sequence, begun: list[Sequence]) -> bool:
         """Give a waiting sequence its rows; return False if it has to wait for them.
 
         In the background it also waits for others, see `_may_begin`.
         """
-        if sequence.is_background and not self._may_begin(chunks):
+        if sequence.is_background and not self._may_begin(begun):
             return False
-        names = self._reusable(sequence)
+        names = sequence.reusable_names
         for _ in range(sequence.params.n_rows):
             admitted = self.kv.admit(len(sequence.prompt_ids), sequence.n_after_prompt, names)
             self.on_blocks(sequence)
@@ -276,43 +276,17 @@ class Scheduler:
             sequence.rows.append(row)
         self.waiting.remove(sequence)
         for row in sequence.rows:
-            self._hold(row, sequence)
+            self._window.hold(row, sequence)
         sequence.status = SequenceStatus.PREFILLING
         sequence.scheduled_at = perf_counter()
         sequence.n_computed = sequence.n_cached
         return True
 
-    def _may_begin(self, chunks: list[Chunk]) -> bool:
-        """Return whether a sequence may begin in the background, beside the step's chunks."""
+    def _may_begin(self, begun: list[Sequence]) -> bool:
+        """Return whether a sequence may begin in the background, beside those of the step."""
         background = [sequence for sequence in self.held if sequence.is_background]
-        computed = {chunk.sequence for chunk in chunks}
         return (
             self._is_due
             and len(background) < self._most_in_background
-            and all(s in computed for s in background if s.status is SequenceStatus.PREFILLING)
+            and all(s in begun for s in background if s.status is SequenceStatus.PREFILLING)
         )
-
-    def _fill_hole(self) -> None:
-        """Move the last row of a mostly empty decode window into a hole: one move a step.
-
-        A hole costs a step next to nothing, and a move as much as a short step.
-        """
-        if self._window.count(None) <= len(self._window) // 2:
-            return
-        source, last = len(self._window) - 1, self._window[-1]
-        assert last is not None
-        target = self.kv.move(source, last.n_computed)
-        if target is not None:
-            last.rows[last.rows.index(source)] = target
-            self._hold(target, last)
-            self._clear(source)
-
-    def _hold(self, row: int, sequence: Sequence) -> None:
-        self._window.extend([None] * (row + 1 - len(self._window)))
-        self._window[row] = sequence
-
-    def _clear(self, row: int) -> None:
-        """Remove a row's holder, and free rows at the end of the window."""
-        self._window[row] = None
-        while self._window and self._window[-1] is None:
-            self._window.pop()

@@ -57,8 +57,8 @@ class Sequence:
     earlier. n_certain: fewest new tokens that it needs. deadline, …_at: of `time.perf_counter()`.
     prediction: tokens that its output may have. adapter: what is added to the model's products.
     rows: one, or one for each beam. n_computed: tokens whose keys and values are in a row, those of
-    a source too; n_cached: those of them that came from the prefix cache; is_restored: no more of
-    them come. cache_salt, block_names: see BlockCache.names. n_reusable: blocks that need not be
+    a source too; n_cached: those of them that came from the prefix cache; is_restored: all of those
+    are there. cache_salt, block_names: see BlockCache.names. n_reusable: blocks that need not be
     computed if they are cached; n_found: those of them that were, when last counted while it
     waited. owner: the name of its API key.
     speculation: None is one token a step.
@@ -105,6 +105,11 @@ class Sequence:
         if self.params.beams is not None:
             n_given, longest = len(self.target_prefix), self.params.max_tokens
             self.beams = BeamSearch(self.params.beams, self.ending_ids, n_given, longest)
+
+    @property
+    def reusable_names(self) -> list[bytes]:
+        """The names of the blocks that need not be computed if they are cached."""
+        return self.block_names[: self.n_reusable]
 
     @property
     def queue_key(self) -> tuple[float, int]:

@@ -17,7 +17,9 @@ from kvasir.server.engine.kv.files import Parts, PrefixFiles
 from kvasir.server.engine.kv.rows import KVRows
 from kvasir.server.engine.packed import MemoryBlocks, open_packed_runner
 from kvasir.server.engine.sampling.params import SamplingParams
+from kvasir.server.engine.scheduler import Scheduler
 from kvasir.server.engine.sequence import Sequence
+from kvasir.server.engine.step_capacity import StepCapacity
 from tests.kernels.graphs import needs_library
 from tests.kit.engine_driver import assert_same, make_sequence, run_to_end
 from tests.kit.random_models import RandomModel
@@ -216,6 +218,34 @@ def test_blocks_are_read_in_slices(tmp_path: Path) -> None:
     ]
     assert found == [8, 12, 16]
     assert [*blocks.cache.blocks] == names[:4]
+
+
+def test_prompts_that_come_together_read_a_beginning_once(tmp_path: Path) -> None:
+    """Beside a stream, in slices; the one that another reads for waits for it."""
+    files = PrefixFiles(tmp_path, FINGERPRINT, 2**20)
+    blocks = MemoryBlocks(n_blocks=999, block_size=4, max_num_seqs=4, max_model_len=512)
+    blocks.files = files
+    scheduler = Scheduler(blocks, StepCapacity(8, 0.0), scoring_chunk_size=8)
+    shared = [*range(400)]
+    stream, *alike = (
+        make_sequence(i, ids, SamplingParams(max_tokens=9))
+        for i, ids in enumerate(([1, 2], [*shared, 5, 5], [*shared, 6, 6], [*shared, 7, 7]))
+    )
+    for sequence in alike:
+        names = blocks.cache.names(sequence.prompt_ids)
+    for name in names[:100]:
+        files.keep([name], lambda _: [])
+    files.wait()
+    for sequence in (stream, *alike):
+        scheduler.add(sequence)
+    n_steps = 0
+    while any(sequence.status is not stream.status for sequence in alike) or not n_steps:
+        batch = scheduler.schedule(0.0)
+        for chunk in (*batch.decodes, *batch.prefills):
+            scheduler.record(chunk, chunk.count)
+        n_steps += 1
+    assert [sequence.n_cached for sequence in alike] == [400] * 3
+    assert n_steps < 10
 
 
 def test_blocks_know_only_what_was_read(tmp_path: Path) -> None:

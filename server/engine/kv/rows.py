@@ -197,14 +197,18 @@ class KVRows(RowStore):
     def _restore_files(
         self, files: PrefixFiles, row: Floats, names: list[bytes], n_cached: int, n_most: int
     ) -> int:
-        """Go on with blocks that are files; return the tokens of all. Write those hit again."""
+        """Go on with blocks that are files; return the tokens of all.
+
+        The blocks of the whole hit that are no files are written at its end.
+        """
         size = self.cache.block_size
         n = n_cached // size
         block = np.empty((*row.shape[:2], size, row.shape[3]), dtype=row.dtype)
         while n < min(n_most, len(names)) and files.read(names[n], [block]):
             row[:, :, n * size : (n + 1) * size] = block
             n += 1
-        files.keep(names[:n], lambda n: [row[:, :, n * size : (n + 1) * size].copy()])
+        if n < n_most or n == len(names):
+            files.keep(names[:n], lambda n: [row[:, :, n * size : (n + 1) * size].copy()])
         return n * size
 
     def prompt_row(self, row: int) -> int:
