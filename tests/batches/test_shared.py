@@ -260,7 +260,11 @@ async def test_what_a_slow_server_writes_late_counts_no_more(
 
 @pytest.mark.parametrize("work", ["", ":end"])
 async def test_who_claims_the_work_of_a_batch_that_has_ended_changes_nothing(
-    server: RedisServer, fleet: Fleet, caplog: pytest.LogCaptureFixture, work: str
+    server: RedisServer,
+    fleet: Fleet,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    work: str,
 ) -> None:
     (slow,) = await fleet(1)
     claim, claimed, goes_on = slow.state.claim, asyncio.Event(), asyncio.Event()
@@ -272,7 +276,7 @@ async def test_who_claims_the_work_of_a_batch_that_has_ended_changes_nothing(
             await goes_on.wait()
         return part
 
-    slow.state.claim = claim_late  # type: ignore[method-assign]
+    monkeypatch.setattr(slow.state, "claim", claim_late)
     batch = await begun(slow)
     await claimed.wait()
     (fast,) = await fleet(1)
