@@ -170,7 +170,14 @@ private:
         weights = pack_nibbles(layer, static_cast<const uint8_t*>(given.data));
         give_back(given.data, given.count());
         layer.weights = weights.data()->bytes;
-        scale_values = pack_block_scales(layer, floats(node, scales, "scales", layer.outputs * layer.blocks));
+        const size_t count = layer.outputs * layer.blocks;
+        const Tensor of_blocks = node.constant(scales, "scales");
+        if (of_blocks.type == element_float16 && of_blocks.count() == count) {
+            scale_values = pack_block_scales(layer, static_cast<const uint16_t*>(of_blocks.data));
+            give_back(of_blocks.data, count * sizeof(uint16_t));
+        } else {
+            scale_values = pack_block_scales(layer, floats(node, scales, "scales", count));
+        }
         layer.scales = reinterpret_cast<const float*>(scale_values.data());
     }
 
@@ -220,6 +227,8 @@ LinearOperator::LinearOperator(const Runtime& runtime, const Path& path, bool ha
         const bool is_nibbles = static_cast<const LinearOperator*>(op)->has_nibbles;
         if (index >= adapters)
             return element_int64;
+        if (index == scales && is_nibbles)
+            return element_any;  // float or float16
         return index != weight ? element_float : is_nibbles ? element_uint8 : element_int8;
     };
     GetInputTypeCount = [](const OrtCustomOp*) -> size_t { return input_count; };

@@ -17,12 +17,13 @@ std::string describe(const Shape& shape) {
 }
 
 std::string describe(const Tensor& tensor) {
-    const char* const type = tensor.type == element_float   ? "float"
-                             : tensor.type == element_int8  ? "int8"
-                             : tensor.type == element_uint8 ? "uint8"
-                             : tensor.type == element_int32 ? "int32"
-                             : tensor.type == element_int64 ? "int64"
-                                                            : "another type";
+    const char* const type = tensor.type == element_float     ? "float"
+                             : tensor.type == element_int8    ? "int8"
+                             : tensor.type == element_uint8   ? "uint8"
+                             : tensor.type == element_int32   ? "int32"
+                             : tensor.type == element_int64   ? "int64"
+                             : tensor.type == element_float16 ? "float16"
+                                                              : "another type";
     return type + describe(tensor.shape);
 }
 

@@ -26,7 +26,15 @@ struct OrtApiBase {
 constexpr uint32_t ort_api_version = 17;
 
 // ONNXTensorElementDataType, as TensorProto.DataType of onnx.proto.
-enum ElementType : int { element_float = 1, element_uint8 = 2, element_int8 = 3, element_int32 = 6, element_int64 = 7 };
+enum ElementType : int {
+    element_any = 0,
+    element_float = 1,
+    element_uint8 = 2,
+    element_int8 = 3,
+    element_int32 = 6,
+    element_int64 = 7,
+    element_float16 = 10
+};
 
 // OrtErrorCode.
 enum ErrorCode : int { error_fail = 1, error_invalid_argument = 2, error_invalid_graph = 10 };

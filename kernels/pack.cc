@@ -41,14 +41,28 @@ Lines pack_nibbles(const Layer& layer, const uint8_t* weights) {
     return packed;
 }
 
-Lines pack_block_scales(const Layer& layer, const float* scales) {
+static float to_float(float value) { return value; }
+
+// The value of a finite float16: a float has 13 bits more after it, and an exponent that is 112 more.
+static float to_float(uint16_t half) {
+    const uint32_t bits = (half & 0x7fffu) << 13;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value * (half & 0x8000u ? -0x1p112f : 0x1p112f);
+}
+
+template <class Value>
+static Lines pack_scales(const Layer& layer, const Value* scales) {
     Lines packed = lines_of(layer.blocks * padded_outputs(layer) * sizeof(float));
     auto* const to = reinterpret_cast<float*>(packed.data());
     for (size_t n = 0; n < layer.outputs; ++n)
         for (size_t b = 0; b < layer.blocks; ++b)
-            to[(n / lane_count * layer.blocks + b) * lane_count + n % lane_count] = scales[n * layer.blocks + b];
+            to[(n / lane_count * layer.blocks + b) * lane_count + n % lane_count] = to_float(scales[n * layer.blocks + b]);
     return packed;
 }
+
+Lines pack_block_scales(const Layer& layer, const float* scales) { return pack_scales(layer, scales); }
+Lines pack_block_scales(const Layer& layer, const uint16_t* scales) { return pack_scales(layer, scales); }
 
 Lines pad(const float* values, size_t count) {
     Lines padded = lines_of(round_up(count, tile_columns) * sizeof(float));

@@ -12,8 +12,9 @@ Lines pack_bytes(const Layer&, const int8_t* weights, bool transposed, int zero_
 // Weights of 4 bits [N, K / 32, 16], the low nibble first.
 Lines pack_nibbles(const Layer&, const uint8_t* weights);
 
-// Scales of blocks [N, K / 32], as [N / 16][K / 32][16].
+// Scales of blocks [N, K / 32], floats or float16, as floats [N / 16][K / 32][16].
 Lines pack_block_scales(const Layer&, const float* scales);
+Lines pack_block_scales(const Layer&, const uint16_t* scales);
 
 // A vector of floats, padded with zeros to a whole number of tiles.
 Lines pad(const float* values, size_t count);

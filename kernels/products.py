@@ -123,9 +123,15 @@ def int4_product(values: Values, product: NodeProto) -> None:
     n_in, n_out = attribute(product, "K"), attribute(product, "N")
     require(n_in % NIBBLE_BLOCK == 0, f"{n_in} inputs are no blocks of {NIBBLE_BLOCK}")
     values.constant(product.input[1], n_out, n_in // NIBBLE_BLOCK, NIBBLE_BLOCK // 2)
-    scales = values.constants.get(product.input[2], TensorProto())
-    require(scales.data_type == TensorProto.FLOAT, "the scales are no constant of floats")
-    _become(product, "Linear4", product.input[:3])
+    x, matrix, scales = product.input[:3]
+    of_scales = TensorProto.FLOAT
+    if values.operator(scales) == "Cast":  # `Linear4` takes both types
+        cast, of_scales = values.maker(scales, "Cast"), TensorProto.FLOAT16
+        require(attribute(cast, "to") == TensorProto.FLOAT, "the scales are cast to another type")
+        (scales,) = cast.input
+    found = values.constants.get(scales, TensorProto()).data_type
+    require(found == of_scales, "the scales are no constant of floats")
+    _become(product, "Linear4", (x, matrix, scales))
 
 
 def mixing(values: Values, linear: NodeProto) -> None:

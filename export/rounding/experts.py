@@ -14,13 +14,12 @@ from __future__ import annotations
 from typing import cast
 
 import onnx_ir as ir
-import torch
 from onnx_ir.tape import Tape
 from torch import Tensor
 
 from kvasir.export.rewrite import MICROSOFT, remove_unused_constants, replace_node
 from kvasir.export.rounding.formulas import BITS, BLOCK
-from kvasir.export.rounding.quantize import Rounder, block_rounder, rounded_weight
+from kvasir.export.rounding.initializers import Rounder, block_rounder, weight_in_blocks
 from kvasir.export.rounding.weights import Weights
 
 
@@ -39,7 +38,7 @@ def place_experts(model: ir.Model, weights: Weights, precision: str) -> None:
         else:
             bits, inputs = BITS[precision], [rows, routes]
             for weight, bias in zip(parts[::2], parts[1::2], strict=True):
-                inputs += [*_round(graph, weights, weight, bits), bias]
+                inputs += [*_round(graph, tape, weights, weight, bits), bias]
             attributes |= {"expert_weight_bits": bits, "block_size": BLOCK, "accuracy_level": 4}
         operator = "MoE" if precision == "fp32" else "QMoE"
         result = tape.op(operator, inputs, attributes, domain=MICROSOFT)
@@ -50,9 +49,9 @@ def place_experts(model: ir.Model, weights: Weights, precision: str) -> None:
 
 
 def _round(
-    graph: ir.Graph, weights: Weights, weight: ir.Value, bits: int
+    graph: ir.Graph, tape: Tape, weights: Weights, weight: ir.Value, bits: int
 ) -> tuple[ir.Value, ir.Value]:
-    """Return initializers of the integers and scales of weights [n_experts, n_out, n_in]."""
+    """Return the integers and scales of weights [n_experts, n_out, n_in]."""
     assert weight.shape is not None
     n_experts, n_out, n_in = weight.shape.numpy()
 
@@ -66,4 +65,4 @@ def _round(
         return rounder
 
     shapes = (n_experts, n_out, n_in * bits // 8), (n_experts, n_out, n_in // BLOCK)
-    return rounded_weight(graph, weights, weight, f"int{bits}", make_rounder, torch.uint8, shapes)
+    return weight_in_blocks(graph, tape, weights, weight, bits, make_rounder, shapes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -9,6 +11,7 @@ from torch.nn import functional
 BITS = {"int8": 8, "int4": 4}  # of the precisions that round weights
 BLOCK = 32
 SMALLEST_SCALE = 1e-12  # for zeros
+_SMALLEST_HALF, _LARGEST_HALF = 2.0**-24, 65504.0  # of float16
 _MOST_OF_PAIR = 128  # 255 · 128 < 2^15
 _PAIR_SCALES = (1.0, 1.1, 1.2, 1.35, 1.6, 2.0)  # to try, relative to that of eight bits
 
@@ -54,8 +57,8 @@ def quantize_blocks(matrix: Tensor, bits: int = 4) -> tuple[Tensor, Tensor]:
     matrix [out, in] → uint8 [out, blocks, BLOCK · bits / 8], of two halves the lower first, each
     2^(bits - 1) more than its integer; and scales [out, blocks]. bits: 4 or 8. A block's value of
     largest magnitude, the first of equals, becomes -2^(bits - 1): the side that reaches further.
-    A block that was rounded to 4 bits before gets its integers and its scale again
-    (`_earlier_scales`).
+    Scales of 4 bits are numbers of float16. A block that was rounded to 4 bits before gets its
+    integers again, and its scale, if that is one (`_earlier_scales`).
     """
     reach = 2 ** (bits - 1)
     blocks = functional.pad(matrix, (0, -matrix.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
@@ -66,9 +69,16 @@ def quantize_blocks(matrix: Tensor, bits: int = 4) -> tuple[Tensor, Tensor]:
         earlier = _earlier_scales(blocks[some], sizes[some], scales[some])
         if not torch.equal(earlier, scales[some]):  # a matrix was rounded as a whole, or not at all
             scales = _earlier_scales(blocks, sizes, scales)
+        scales = in_float16(scales)
     integers = (blocks / scales).round_().clamp_(-reach, reach - 1).add_(reach).to(torch.uint8)
     packed = integers if bits == 8 else integers[..., ::2] | integers[..., 1::2] << 4
     return packed, scales[..., 0]
+
+
+def in_float16(scales: Tensor) -> Tensor:
+    """Return scales as float16 holds them, within its range and none of them 0."""
+    sizes = scales.abs().clamp(_SMALLEST_HALF, _LARGEST_HALF)
+    return sizes.copysign(scales).half().float()
 
 
 def restore_blocks(packed: Tensor, scales: Tensor, bits: int = 4) -> Tensor:
@@ -81,13 +91,15 @@ def _earlier_scales(blocks: Tensor, largest: Tensor, scales: Tensor) -> Tensor:
     """Return scales [out, blocks, 1] of which a block's values are multiples, where there are any.
 
     Such a block was rounded before, to symmetric integers of which the largest need not be -8: GPTQ
-    often has 7. The scale is then largest / n for that n from 8 to 1. In float32 a product of four
-    bits and a scale of at most 20 is exact, and so is the quotient.
+    often has 7. The scale is then largest / n for that n from 8 to 1, a number of float16 if one
+    will do. In float32 a product of four bits and a scale of at most 20 is exact, and so is the
+    quotient.
     """
     is_done, scales = torch.zeros(scales.numel(), dtype=torch.bool), scales.clone()
     rows, flat = blocks.reshape(-1, BLOCK), scales.view(-1)
-    for n in range(8, 0, -1):
+    for in_type, n in product((in_float16, Tensor.clone), range(8, 0, -1)):
         scale = flat if n == 8 else (largest / n).clamp(min=SMALLEST_SCALE).view(-1)
+        scale = in_type(scale)
         exact = ~is_done
         for part in (slice(0, 4), slice(4, None)):  # few blocks get past the first
             chosen = exact.nonzero()[:, 0]

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvasir.export.rounding.formulas import BLOCK, SMALLEST_SCALE, quantize_blocks, restore_blocks
+from kvasir.export.rounding.formulas import (
+    BLOCK,
+    SMALLEST_SCALE,
+    in_float16,
+    quantize_blocks,
+    restore_blocks,
+)
 
 _DAMPING = 0.3
 _HELD_OUT = 8  # one token of so many tells whether outputs change less
@@ -85,7 +91,7 @@ def quantize_columns(matrix: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
         end = start + BLOCK
         columns, within = rest[start:end], upper[start:end, start:end]
         largest = columns.gather(0, columns.abs().argmax(dim=0, keepdim=True))[0]
-        scale = (largest / -8.0).masked_fill_(largest == 0.0, SMALLEST_SCALE)
+        scale = in_float16(largest / -8.0)
         errors = torch.empty_like(columns)
         for i in range(BLOCK):
             rounded = (columns[i] / scale).round_().clamp_(-8.0, 7.0)

@@ -11,7 +11,8 @@ whatever its q becomes, y is 0. The second product of a feed-forward has H x for
 (`export.rounding.mixing`).
 
 int4, and both on CUDA: weights in blocks of 32 rows of a column, each with its own scale
-(MatMulNBits). On the CPU the operator itself rounds activations to int8 in blocks of a token. It
+(MatMulNBits). On the CPU the operator itself rounds activations to int8 in blocks of a token, and
+scales of int4 are float16 in the file, which ONNX Runtime casts once, when it loads the graph. int4
 reads half the bytes, for a single stream, and multiplies many tokens more slowly. So int4 on the
 CPU decodes with int4 weights, and computes prompts with int8 ones, unless they are left out: layers
 are then in the branches that choose the rows of keys and values (export.rounding.kv_cache). Those
@@ -25,7 +26,6 @@ once for the head when it loads the graph.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
 
@@ -33,27 +33,28 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from onnx_ir.tape import Tape
-from torch import Tensor
 
 from kvasir.export.rewrite import (
     MICROSOFT,
     PROMPT,
     branches,
     constant,
-    lazy_constant,
     owner_of,
     remove_unused_constants,
     replace_node,
 )
-from kvasir.export.rounding.formulas import BLOCK, quantize_blocks, quantize_pairs, quantize_rows
-from kvasir.export.rounding.gptq import column_rounder
+from kvasir.export.rounding.formulas import BLOCK, quantize_pairs, quantize_rows
+from kvasir.export.rounding.initializers import (
+    Rounder,
+    block_rounder,
+    rounded_weight,
+    weight_in_blocks,
+)
 from kvasir.export.rounding.mixing import HADAMARD, N_PARTS, is_mixed, mix_weights
 from kvasir.export.rounding.weights import TRANSPOSED, Weights
 
 _EMBEDDING = "embedding.weight"  # the decoder's name, which the graph keeps
 _KEPT = re.compile(r"\.router\.|\.shared_gate\.|^pooler\.")  # weights that are not rounded
-
-Rounder = Callable[[Tensor], tuple[Tensor, Tensor]]  # of a matrix, to integers and scales
 
 
 def quantize(
@@ -117,22 +118,12 @@ def _round_in_blocks(
     n_in, n_out = _sizes(weight)
     n_blocks = -(-n_in // BLOCK)
     shapes = (n_out, n_blocks, BLOCK * bits // 8), (n_out, n_blocks)
-    integers, scales = rounded_weight(
-        graph, weights, weight, f"int{bits}", make_rounder, torch.uint8, shapes
-    )
-    sizes = {"K": n_in, "N": n_out, "bits": bits, "block_size": BLOCK}
     tape = Tape()
+    integers, scales = weight_in_blocks(graph, tape, weights, weight, bits, make_rounder, shapes)
+    sizes = {"K": n_in, "N": n_out, "bits": bits, "block_size": BLOCK}
     product = tape.op("MatMulNBits", [x, integers, scales], sizes | attributes, domain=MICROSOFT)
     result = tape.op("Add", [product, *bias]) if bias else product
     replace_node(node, tape.nodes, result)
-
-
-def block_rounder(weights: Weights, name: str, bits: int) -> Rounder:
-    """Return what rounds a weight in blocks: to 4 bits by its inputs, where these are known."""
-    x = weights.inputs(name) if bits == 4 else None
-    if x is None:
-        return partial(quantize_blocks, bits=bits)
-    return column_rounder(x)
 
 
 def _sizes(weight: ir.Value) -> tuple[int, int]:
@@ -140,40 +131,6 @@ def _sizes(weight: ir.Value) -> tuple[int, int]:
     assert weight.shape is not None
     rows, columns = weight.shape.numpy()  # [outputs, inputs] unless transposed
     return (rows, columns) if str(weight.name).endswith(TRANSPOSED) else (columns, rows)
-
-
-def rounded_weight(
-    graph: ir.Graph,
-    weights: Weights,
-    weight: ir.Value,
-    kind: str,
-    make_rounder: Callable[[], Rounder],
-    dtype: torch.dtype,
-    shapes: tuple[Sequence[int], Sequence[int]],
-) -> tuple[ir.Value, ir.Value]:
-    """Return initializers of a weight's integers and scales.
-
-    One is written right after the other, so a weight is rounded once for both, and what rounds it
-    is made only then.
-    """
-    name, kept = str(weight.name).removesuffix(TRANSPOSED), list[Tensor]()
-    in_columns = len(shapes[0]) == 2 and name != weight.name  # blocks are always in rows
-
-    def make_integers() -> Tensor:
-        parts = zip(*map(make_rounder(), weights.slices(name)), strict=True)
-        integers, scales = (torch.cat(part) for part in parts)
-        kept[:] = [scales.to(weights.dtype)]
-        return integers.t().contiguous() if in_columns else integers
-
-    def make_scales() -> Tensor:
-        if not kept:
-            make_integers()
-        return kept.pop()
-
-    return (
-        lazy_constant(graph, f"{weight.name}.{kind}", make_integers, dtype, shapes[0]),
-        lazy_constant(graph, f"{weight.name}.{kind}.scales", make_scales, weights.dtype, shapes[1]),
-    )
 
 
 def _mixing(rounder: Rounder) -> Rounder:
@@ -290,5 +247,5 @@ class _Int8:
         shapes = weight.shape.numpy(), [_sizes(weight)[1]]
         if weight.name == _EMBEDDING:
             rounder = quantize_rows
-        graph, weights = self._graph, self._weights
-        return rounded_weight(graph, weights, weight, "int8", lambda: rounder, torch.int8, shapes)
+        graph, weights, types = self._graph, self._weights, (torch.int8, self._weights.dtype)
+        return rounded_weight(graph, weights, weight, "int8", lambda: rounder, types, shapes)

@@ -195,6 +195,9 @@ def test_experts_are_those_of_the_rounded_weights(name: str, bits: int, tmp_path
     if bits == 4:
         assert ["MatMulNBits" in of for of in operators] == [False] + [True, False] * 2
         assert ["MatMulIntegerToFloat" in of for of in operators] == [True] + [False, True] * 2
+    of_scales = [v for name, v in graph.initializers.items() if name.endswith(f"int{bits}.scales")]
+    stored = ir.DataType.FLOAT16 if bits == 4 else ir.DataType.FLOAT
+    assert {scales.dtype for scales in of_scales} == {stored}
     steps = []
     with torch.no_grad():
         for weight in model.decoder.parameters():

@@ -77,6 +77,8 @@ def blocks(rows: Floats, bits: int) -> tuple[Any, Floats]:
         values = rows[row, 32 * block : 32 * block + 32]
         largest = values[np.abs(values).argmax()]
         scales[row, block] = largest / np.float32(-reach)
+        if bits == 4:  # before integers are chosen
+            scales[row, block] = np.float16(scales[row, block])
         whole = np.clip(np.rint(values / scales[row, block]), -reach, reach - 1)
         integers[row, block, : len(values)] = whole + reach
     return integers, scales
@@ -95,7 +97,7 @@ def compare(
     name: str,
     whole: Floats,
     bits: int,
-    scale_type: torch.dtype = torch.float32,
+    scale_type: torch.dtype = torch.float16,
 ) -> None:
     """Compare a parameter [out, in] with what the graph has of it."""
     for stem in (name, f"{name}.T"):
@@ -117,6 +119,8 @@ def compare(
             assert (found[f"{stem}.int{bits}"] == packed).all(), stem
             held = torch.from_numpy(scales).to(scale_type).float().numpy()
             assert (found[f"{stem}.int{bits}.scales"] == held).all(), stem
+            kind = {torch.float16: np.float16}.get(scale_type, np.float32)
+            assert found[f"{stem}.int{bits}.scales"].dtype == kind
     assert any(key.startswith(name) for key in found), name
 
 

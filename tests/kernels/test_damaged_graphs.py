@@ -37,15 +37,16 @@ def bases(generator: np.random.Generator) -> list[tuple[bytes, dict[str, Any]]]:
     nibbles = generator.integers(0, 256, (20, 2, 16), dtype=np.uint8)
     attributes = {"norm": "layer", "epsilon": 1e-5, "activation": "silu"}
     tables = {"cos": ones(20, 8), "sin": ones(20, 8), "slopes": ones(4), "sinks": ones(4)}
-    linear, linear_4 = (
+    linear, linear_4, with_halves = (
         graph(operator, constants | around, attributes, tuple(x))
         for operator, constants in (
             ("Linear", {"weight": weight, "scales": ones(20)}),
             ("Linear4", {"weight": nibbles, "scales": ones(20, 2)}),
+            ("Linear4", {"weight": nibbles, "scales": ones(20, 2).astype(np.float16)}),
         )
     )
     attention = attention_graph({**HEADS, "window": 9, "softcap": 3.0}, tables)
-    return [(linear, x), (linear_4, x), (attention, fitting())]
+    return [(linear, x), (linear_4, x), (with_halves, x), (attention, fitting())]
 
 
 def random_shape(generator: np.random.Generator, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -52,6 +52,7 @@ def layers(draw: st.DrawFn) -> dict[str, Any]:
         "mixed": draw(st.integers(0, 1)),
         "block": draw(st.sampled_from([0, 64, 128])),
         "transposed": draw(st.integers(0, 1)),
+        "scales": draw(st.sampled_from(["float32", "float16"])),
         "present": draw(st.sets(st.sampled_from(["bias", "norm", "norm_bias", "residual"]))),
         "threads": draw(st.integers(1, 3)),
     }
@@ -76,8 +77,9 @@ def test_every_path_computes_what_numpy_does(operator: str, layer: dict[str, Any
     }
     if operator == "Linear4":
         packed: NDArray[Any] = random.integers(0, 256, (outputs, inputs // 32, 16), dtype=np.uint8)
-        scales = random.random((outputs, inputs // 32), dtype=np.float32)
-        weight: NDArray[Any] = oracle.unpack_nibbles(packed) * np.repeat(scales, 32, axis=1).T
+        scales = (floats(random, outputs, inputs // 32) / 8).astype(layer["scales"])
+        of_inputs = np.repeat(scales, 32, axis=1).T.astype(np.float32)
+        weight: NDArray[Any] = oracle.unpack_nibbles(packed) * of_inputs
         block = 32
     else:
         whole = random.integers(-128, 128, (inputs, outputs), dtype=np.int8)
@@ -98,6 +100,21 @@ def test_every_path_computes_what_numpy_does(operator: str, layer: dict[str, Any
     assert (np.abs(scalar - expected) <= tolerance).all()
     for path in PATHS:
         assert same_bits(run(model, given, path, layer["threads"]), scalar), path
+
+
+def test_scales_of_16_bits_are_those_numbers() -> None:
+    """All that are finite: the smallest have fewer digits."""
+    halves = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    halves = halves[np.isfinite(halves)][:, None]
+    random = np.random.default_rng(3)
+    weight = random.integers(0, 256, (len(halves), 1, 16), dtype=np.uint8)
+    x = {"x": floats(random, 2, 32)}
+    found, expected = (
+        run(graph("Linear4", {"weight": weight, "scales": scales}, PLAIN), x, "auto")
+        for scales in (halves, halves.astype(np.float32))
+    )
+    assert same_bits(found, expected)
+    assert np.isfinite(expected).all()
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -40,6 +40,8 @@ UNFIT: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("Linear", {}, {"block": -64}, "block is -64"),
     ("Linear4", {"weight": np.zeros((5, 2, 8), np.uint8)}, {}, r"uint8\[5, 2, 8\]"),
     ("Linear4", {"scales": np.ones((5, 3), np.float32)}, {}, r"scales is float\[5, 3\]"),
+    ("Linear4", {"scales": np.ones((5, 3), np.float16)}, {}, r"scales is float16\[5, 3\]"),
+    ("Linear4", {"scales": np.ones((5, 2), np.int32)}, {}, r"scales is int32\[5, 2\]"),
 ]
 
 
