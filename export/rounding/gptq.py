@@ -2,7 +2,8 @@
 
 With inputs x and H = E[x xᵀ], a row of weights changes an output by (w - q)ᵀ H (w - q). Columns are
 rounded in turn; what one loses is taken from the later ones in the way that changes outputs least,
-which a Cholesky factor of H⁻¹ tells (Frantar et al., "GPTQ", 2022).
+which a Cholesky factor of H⁻¹ tells (Frantar et al., "GPTQ", 2022). A block of columns is rounded
+with several scales, and each row keeps the one that changes its output least.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ _DAMPING = 0.3
 _HELD_OUT = 8  # one token of so many tells whether outputs change less
 _NOISE = 0.05  # of a step: what bfloat16 makes of numbers that were rounded to 4 bits before
 _STRONGER = 10.0  # times as much, where H is still not positive
+# Steps that the largest number of a block is worth, up or down. Of 8 the largest is an integer, of
+# 7 upwards too, and of more it is cut.
+_STEPS = (8.0, 7.0, 7.4, 7.7, 8.3, 8.7, 9.2)
 
 
 def inverse_factor(x: Tensor) -> Tensor:
@@ -81,25 +85,29 @@ def column_rounder(x: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
 
 
 def quantize_columns(matrix: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
-    """Round rows [out, in] to 4 bits as `quantize_blocks` does, column by column.
+    """Round rows [out, in] to 4 bits, in the form of `quantize_blocks`, column by column.
 
     upper: of `inverse_factor`.
     """
     rest = functional.pad(matrix, (0, len(upper) - matrix.shape[1])).t().contiguous()  # [in, out]
     integers, scales = torch.empty_like(rest), rest.new_empty(len(rest) // BLOCK, len(matrix))
+    steps = -torch.tensor([*_STEPS, *(-step for step in _STEPS)])[:, None]
+    rows = torch.arange(len(matrix))
     for block, start in enumerate(range(0, len(rest), BLOCK)):
         end = start + BLOCK
         columns, within = rest[start:end], upper[start:end, start:end]
-        largest = columns.gather(0, columns.abs().argmax(dim=0, keepdim=True))[0]
-        scale = in_float16(largest / -8.0)
-        errors = torch.empty_like(columns)
+        largest = columns.gather(0, columns.abs().argmax(dim=0, keepdim=True))
+        scale = in_float16(largest / steps).ravel()
+        columns = columns.repeat(1, len(steps))  # [BLOCK, steps · out]
+        rounded, errors = torch.empty_like(columns), torch.empty_like(columns)
         for i in range(BLOCK):
-            rounded = (columns[i] / scale).round_().clamp_(-8.0, 7.0)
-            errors[i] = (columns[i] - rounded * scale) / within[i, i]
+            rounded[i] = (columns[i] / scale).round_().clamp_(-8.0, 7.0)
+            errors[i] = (columns[i] - rounded[i] * scale) / within[i, i]
             columns[i + 1 :].addr_(within[i, i + 1 :], errors[i], alpha=-1.0)
-            integers[start + i] = rounded
-        rest[end:].addmm_(upper[start:end, end:].t(), errors, alpha=-1.0)
-        scales[block] = scale
+        lost = errors.square().sum(dim=0).view(len(steps), -1)
+        chosen = lost.argmin(dim=0) * len(rows) + rows
+        rest[end:].addmm_(upper[start:end, end:].t(), errors[:, chosen], alpha=-1.0)
+        integers[start:end], scales[block] = rounded[:, chosen], scale[chosen]
     halves = integers.t().add_(8.0).to(torch.uint8)
     packed = halves[:, ::2] | halves[:, 1::2] << 4
     return packed.unflatten(1, (-1, BLOCK // 2)), scales.t().contiguous()
