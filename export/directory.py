@@ -6,7 +6,7 @@ import json
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import onnx_ir
 from pydantic import ValidationError
@@ -25,6 +25,7 @@ from kvasir.export.rounding.weights import Weights, with_factors
 from kvasir.export.verification.paged_session import require_device
 from kvasir.export.verification.plan import SampleText
 from kvasir.export.verification.samples import make_sample, sample_calibration
+from kvasir.export.verification.sensitivity import BITS_A_WEIGHT, check_bits, keep_in_8_bits
 from kvasir.export.verification.vectors import observe_vectors
 from kvasir.export.verification.verify import Verifier
 from kvasir.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
@@ -69,6 +70,7 @@ def export_checkpoint(
     precision: str | None = None,
     kv_cache: str | None = None,
     int8_prompts: bool = True,
+    bits: float | None = None,
     text: Path | None = None,
     generation: GenerationDefaults | None = None,
     max_model_len: int | None = None,
@@ -83,7 +85,8 @@ def export_checkpoint(
 
     device: a graph for a GPU is verified there, so there must be one. precision: None is the
     device's first. kv_cache: on cuda, one of KV_DTYPES; None is the type of activations.
-    int8_prompts: give int4 on the CPU int8 weights as well, for prompts. text: see `make_sample`.
+    int8_prompts: give int4 on the CPU int8 weights as well, for prompts. bits: of a weight that it
+    decodes with, on average; None is BITS_A_WEIGHT. text: see `make_sample`.
     generation: recommended sampling, which overrides the checkpoint's field by field.
     max_model_len: the longest row; None is the checkpoint's. calibrate: text to smooth outliers by;
     None is another part of the same text. smooths: rounded weights are smoothed, see `smooth`.
@@ -93,6 +96,9 @@ def export_checkpoint(
     """
     precision = PRECISIONS[device][0] if precision is None else precision
     _check_options(device, precision, kv_cache, int8_prompts=int8_prompts)
+    rounds = smooths and precision in BITS
+    if bits is not None:
+        check_bits(bits, is_for=rounds and (device, precision) == ("cpu", "int4"))
     if calibrate is not None and not (smooths and precision in BITS):
         raise ValueError(f"{calibrate} is for rounding weights; leave it out, or round them by it")
     progress("reading the checkpoint", 0, 0)
@@ -106,7 +112,7 @@ def export_checkpoint(
     sample = None if config.pooling else make_sample(checkpoint, text, precision)
     calibration = None if calibrate is None else sample_calibration(checkpoint, calibrate)
     extra_files = _extra_files(checkpoint, generation)
-    target = _Target(device, precision, kv_cache, int8_prompts, smooths and precision in BITS)
+    target = _Target(device, precision, kv_cache, int8_prompts, bits or BITS_A_WEIGHT, rounds)
     verifier = None
     if config.pooling is None:
         verifier = Verifier(
@@ -117,14 +123,14 @@ def export_checkpoint(
         checkpoint.tokenizer.save(str(part / TOKENIZER_FILE))
         for name, content in extra_files.items():
             (part / name).write_bytes(content)
-        report = _write_graphs(checkpoint, verifier, part, target, calibration, progress)
+        noted = _write_graphs(checkpoint, verifier, part, target, calibration, progress)
         graph = part / GRAPH_FILE
         figures, problem = measure(checkpoint, verifier, graph, device, precision, progress)
         if problem is not None:
             raise problem
         facts = _describe_source(checkpoint)
         manifest = make_manifest(config, part, precision, facts, figures, device)
-        manifest = manifest.model_copy(update={"calibration": report})
+        manifest = manifest.model_copy(update=noted)
         manifest.save(part / MANIFEST_FILE)
     return manifest, checkpoint.notes + (speed_notes(config) if device == "cuda" else ())
 
@@ -136,6 +142,7 @@ class _Target(NamedTuple):
     precision: str
     kv_cache: str | None
     int8_prompts: bool
+    bits: float
     smooths: bool
 
 
@@ -146,7 +153,7 @@ def _write_graphs(
     target: _Target,
     calibration: SampleText | None,
     progress: Progress,
-) -> dict[str, str | int] | None:
+) -> dict[str, Any]:
     """Compute the network, choose how it is rounded, and write its graphs.
 
     Returns what the manifest says of the calibration, if there was one.
@@ -166,7 +173,7 @@ def _write_graphs(
             is_decoder = verifier is not None and config.encoder is None
             is_cached = target.device == "cpu" or target.kv_cache is not None
             weights = smooth(*rounded, keeps_values=is_decoder and is_cached)
-        inputs = None if activations is None else activations.inputs
+        inputs, kept = None if activations is None else activations.inputs, list[str]()
         arguments, steps = (config, weights, part / GRAPH_FILE, target.precision), scales.steps()
         scaled = Weights(weights)
         if target.device != "cpu":
@@ -175,8 +182,17 @@ def _write_graphs(
         elif verifier is None:
             export_encoder_graph(*arguments, progress)
         else:
-            prompts = target.int8_prompts
-            scaled = export_graph(*arguments, steps, progress, int8_prompts=prompts, inputs=inputs)
+            if target.smooths and target.precision == "int4":
+                row = verifier.calibration_row
+                kept = keep_in_8_bits(config, weights, steps, row, target.bits, progress)
+            scaled = export_graph(
+                *arguments,
+                steps,
+                progress,
+                int8_prompts=target.int8_prompts,
+                kept=kept,
+                inputs=inputs,
+            )
         if checkpoint.adapters is not None and target.device == "cpu":
             layout = with_factors(checkpoint.adapters(), scaled, activations)
             layout = layout if config.encoder is None else join_layers(layout)
@@ -186,7 +202,8 @@ def _write_graphs(
             export_source_graph(config, weights, file, target.precision, progress)
         if target.device == "cpu":
             write_attention_graph(part)
-    return None if activations is None else activations.report
+    report = None if activations is None else activations.report
+    return {"calibration": report, "in_8_bits": kept}
 
 
 def _check_options(

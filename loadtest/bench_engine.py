@@ -52,11 +52,12 @@ _DECODE_STEPS = 48
 _PREFILL_ROUNDS = 5
 _READ_BYTES = 2**30  # at most, at once
 # Bytes of a weight in the layers, of one in the head, and of a key or value. int4 has a scale for
-# each 32 weights: in float32 on the CPU, in 16 bits on CUDA, where int8 has such a scale too.
+# each 32 weights: in float32 in the CPU's memory, where a tenth of the weights keep 8 bits, in 16
+# bits on CUDA, where int8 has such a scale too.
 _BYTES: dict[tuple[Device, str], tuple[float, float, int]] = {
     ("cpu", "fp32"): (4.0, 4.0, 4),
     ("cpu", "int8"): (1.0, 1.0, 1),
-    ("cpu", "int4"): (0.625, 1.0, 1),
+    ("cpu", "int4"): (0.6625, 1.0, 1),
     ("cuda", "bf16"): (2.0, 2.0, 2),
     ("cuda", "fp16"): (2.0, 2.0, 2),
     ("cuda", "int8"): (1.0625, 1.0625, 2),

@@ -77,9 +77,10 @@ class Manifest(Record):
     """The contents of manifest.json; files: the SHA-256, in hex, of every other file by name.
 
     calibration: the text by which outliers were smoothed, its tokens and their SHA-256, and at how
-    many places of how many. fits_16_bits: in the encoder's graph two neighbouring products of uint8
-    and int8 sum to less than 2^15, so every CPU computes them exactly. digest: of its answers, if
-    they are the same bits on every CPU; see `server.engine.digest`.
+    many places of how many. in_8_bits: weights of int4 that keep them. fits_16_bits: in the
+    encoder's graph two neighbouring products of uint8 and int8 sum to less than 2^15, so every CPU
+    computes them exactly. digest: of its answers, if they are the same bits on every CPU; see
+    `server.engine.digest`.
     """
 
     format_version: int
@@ -95,6 +96,7 @@ class Manifest(Record):
     files: dict[str, str]
     source: dict[str, str | int | float] = Field(default_factory=dict)
     calibration: dict[str, str | int] | None = None
+    in_8_bits: list[str] = Field(default_factory=list)
     digest: str | None = None
     verification: Verification
 

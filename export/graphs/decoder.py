@@ -22,7 +22,7 @@ tokens a row takes one row, whose source is no shorter.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -65,13 +65,15 @@ def export_graph(
     progress: Progress = no_progress,
     *,
     int8_prompts: bool = True,
+    kept: Container[str] = (),
     inputs: Inputs | None = None,
 ) -> Weights:
     """Write the graph to `path` and its weights beside it, as external data; return these.
 
     weights: the decoder's parameters, each read when it is written. precision: one of PRECISIONS
     for the CPU. kv_scales: of `KVScales.steps`, for int8 and int4, which round keys and values.
-    int8_prompts: prompts of int4 have int8 weights. inputs: of `Weights`, to round to int4 by.
+    int8_prompts: prompts of int4 have int8 weights. kept: see `quantize`. inputs: of `Weights`, to
+    round to int4 by.
     """
     scaled, decoder = Weights(weights, inputs=inputs), make_target_skeleton(config)
     # Put attention's scale into the weights that make queries; the operator's own is 1. ONNX
@@ -96,7 +98,7 @@ def export_graph(
     else:
         if rounds_cache:
             quantize_kv_cache(model, config, whole_layers=precision == "int4" and int8_prompts)
-        quantize(model, scaled, precision)
+        quantize(model, scaled, precision, kept=kept)
     save(model, path, progress)
     return scaled
 

@@ -12,6 +12,7 @@ BITS = {"int8": 8, "int4": 4}  # of the precisions that round weights
 BLOCK = 32
 SMALLEST_SCALE = 1e-12  # for zeros
 _SMALLEST_HALF, _LARGEST_HALF = 2.0**-24, 65504.0  # of float16
+_NOISE = 0.05  # of a step: what bfloat16 makes of numbers that were rounded to 4 bits before
 _MOST_OF_PAIR = 128  # 255 · 128 < 2^15
 _PAIR_SCALES = (1.0, 1.1, 1.2, 1.35, 1.6, 2.0)  # to try, relative to that of eight bits
 
@@ -87,6 +88,14 @@ def restore_blocks(packed: Tensor, scales: Tensor, bits: int = 4) -> Tensor:
     return ((halves - 2.0 ** (bits - 1)) * scales[..., None]).flatten(1)
 
 
+def was_rounded_before(matrix: Tensor, packed: Tensor, scales: Tensor) -> bool:
+    """Tell whether 4 bits, of `quantize_blocks`, hold a matrix, but for rounding to bfloat16."""
+    n_in = matrix.shape[1]
+    errors = (restore_blocks(packed, scales)[:, :n_in] - matrix).abs()
+    steps = scales.abs().repeat_interleave(BLOCK, dim=1)[:, :n_in]
+    return bool((errors <= _NOISE * steps).all())
+
+
 def _earlier_scales(blocks: Tensor, largest: Tensor, scales: Tensor) -> Tensor:
     """Return scales [out, blocks, 1] of which a block's values are multiples, where there are any.
 
@@ -97,9 +106,9 @@ def _earlier_scales(blocks: Tensor, largest: Tensor, scales: Tensor) -> Tensor:
     """
     is_done, scales = torch.zeros(scales.numel(), dtype=torch.bool), scales.clone()
     rows, flat = blocks.reshape(-1, BLOCK), scales.view(-1)
-    for in_type, n in product((in_float16, Tensor.clone), range(8, 0, -1)):
+    for has_16_bits, n in product((True, False), range(8, 0, -1)):
         scale = flat if n == 8 else (largest / n).clamp(min=SMALLEST_SCALE).view(-1)
-        scale = in_type(scale)
+        scale = in_float16(scale) if has_16_bits else scale
         exact = ~is_done
         for part in (slice(0, 4), slice(4, None)):  # few blocks get past the first
             chosen = exact.nonzero()[:, 0]

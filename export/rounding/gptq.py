@@ -21,11 +21,11 @@ from kvasir.export.rounding.formulas import (
     in_float16,
     quantize_blocks,
     restore_blocks,
+    was_rounded_before,
 )
 
 _DAMPING = 0.3
 _HELD_OUT = 8  # one token of so many tells whether outputs change less
-_NOISE = 0.05  # of a step: what bfloat16 makes of numbers that were rounded to 4 bits before
 _STRONGER = 10.0  # times as much, where H is still not positive
 # Steps that the largest number of a block is worth, up or down. Of 8 the largest is an integer, of
 # 7 upwards too, and of more it is cut.
@@ -67,13 +67,11 @@ def column_rounder(x: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
 
     def round_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
         alone, n_in = quantize_blocks(matrix), matrix.shape[1]
-        errors = restore_blocks(*alone)[:, :n_in] - matrix
-        steps = alone[1].abs().repeat_interleave(BLOCK, dim=1)[:, :n_in]
-        if (errors.abs() <= _NOISE * steps).all():
+        if was_rounded_before(matrix, *alone):
             return alone
         by_columns = quantize_columns(matrix, upper)
-        others = restore_blocks(*by_columns)[:, :n_in] - matrix
-        lost, lost_alone = ((held_out @ of.t()).square().sum(dim=0) for of in (others, errors))
+        errors = (restore_blocks(*of)[:, :n_in] - matrix for of in (by_columns, alone))
+        lost, lost_alone = ((held_out @ of.t()).square().sum(dim=0) for of in errors)
         is_better = lost < lost_alone
         packed, scales = (
             torch.where(is_better.view(-1, *[1] * (of_columns.dim() - 1)), of_columns, of_alone)

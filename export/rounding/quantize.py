@@ -26,6 +26,7 @@ once for the head when it loads the graph.
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from functools import partial
 from typing import cast
 
@@ -54,27 +55,33 @@ from kvasir.export.rounding.mixing import HADAMARD, N_PARTS, is_mixed, mix_weigh
 from kvasir.export.rounding.weights import TRANSPOSED, Weights
 
 _EMBEDDING = "embedding.weight"  # the decoder's name, which the graph keeps
-_KEPT = re.compile(r"\.router\.|\.shared_gate\.|^pooler\.")  # weights that are not rounded
+NOT_ROUNDED = re.compile(r"\.router\.|\.shared_gate\.|^pooler\.")  # names of weights
 
 
 def quantize(
-    model: ir.Model, weights: Weights, precision: str, rank: int = 3, rounder: Rounder | None = None
+    model: ir.Model,
+    weights: Weights,
+    precision: str,
+    rank: int = 3,
+    rounder: Rounder | None = None,
+    kept: Container[str] = (),
 ) -> None:
     """Round products with constant matrices, and the embedding, for the CPU, to int8 or int4.
 
     rank: of activations, [batch, sequence, width] or, packed, [tokens, width]. rounder: of
-    products' weights to int8; None is `quantize_rows`.
+    products' weights to int8; None is `quantize_rows`. kept: the weights that are int8 in int4.
     """
     graph, quantizer = model.graph, _Int8(model.graph, weights, rank, rounder or quantize_rows)
     gathers = [node for node in graph if node.op_type == "Gather"]
     for part in (graph, *branches(graph)):
         in_blocks = precision == "int4" and not str(part.name).startswith(PROMPT)
         for node in products(part):
-            if in_blocks and node.op_type == "MatMul":
+            name = str(node.inputs[1].name if node.inputs[1] else "").removesuffix(TRANSPOSED)
+            if in_blocks and node.op_type == "MatMul" and name not in kept:
                 # Activations in int8.
                 _round_in_blocks(graph, weights, node, bits=4, accuracy_level=4)
             else:  # the head is a Gemm
-                quantizer.replace_product(node)
+                quantizer.replace_product(node, defers=not in_blocks)
     for node in gathers:
         if node.inputs[0] is not None and node.inputs[0].name == _EMBEDDING:
             quantizer.replace_lookup(node)
@@ -104,7 +111,7 @@ def products(graph: ir.Graph) -> list[ir.Node]:
     return [
         node
         for node, weight in by_weight
-        if weight and weight.const_value is not None and not _KEPT.search(str(weight.name))
+        if weight and weight.const_value is not None and not NOT_ROUNDED.search(str(weight.name))
     ]
 
 
@@ -142,14 +149,17 @@ class _Int8:
 
     def __init__(self, graph: ir.Graph, weights: Weights, rank: int, rounder: Rounder) -> None:
         self._graph, self._weights, self._rank, self._rounder = graph, weights, rank, rounder
-        # By the float activations: uint8, and the scale of each token.
-        self._activations: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
+        # By the float activations, and the graph or branch: uint8, and the scale of each token.
+        self._activations: dict[tuple[ir.Value, ir.Graph], tuple[ir.Value, ir.Value]] = {}
         self._deferred: dict[ir.Value, ir.Value] = {}  # factors of tokens still to be applied
         # By the graph or branch, and the rank of the activations.
         self._zero_points: dict[tuple[ir.Graph, int], ir.Value] = {}
 
-    def replace_product(self, node: ir.Node) -> None:
-        """Replace a product without a bias. A Gemm is the head, with activations of rank 2."""
+    def replace_product(self, node: ir.Node, *, defers: bool) -> None:
+        """Replace a product without a bias. A Gemm is the head, with activations of rank 2.
+
+        defers: what reads the product's halves, if it is a gate and what it gates, has int8 too.
+        """
         x, weight = cast("tuple[ir.Value, ...]", node.inputs)
         tape, is_head = Tape(), node.op_type == "Gemm"
         # The session option for exact products leaves branches alone (`open_cpu_session`).
@@ -168,7 +178,7 @@ class _Int8:
         product = tape.op("MatMulIntegerToFloat", inputs, domain=MICROSOFT)
         users = [user for user, _ in node.outputs[0].uses()]
         splits = [user for user in users if user.op_type == "Split" and len(user.inputs) == 1]
-        if not splits or len(splits[0].outputs) != 2:  # of sizes that are given: no gate
+        if not defers or not splits or len(splits[0].outputs) != 2:  # of given sizes: no gate
             scaled = tape.op("Mul", [product, scale])
             replace_node(node, tape.nodes, scaled)
             return
@@ -218,8 +228,8 @@ class _Int8:
         and its rank. Axes are counted from the front: a reduction over axis -1 of no rows keeps the
         axis, in ONNX Runtime 1.31.
         """
-        rank = place[1]
-        if x not in self._activations:
+        (graph, rank) = place
+        if (x, graph) not in self._activations:
             axes = [tape.op("Abs", [x]), self._axis(rank - 1)]
             largest = tape.op("ReduceMax", axes, {"keepdims": 1})
             step = constant(self._graph, "quantize.step", np.array(1 / 127, dtype=np.float32))
@@ -235,8 +245,8 @@ class _Int8:
             quantized = tape.op("QuantizeLinear", inputs, sizes)
             if x in self._deferred:
                 scale = tape.op("Mul", [scale, self._deferred[x]])
-            self._activations[x] = quantized, scale
-        return self._activations[x]
+            self._activations[x, graph] = quantized, scale
+        return self._activations[x, graph]
 
     def _axis(self, n: int) -> ir.Value:
         return constant(self._graph, f"quantize.axis_{n}", np.array([n], dtype=np.int64))

@@ -124,6 +124,35 @@ class LayeredDecoder:
             yield x
 
     @torch.inference_mode()
+    def changes(
+        self, row: Ids, change: Callable[[str, Tensor], Tensor | None], progress: Progress
+    ) -> dict[str, float]:
+        """Return how far the change of each matrix moves a row's vectors after its layer.
+
+        change: returns what takes a matrix's place, or None to leave it. Distances are squares, and
+        relative to the vectors: the mean of all tokens.
+        """
+        x = self._embed(self._weights["embedding.weight"], torch.from_numpy(row)[None])
+        moves = dict[str, float]()
+        for layer in with_progress(range(self.config.n_layer), "measuring 4 bits", progress):
+            block = make_block(self.config, layer)
+            self._load(block, f"blocks.{layer}")
+            after = self._compute(block, x, None)[0]
+            sizes = after.square().sum(dim=-1).clamp(min=torch.finfo(self._dtype).tiny)
+            for part, module in block.named_modules():
+                name = f"blocks.{layer}.{part}.weight"
+                if not isinstance(module, torch.nn.Linear):
+                    continue
+                exact = module.weight.data
+                if (changed := change(name, exact)) is not None:
+                    module.weight.data = changed
+                    moved = self._compute(block, x, None)[0] - after
+                    module.weight.data = exact
+                    moves[name] = (moved.square().sum(dim=-1) / sizes).mean().item()
+            x = after
+        return moves
+
+    @torch.inference_mode()
     def encode(
         self, rows: Sequence[Ids], progress: Progress = no_progress, watch: Watch | None = None
     ) -> list[Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvasir.export.graphs.source import encoder_weights
 from kvasir.export.rounding.activations import Activations
-from kvasir.export.verification.layers import LayeredDecoder, Observer
+from kvasir.export.verification.layers import Ids, LayeredDecoder, Observer
 from kvasir.export.verification.pair_plan import PairPlan, SamplePairs
 from kvasir.export.verification.plan import Plan, SampleText
 from kvasir.export.verification.segments import Case, Floats, SegmentedGraph
@@ -108,6 +108,11 @@ class Verifier:
             head = "embedding.weight" if tied else "head.weight"
             for row in calibrated:
                 activations.add(head, self._decoder.normed(self._hidden[row]))
+
+    @property
+    def calibration_row(self) -> Ids:
+        """The first of the rows that weights are rounded by."""
+        return self._plan.rows[self._plan.calibrated[0]][:-1]
 
     def float32_error(self, progress: Progress = no_progress) -> float:
         """Return how far PyTorch's logits are from those in float64, as `max_logit_error`."""

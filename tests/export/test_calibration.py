@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
+import onnx
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import Unigram, WordLevel
@@ -12,7 +14,13 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from kvasir.export.verification.samples import sample_calibration
 from kvasir.model.checkpoint import load_checkpoint, save_checkpoint
-from kvasir.model.directory import CHAT_TEMPLATE_FILE, load_model_dir
+from kvasir.model.directory import (
+    CHAT_TEMPLATE_FILE,
+    GRAPH_FILE,
+    WEIGHTS_FILE,
+    load_model_dir,
+)
+from kvasir.model.network.skeleton import parameter_shapes
 from kvasir.model.tokenizer import train_tokenizer
 from tests.kit.commands import kvasir
 from tests.kit.random_models import make_config, make_decoder
@@ -51,6 +59,30 @@ def test_calibration_is_on_text_of_ones_own_or_left_out(run: Path, tmp_path: Pat
         text.write_bytes(content)
         assert problem in kvasir(*options, tmp_path / "no", "--calibrate", text, fails=True)
     assert not (tmp_path / "no").exists()
+
+
+def test_int4_keeps_some_matrices_in_8_bits_within_its_size(run: Path, tmp_path: Path) -> None:
+    """Those that the manifest names, and none at the fewest bits or without calibration."""
+    options = ("export", run, "--precision", "int4", "--no-int8-prompts", "--out")
+    given = {"more": ("--bits", "6.5"), "fewest": ("--bits", "4.5"), "none": ("--no-calibration",)}
+    kept, sizes = dict[str, set[str]](), dict[str, int]()
+    for name, more in given.items():
+        kvasir(*options, out := tmp_path / name, *more)
+        kept[name] = set(load_model_dir(out).manifest.in_8_bits)
+        stored = onnx.load(out / GRAPH_FILE, load_external_data=False).graph.initializer
+        in_8_bits = {of.name for of in stored if of.data_type == onnx.TensorProto.INT8}
+        assert in_8_bits == {f"{of}.T.int8" for of in kept[name]} | {"embedding.weight.int8"}
+        sizes[name] = (out / WEIGHTS_FILE).stat().st_size
+    assert 0 < len(kept["more"]) < 4
+    assert kept["fewest"] == kept["none"] == set()
+    shapes = parameter_shapes(load_model_dir(tmp_path / "more").config)
+    grown = sum(math.prod(shapes[name]) for name in kept["more"]) * 3.5 / 8
+    assert 0.5 * grown < sizes["more"] - sizes["fewest"] < 1.1 * grown  # of blocks, not all full
+    for wrong in (("--bits", "9"), ("--bits", "5", "--no-calibration")):
+        assert "bits: calibrated int4 on cpu has 4.5 to 8" in kvasir(
+            *options, tmp_path / "no", *wrong, fails=True
+        )
+    assert "8 bits" in kvasir("export", run, "--out", tmp_path / "no", "--bits", "8", fails=True)
 
 
 def test_chats_are_rendered_by_the_template(run: Path, tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ def by_definition(row: Doubles, moments: Doubles) -> Doubles:
 
     Of the scales that are tried for a block, the one whose columns cost least is kept.
     """
-    inverse, rounded = np.linalg.inv(moments), np.zeros_like(row)
+    inverse = np.linalg.inv(moments).astype(np.float64)
+    rounded = np.zeros_like(row)
     for start in range(0, len(row), BLOCK):
         block = row[start : start + BLOCK]
         largest = block[np.abs(block).argmax()]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import numpy as np
 import onnx
 import pytest
 from numpy.typing import NDArray
-from onnx import NodeProto, TensorProto, helper, numpy_helper
+from onnx import NodeProto, helper, numpy_helper
 
 from kvasir.kernels.fuse import Report, fuse
 from kvasir.kernels.graph import LINEARS
@@ -153,30 +152,6 @@ def test_every_decoder_computes_what_it_did(name: str, n_bits: int, tmp_path: Pa
     assert not {"Abs", "QuantizeLinear", *sigmoids, *NORMS} & {
         node.op_type for node in nodes_of(session.model.graph)
     }
-
-
-@needs_library
-def test_scales_of_floats_which_graphs_had_before_give_the_same_bits(tmp_path: Path) -> None:
-    """By our operators, and by ONNX Runtime's, which folds the cast."""
-    model = export_random(tmp_path, "int4", **{"d_model": 64} | VARIANTS["gpt2"])
-    older = onnx.load(model.graph)
-    tensors = [t for t in older.graph.initializer if t.data_type == TensorProto.FLOAT16]
-    assert [t.name.endswith(".int4.scales") for t in tensors] == [True] * 4 * model.config.n_layer
-    for tensor in tensors:
-        wide = numpy_helper.to_array(tensor).astype(np.float32)
-        tensor.CopyFrom(numpy_helper.from_array(wide, tensor.name))
-    names = {tensor.name for tensor in tensors}
-    casts = {n.output[0]: n.input[0] for n in nodes_of(older.graph) if {*n.input} & names}
-    for node in nodes_of(older.graph):
-        node.input[:] = [casts.get(name, name) for name in node.input]
-    (tmp_path / "older").mkdir()
-    path = tmp_path / "older" / GRAPH_FILE
-    onnx.save(older, path, save_as_external_data=True, location=f"{GRAPH_FILE}.data")
-    for library in (Library(FILE, "auto"), None):
-        opened = partial(open_session, threads=1, library=library)
-        newer, before = (logits(RandomModel(model.decoder, p), opened) for p in (model.graph, path))
-        assert same_bits(newer, before)
-    assert not fuse(onnx.load(path, load_external_data=False))[1].left
 
 
 @needs_library

@@ -33,6 +33,11 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "int8, `--no-calibration`": {"precision": "int8", "smooths": False},
     "int4": {"precision": "int4"},
     "int4, `--no-int8-prompts`": {"precision": "int4", "int8_prompts": False},
+    "int4, `--no-int8-prompts --bits 4.5`": {
+        "precision": "int4",
+        "int8_prompts": False,
+        "bits": 4.5,
+    },
     "int4, `--no-int8-prompts --no-calibration`": {
         "precision": "int4",
         "int8_prompts": False,

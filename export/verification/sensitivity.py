@@ -1,0 +1,87 @@
+"""Matrices of an int4 graph that keep 8 bits: those that cost most for the bits that they save.
+
+A matrix costs what rounding it to 4 bits, and nothing else, moves the vectors after its layer, in
+relation to these. What it costs in the divergence of next tokens is nearly in proportion to that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvasir.export.rounding.formulas import quantize_blocks, restore_blocks, was_rounded_before
+from kvasir.export.rounding.kv_cache import scale_kv_channels
+from kvasir.export.rounding.quantize import NOT_ROUNDED
+from kvasir.export.rounding.weights import Weights
+from kvasir.export.verification.layers import Ids, LayeredDecoder
+from kvasir.model.config import TransformerConfig
+from kvasir.model.network.skeleton import parameter_shapes
+from kvasir.model.platform.progress import Progress, no_progress
+
+BITS_A_WEIGHT = 4.85  # of layers, on average, as in llama.cpp's Q4_K_M
+FEWEST_BITS, MOST_BITS = 4.5, 8.0  # of none kept, and of all
+_TOKENS = 256  # that are computed
+
+
+def check_bits(bits: float, *, is_for: bool) -> None:
+    """Raise ValueError for bits of a weight that are out of range, or for another export."""
+    if not is_for or not FEWEST_BITS <= bits <= MOST_BITS:
+        limits = f"{FEWEST_BITS:g} to {MOST_BITS:g}"
+        raise ValueError(f"{bits:g} bits: calibrated int4 on cpu has {limits}, others no choice")
+
+
+def keep_in_8_bits(
+    config: TransformerConfig,
+    weights: Mapping[str, Tensor],
+    kv_scales: NDArray[np.float32],
+    row: Ids,
+    bits: float,
+    progress: Progress = no_progress,
+) -> list[str]:
+    """Return the names of the matrices that keep 8 bits, as `choose_kept` has them.
+
+    weights, kv_scales: of `export_graph`. row: tokens, of which the first are computed.
+    """
+    scaled, decoder = Weights(weights), LayeredDecoder(config, weights)
+    scale_kv_channels(scaled, config, kv_scales)  # as the graph has them
+    costs = decoder.changes(row[:_TOKENS], partial(in_4_bits, scaled), progress)
+    return choose_kept(costs, parameter_shapes(config), bits)
+
+
+def in_4_bits(weights: Weights, name: str, matrix: Tensor) -> Tensor | None:
+    """Return a layer's matrix as int4 has it; None if it is not rounded, or was before.
+
+    weights: have the factors of columns with which it is rounded.
+    """
+    if NOT_ROUNDED.search(name):
+        return None
+    columns = torch.ones(matrix.shape[1])
+    for factor in weights.factors(name):
+        columns *= torch.from_numpy(factor).ravel() if factor.shape[-1] > 1 else 1.0
+    scaled = matrix * columns
+    rounded = quantize_blocks(scaled)
+    if was_rounded_before(scaled, *rounded):
+        return None
+    return restore_blocks(*rounded)[:, : len(columns)] / columns
+
+
+def choose_kept(
+    costs: Mapping[str, float], shapes: Mapping[str, tuple[int, ...]], bits: float
+) -> list[str]:
+    """Return the names of the matrices that keep 8 bits, so that a weight has `bits` at most.
+
+    costs: of each in 4 bits. shapes: of all parameters. Bits are those of a mean weight.
+    """
+    sizes, kept = {name: math.prod(shapes[name]) for name in costs}, list[str]()
+    left = sum(sizes.values()) * (bits - FEWEST_BITS) / (MOST_BITS - FEWEST_BITS)
+    for name in sorted(costs, key=lambda name: -costs[name] / sizes[name]):
+        if sizes[name] <= left:
+            left -= sizes[name]
+            kept.append(name)
+    return sorted(kept)
