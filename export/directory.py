@@ -185,14 +185,8 @@ def _write_graphs(
             if target.smooths and target.precision == "int4":
                 row = verifier.calibration_row
                 kept = keep_in_8_bits(config, weights, steps, row, target.bits, progress)
-            scaled = export_graph(
-                *arguments,
-                steps,
-                progress,
-                int8_prompts=target.int8_prompts,
-                kept=kept,
-                inputs=inputs,
-            )
+            given, prompts = (*arguments, steps, progress), target.int8_prompts
+            scaled = export_graph(*given, int8_prompts=prompts, kept=kept, inputs=inputs)
         if checkpoint.adapters is not None and target.device == "cpu":
             layout = with_factors(checkpoint.adapters(), scaled, activations)
             layout = layout if config.encoder is None else join_layers(layout)

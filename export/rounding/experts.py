@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvasir.export.rewrite import MICROSOFT, remove_unused_constants, replace_node
 from kvasir.export.rounding.formulas import BITS, BLOCK
-from kvasir.export.rounding.initializers import Rounder, block_rounder, weight_in_blocks
+from kvasir.export.rounding.initializers import Rounder, block_rounder, rounded_weight
 from kvasir.export.rounding.weights import Weights
 
 
@@ -65,4 +65,4 @@ def _round(
         return rounder
 
     shapes = (n_experts, n_out, n_in * bits // 8), (n_experts, n_out, n_in // BLOCK)
-    return weight_in_blocks(graph, tape, weights, weight, bits, make_rounder, shapes)
+    return rounded_weight(graph, tape, weights, weight, bits, make_rounder, shapes)

@@ -26,7 +26,7 @@ def block_rounder(weights: Weights, name: str, bits: int) -> Rounder:
     return column_rounder(x)
 
 
-def weight_in_blocks(
+def rounded_weight(
     graph: ir.Graph,
     tape: Tape,
     weights: Weights,
@@ -35,38 +35,21 @@ def weight_in_blocks(
     make_rounder: Callable[[], Rounder],
     shapes: tuple[Sequence[int], Sequence[int]],
 ) -> tuple[ir.Value, ir.Value]:
-    """Return a weight's integers and their scales, which a node casts if they are float16."""
-    casts = bits == 4 and weights.dtype == torch.float32
-    types = torch.uint8, torch.float16 if casts else weights.dtype
-    integers, scales = rounded_weight(
-        graph, weights, weight, f"int{bits}", make_rounder, types, shapes
-    )
-    if casts:
-        scales = tape.op("Cast", [scales], {"to": ir.DataType.FLOAT})
-    return integers, scales
+    """Return a weight's integers, and their scales, of these shapes: blocks have a third axis.
 
-
-def rounded_weight(
-    graph: ir.Graph,
-    weights: Weights,
-    weight: ir.Value,
-    kind: str,
-    make_rounder: Callable[[], Rounder],
-    types: tuple[torch.dtype, torch.dtype],
-    shapes: tuple[Sequence[int], Sequence[int]],
-) -> tuple[ir.Value, ir.Value]:
-    """Return initializers of a weight's integers and scales, of these types and shapes.
-
-    One is written right after the other, so a weight is rounded once for both, and what rounds it
-    is made only then.
+    Integers and scales are written one right after the other, so a weight is rounded once for both,
+    and what rounds it is made only then. float16 scales are cast for a graph in float32.
     """
     name, kept = str(weight.name).removesuffix(TRANSPOSED), list[Tensor]()
-    in_columns = len(shapes[0]) == 2 and name != weight.name  # blocks are always in rows
+    in_blocks, stem = len(shapes[0]) > 2, f"{weight.name}.int{bits}"
+    in_columns = not in_blocks and name != weight.name  # blocks are always in rows
+    casts = bits == 4 and weights.dtype == torch.float32
+    dtype = torch.float16 if casts else weights.dtype
 
     def make_integers() -> Tensor:
         parts = zip(*map(make_rounder(), weights.slices(name)), strict=True)
         integers, scales = (torch.cat(part) for part in parts)
-        kept[:] = [scales.to(types[1])]
+        kept[:] = [scales.to(dtype)]
         return integers.t().contiguous() if in_columns else integers
 
     def make_scales() -> Tensor:
@@ -74,7 +57,7 @@ def rounded_weight(
             make_integers()
         return kept.pop()
 
-    return (
-        lazy_constant(graph, f"{weight.name}.{kind}", make_integers, types[0], shapes[0]),
-        lazy_constant(graph, f"{weight.name}.{kind}.scales", make_scales, types[1], shapes[1]),
-    )
+    of_integers = torch.uint8 if in_blocks else torch.int8
+    integers = lazy_constant(graph, stem, make_integers, of_integers, shapes[0])
+    scales = lazy_constant(graph, f"{stem}.scales", make_scales, dtype, shapes[1])
+    return integers, tape.op("Cast", [scales], {"to": ir.DataType.FLOAT}) if casts else scales

@@ -32,7 +32,6 @@ from typing import cast
 
 import numpy as np
 import onnx_ir as ir
-import torch
 from onnx_ir.tape import Tape
 
 from kvasir.export.rewrite import (
@@ -45,12 +44,7 @@ from kvasir.export.rewrite import (
     replace_node,
 )
 from kvasir.export.rounding.formulas import BLOCK, quantize_pairs, quantize_rows
-from kvasir.export.rounding.initializers import (
-    Rounder,
-    block_rounder,
-    rounded_weight,
-    weight_in_blocks,
-)
+from kvasir.export.rounding.initializers import Rounder, block_rounder, rounded_weight
 from kvasir.export.rounding.mixing import HADAMARD, N_PARTS, is_mixed, mix_weights
 from kvasir.export.rounding.weights import TRANSPOSED, Weights
 
@@ -126,7 +120,7 @@ def _round_in_blocks(
     n_blocks = -(-n_in // BLOCK)
     shapes = (n_out, n_blocks, BLOCK * bits // 8), (n_out, n_blocks)
     tape = Tape()
-    integers, scales = weight_in_blocks(graph, tape, weights, weight, bits, make_rounder, shapes)
+    integers, scales = rounded_weight(graph, tape, weights, weight, bits, make_rounder, shapes)
     sizes = {"K": n_in, "N": n_out, "bits": bits, "block_size": BLOCK}
     product = tape.op("MatMulNBits", [x, integers, scales], sizes | attributes, domain=MICROSOFT)
     result = tape.op("Add", [product, *bias]) if bias else product
@@ -168,7 +162,7 @@ class _Int8:
         rank = 2 if is_head else self._rank
         if is_mixed(str(weight.name).removesuffix(TRANSPOSED), width):
             x, rounder = self._mixed(tape, x, width, rank), _mixing(rounder)
-        matrix, scales = self._matrix(weight, rounder)
+        matrix, scales = self._matrix(tape, weight, rounder)
         if is_head:
             matrix = tape.op("Transpose", [matrix], {"perm": [1, 0]})
         quantized, scale = self._quantized(tape, x, width, (owner_of(node), rank))
@@ -197,7 +191,7 @@ class _Int8:
         """Replace the embedding's Gather."""
         table, ids = cast("tuple[ir.Value, ...]", node.inputs)
         tape = Tape()
-        matrix, scales = self._matrix(table, quantize_rows)
+        matrix, scales = self._matrix(tape, table, quantize_rows)
         integers = tape.op("Gather", [matrix, ids], {"axis": 0})
         rows = tape.op("Cast", [integers], {"to": ir.DataType.FLOAT})
         of_ids = tape.op("Gather", [scales, ids], {"axis": 0})
@@ -251,11 +245,11 @@ class _Int8:
     def _axis(self, n: int) -> ir.Value:
         return constant(self._graph, f"quantize.axis_{n}", np.array([n], dtype=np.int64))
 
-    def _matrix(self, weight: ir.Value, rounder: Rounder) -> tuple[ir.Value, ir.Value]:
+    def _matrix(self, tape: Tape, weight: ir.Value, rounder: Rounder) -> tuple[ir.Value, ir.Value]:
         """Return integers of a weight in its own layout, and a scale for each output, made once."""
         assert weight.shape is not None
         shapes = weight.shape.numpy(), [_sizes(weight)[1]]
         if weight.name == _EMBEDDING:
             rounder = quantize_rows
-        graph, weights, types = self._graph, self._weights, (torch.int8, self._weights.dtype)
-        return rounded_weight(graph, weights, weight, "int8", lambda: rounder, types, shapes)
+        given = self._graph, tape, self._weights, weight
+        return rounded_weight(*given, 8, lambda: rounder, shapes)

@@ -44,13 +44,18 @@ class Weights:
         """Return the factors of a parameter, which broadcast to it."""
         return [factor.numpy() for factor in self._factors[name]]
 
+    def columns(self, name: str) -> Tensor:
+        """Return the factors of a matrix's columns, [n_in]; 1, [1], where there are none."""
+        columns = torch.ones(1)
+        for factor in self._factors[name]:
+            if factor.shape[-1] > 1:
+                columns = columns * factor.ravel()
+        return columns
+
     def inputs(self, name: str) -> Tensor | None:
         """Return what a product with a scaled weight reads, [tokens, n_in]; None if unknown."""
         x = None if self._inputs is None else self._inputs(name)
-        if x is not None:
-            for columns in (factor for factor in self._factors[name] if factor.shape[-1] > 1):
-                x = x / columns.ravel()
-        return x
+        return None if x is None else x / self.columns(name)
 
     def slices(self, name: str, stored: Tensor | None = None) -> Iterator[Tensor]:
         """Return some rows after others in float32, which may be overwritten.

@@ -10,19 +10,16 @@ import math
 from collections.abc import Mapping
 from functools import partial
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvasir.export.rounding.formulas import quantize_blocks, restore_blocks, was_rounded_before
-from kvasir.export.rounding.kv_cache import scale_kv_channels
+from kvasir.export.rounding.kv_cache import Floats, scale_kv_channels
 from kvasir.export.rounding.quantize import NOT_ROUNDED
 from kvasir.export.rounding.weights import Weights
 from kvasir.export.verification.layers import Ids, LayeredDecoder
 from kvasir.model.config import TransformerConfig
 from kvasir.model.network.skeleton import parameter_shapes
-from kvasir.model.platform.progress import Progress, no_progress
+from kvasir.model.platform.progress import Progress
 
 BITS_A_WEIGHT = 4.85  # of layers, on average, as in llama.cpp's Q4_K_M
 FEWEST_BITS, MOST_BITS = 4.5, 8.0  # of none kept, and of all
@@ -39,10 +36,10 @@ def check_bits(bits: float, *, is_for: bool) -> None:
 def keep_in_8_bits(
     config: TransformerConfig,
     weights: Mapping[str, Tensor],
-    kv_scales: NDArray[np.float32],
+    kv_scales: Floats,
     row: Ids,
     bits: float,
-    progress: Progress = no_progress,
+    progress: Progress,
 ) -> list[str]:
     """Return the names of the matrices that keep 8 bits, as `choose_kept` has them.
 
@@ -61,14 +58,11 @@ def in_4_bits(weights: Weights, name: str, matrix: Tensor) -> Tensor | None:
     """
     if NOT_ROUNDED.search(name):
         return None
-    columns = torch.ones(matrix.shape[1])
-    for factor in weights.factors(name):
-        columns *= torch.from_numpy(factor).ravel() if factor.shape[-1] > 1 else 1.0
-    scaled = matrix * columns
-    rounded = quantize_blocks(scaled)
+    columns = weights.columns(name)
+    rounded = quantize_blocks(scaled := matrix * columns)
     if was_rounded_before(scaled, *rounded):
         return None
-    return restore_blocks(*rounded)[:, : len(columns)] / columns
+    return restore_blocks(*rounded)[:, : matrix.shape[1]] / columns
 
 
 def choose_kept(
