@@ -73,22 +73,28 @@ def base_name(folder: Path) -> str:
     return path.parent.name if path.name.startswith("step-") else path.name  # of a run of training
 
 
-def fits(folder: Path, layout: Layout) -> bool:
-    """Return whether an adapter's matrices are of a model's layers, by their names and sizes."""
-    path, sizes, found = folder / ADAPTER_WEIGHTS_FILE, layout.sizes, list[bool]()
+def read_shapes(folder: Path) -> dict[str, tuple[Any, ...]]:
+    """Return the shapes of an adapter's tensors by name; none of a file that cannot be read."""
+    path = folder / ADAPTER_WEIGHTS_FILE
     if not path.is_file():  # to open a pipe would wait
-        return False
+        return {}
     try:
         with path.open("rb") as file:
             length = file.read(8)
             header = file.read(min(int.from_bytes(length, "little"), _MOST_HEADER))
-        for key, stored in _tensors("", length + header).items():
-            if (match := _TENSOR.fullmatch(key)) is not None:
-                side = 0 if match[2] == "B" else 1  # of outputs, or of inputs
-                size = sizes.get(layout.part_name(match[1]), (None, None))[side]
-                found.append(stored.shape[side] == size)
-    except (OSError, AdapterError, LookupError, TypeError):
-        return False
+        return {key: (*held.shape,) for key, held in _tensors("", length + header).items()}
+    except (OSError, AdapterError, TypeError):
+        return {}
+
+
+def fits(shapes: Mapping[str, tuple[Any, ...]], layout: Layout) -> bool:
+    """Return whether tensors are of a model's layers, by their names and sizes."""
+    sizes, found = layout.sizes, list[bool]()
+    for key, shape in shapes.items():
+        if (match := _TENSOR.fullmatch(key)) is not None:
+            side = 0 if match[2] == "B" else 1  # of outputs, or of inputs
+            size = sizes.get(layout.part_name(match[1]), (None, None))[side]
+            found.append(shape[side : side + 1] == (size,))
     return bool(found) and all(found)
 
 

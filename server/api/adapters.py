@@ -5,6 +5,7 @@ They are served where `adapter_admin_key` is set, which they alone take.
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import nullcontext
 from typing import Annotated
 
@@ -55,11 +56,12 @@ async def load_adapter(request: Request, body: LoadAdapterBody) -> PlainTextResp
         message = f"lora_name: {name!r} is served already; unload it first, or choose another"
         raise InvalidRequestError(message, param="lora_name")
     try:
-        model = adapted.choose(name, folder, body.base_model_name)
+        model = await asyncio.to_thread(adapted.choose, name, folder, body.base_model_name)
     except AdapterError as error:
-        raise InvalidRequestError(str(error), param="base_model_name") from None
+        param = "base_model_name" if body.base_model_name else "lora_path"
+        raise InvalidRequestError(str(error), param=param) from None
     async with models.loader.hold(model) if model in models.loader.names else nullcontext():
-        await adapted.bank.add(name, folder, graph_of(models.served[model]), model)
+        await adapted.bank.add(name, folder, graph_of(models.named(model)), model)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 

@@ -100,7 +100,7 @@ def create_app(
             make: Callable[..., AnyEngine] = (
                 build_engine if served.task == "generate" else build_encoder_engine
             )
-            return engine or build_beside_others(make, served.settings, served.model_dir, clock)
+            return engine or build_beside_others(make, served, clock)
 
         app.state.loading = loading = asyncio.create_task(models.start(build, clock))
         if engine is not None:

@@ -26,7 +26,7 @@ from kvasir.server.engine.model_runner import Runner, warm_up
 from kvasir.server.errors import StartupError
 from kvasir.server.requests.adapters.served import WITHOUT_ADAPTERS, why_no_adapters
 from kvasir.server.requests.async_engine import AnyEngine
-from kvasir.server.requests.served_model import onnxruntime_version
+from kvasir.server.requests.served_model import ServedModel, onnxruntime_version
 from kvasir.server.settings import Settings, user_cache
 from kvasir.server.telemetry.start_clock import StartClock
 
@@ -210,19 +210,17 @@ def read_layout(model_dir: ModelDirectory, library: Library | None) -> Layout:
 
 
 def build_beside_others(
-    build: Callable[..., AnyEngine],
-    settings: Settings,
-    model_dir: ModelDirectory,
-    clock: StartClock,
+    build: Callable[..., AnyEngine], served: ServedModel, clock: StartClock
 ) -> AnyEngine:
-    """Build an engine, beside others also of a model that takes no adapters: without them."""
+    """Build a model's engine. Beside others, one that takes no adapters is served without them."""
     try:
-        return build(settings, model_dir, clock)
+        return build(served.settings, served.model_dir, clock)
     except NoAdaptersError as error:
-        if len(settings.models) == 1:
+        if len(served.settings.models) == 1:
             raise
-        logger.warning("%s is served without adapters: %s", model_dir.path.name, error)
-        return build(settings.model_copy(update=WITHOUT_ADAPTERS), model_dir, clock)
+        logger.warning("%s is served without adapters: %s", served.model_dir.path.name, error)
+        served.settings = served.settings.model_copy(update=WITHOUT_ADAPTERS)
+        return build(served.settings, served.model_dir, clock)
 
 
 def _open_runner(

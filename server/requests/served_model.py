@@ -86,7 +86,7 @@ class ServedModel:
         chat = chat_format(settings, model_dir)
         self.settings = settings.of_model(has_encoder=model_dir.config.encoder is not None)
         self.model_dir, manifest = model_dir, model_dir.manifest
-        self.views: dict[str, tuple[object, ServedModel | None]] = {}  # see AdaptedModels
+        self.adapted: dict[str, tuple[object, ServedModel | None]] = {}  # by AdaptedModels
         self.created = int(time())
         installed, verified = onnxruntime_version(), manifest.versions.get("onnxruntime")
         if verified not in (None, installed):

@@ -429,14 +429,13 @@ def test_beside_others_a_model_whose_graph_takes_no_adapters_is_served_without(
     names = [f"{name}={exported / 'base'}" for name in "ab"]
     memory = {"threads": 1, "kv_cache_memory": 2**24}
     alone, beside = (load_settings(model=n, adapter_dir=root, **memory) for n in (names[:1], names))
-    clock = StartClock()
+    clock, lone, served = StartClock(), ServedModel(alone, found), ServedModel(beside, found, "a")
     with patch.object(GraphAdapters, "attach", side_effect=NoAdaptersError(reason)):
         with pytest.raises(ValueError, match=reason):
-            build_beside_others(build_engine, alone, found, clock)
-        engine = build_beside_others(build_engine, beside, found, clock)
+            build_beside_others(build_engine, lone, clock)
+        engine = build_beside_others(build_engine, served, clock)
     assert engine.adapters is None
     assert caplog.messages == [f"base is served without adapters: {reason}"]
-    served = ServedModel(beside, found, "a")
     served.engine.engine = engine
     with pytest.raises(UnavailableError, match="'a' takes no adapters; the log says why"):
         graph_of(served)

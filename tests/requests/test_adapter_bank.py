@@ -21,18 +21,21 @@ from starlette.requests import Request
 
 from kvasir.model.adapters.config import ADAPTER_FILE, ADAPTER_WEIGHTS_FILE, AdapterError
 from kvasir.model.adapters.layout import Layer, Layout, Part
-from kvasir.model.adapters.peft import TENSOR
+from kvasir.model.adapters.peft import TENSOR, read_shapes
 from kvasir.model.directory import ADAPTERS_FILE, ModelDirectory
 from kvasir.server.api.http.responses import note_model, served_model
-from kvasir.server.engine.adapters.loaded import Adapter, GraphAdapters
+from kvasir.server.engine.adapters.loaded import Adapter, GraphAdapters, NoAdaptersError
+from kvasir.server.engine.engine import Engine
 from kvasir.server.errors import InvalidRequestError, StartupError, UnavailableError
+from kvasir.server.process.app import create_app
 from kvasir.server.requests.adapters.bank import AdapterBank
 from kvasir.server.requests.adapters.served import AdaptedModel
 from kvasir.server.requests.completion import RequestState
 from kvasir.server.requests.registry import ModelRegistry
 from kvasir.server.requests.served_model import ServedModel
-from kvasir.server.settings import load_settings
-from tests.kit.serving import fake_model_dir
+from kvasir.server.settings import Settings, load_settings
+from tests.kit.fake_runner import FakeRunner
+from tests.kit.serving import VOCAB_SIZE, fake_model_dir, running
 
 TIMEOUT = 60.0
 
@@ -290,6 +293,122 @@ def test_an_adapter_that_names_a_model_without_adapters_is_refused(
         "adapters: 'a'"
     ]
     assert parents(models) == {"wide": "a"}
+
+
+def test_an_adapters_model_is_chosen_again_when_its_files_change(tmp_path: Path) -> None:
+    """A list may come while a copy has only begun; later it is trained anew on another model."""
+    sizes = {"a": 8, "b": 16}
+    found = {name: save_model(tmp_path / "models" / name, n_in) for name, n_in in sizes.items()}
+    models, folder = of_folder(tmp_path, **found), tmp_path / "adapters/late"
+    save_peft(folder, 16)
+    (folder / ADAPTER_WEIGHTS_FILE).rename(tmp_path / "weights")
+    assert parents(models) == {"late": "a"}, "it fits none yet"
+    (tmp_path / "weights").rename(folder / ADAPTER_WEIGHTS_FILE)
+    assert parents(models) == {"late": "b"}
+    save_peft(tmp_path / "newer", 8)
+    for file in (tmp_path / "newer").iterdir():
+        file.replace(folder / file.name)
+    assert parents(models) == {"late": "a"}
+
+
+def test_an_adapter_that_fits_several_models_is_told_in_the_log_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = {name: save_model(tmp_path / "models" / name, 8) for name in "ab"}
+    save_peft(tmp_path / "adapters/named", 8, "org/b")
+    save_peft(tmp_path / "adapters/poet", 8, "org/renamed")
+    models = of_folder(tmp_path, **found)
+    for _ in range(2):
+        assert parents(models) == {"named": "b", "poet": "a"}
+    assert caplog.messages == [
+        "adapter 'poet' fits 'a' and 'b', and is of the first; to choose, name one in its "
+        "adapter_config.json as base_model_name_or_path"
+    ]
+
+
+def test_another_thread_may_unload_an_adapter_while_it_is_looked_for(tmp_path: Path) -> None:
+    class Leaving(dict[str, Any]):
+        def __contains__(self, name: object) -> bool:
+            return self.pop(str(name), None) is not None
+
+    save_peft(tmp_path / "adapters/poet", 8)
+    models = of_folder(tmp_path, a=save_model(tmp_path / "models/a", 8))
+    assert models.bank is not None
+    models.bank.folders = Leaving(poet=tmp_path / "adapters/poet")
+    models.bank.models = Leaving(poet="a")
+    assert models.adapter("poet") is not None
+
+
+def test_an_adapter_of_the_settings_that_names_a_model_without_adapters_ends_the_start(
+    tmp_path: Path,
+) -> None:
+    """One of a model that could not be loaded does not: that leaves the others as they are."""
+    found: dict[str, ModelDirectory | StartupError] = {"broken": StartupError("damaged")}
+    found |= {"a": save_model(tmp_path / "a", 8), "plain": fake_model_dir(tmp_path / "plain")}
+    save_peft(tmp_path / "wrong", 8, "plain")
+    save_peft(tmp_path / "lost", 8, "broken")
+    given = [f"{name}=x" for name in found]
+    known = load_settings(model=given, adapter=f"lost={tmp_path / 'lost'}")
+    with pytest.raises(UnavailableError, match="'broken' could not be loaded"):
+        ModelRegistry(known, found).named("lost")
+    known = load_settings(model=given, adapter=f"wrong={tmp_path / 'wrong'}")
+    with pytest.raises(StartupError, match="base_model_name_or_path is 'plain'; expected a model"):
+        ModelRegistry(known, found)
+
+
+async def test_a_model_that_turns_out_to_take_no_adapters_leaves_them_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To load one for a model that could not be loaded says so."""
+    found: dict[str, ModelDirectory | StartupError] = {"d": StartupError("damaged")}
+    found = {name: save_model(tmp_path / name, 8) for name in "abc"} | found
+    adapter = tmp_path / "adapters/poet"
+    save_peft(adapter, 8)
+    save_peft(tmp_path / "adapters/of_a", 8, "a")
+
+    def build(settings: Settings, model_dir: ModelDirectory, *_clock: object) -> Engine:
+        if model_dir.path.name == "c":
+            raise ValueError("damaged")
+        layout = Layout.load(model_dir.path / ADAPTERS_FILE) if settings.has_adapters else None
+        if layout is not None and model_dir.path.name == "a":
+            raise NoAdaptersError("its graph takes none")
+        graph = None if layout is None else GraphAdapters(layout)
+        return Engine(FakeRunner(VOCAB_SIZE), chunk_size=8, adapters=graph)
+
+    monkeypatch.setattr("kvasir.server.process.app.build_engine", build)
+    options = {"adapter_dir": tmp_path / "adapters", "adapter_admin_key": "admin"}
+    named = [f"{name}={tmp_path / name}" for name in found]
+    app = create_app(load_settings(model=named, adapter=f"own={adapter}", **options), found)
+    models: ModelRegistry = app.state.models
+    async with running(app) as client:
+        await asyncio.wait_for(app.state.loading, TIMEOUT)
+        assert models.states == dict.fromkeys("ab", "ready") | dict.fromkeys("cd", "failed")
+        assert parents(models) == {"own": "b", "poet": "b"}
+        assert models.adapted is not None
+        assert models.adapted.bank.loaded.keys() == {"own"}
+        headers = {"authorization": "Bearer admin"}
+        for path, model, status, param, fault in (
+            ("poet", "c", 503, None, "'c' could not be loaded"),
+            ("poet", "d", 503, None, "'d' could not be loaded"),
+            ("poet", "a", 400, "base_model_name", "is 'a'; expected a model here"),
+            ("of_a", "", 400, "lora_path", "is 'a'; expected a model here"),
+        ):
+            body = {"lora_name": "new", "lora_path": path, "base_model_name": model}
+            answer = await client.post("/v1/load_lora_adapter", json=body, headers=headers)
+            assert (answer.status_code, fault in answer.text) == (status, True), answer.text
+            assert answer.json()["error"]["param"] == param
+        threads = list[threading.Thread]()
+
+        def read(folder: Path) -> dict[str, tuple[Any, ...]]:
+            threads.append(threading.current_thread())
+            return read_shapes(folder)
+
+        monkeypatch.setattr("kvasir.server.requests.adapters.adapted_models.read_shapes", read)
+        body = {"lora_name": "new", "lora_path": "poet"}
+        answer = await client.post("/v1/load_lora_adapter", json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        assert len(threads) == 1, "one read for all layouts"
+        assert threads[0] is not threading.main_thread()
 
 
 def test_an_adapter_of_a_model_that_could_not_be_loaded_is_of_no_other(tmp_path: Path) -> None:

@@ -7,11 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from kvasir.model.adapters.config import AdapterError, refuse
+from kvasir.model.adapters.config import (
+    ADAPTER_FILE,
+    ADAPTER_WEIGHTS_FILE,
+    AdapterError,
+    refuse,
+)
 from kvasir.model.adapters.layout import Layout
-from kvasir.model.adapters.peft import base_name, fits
+from kvasir.model.adapters.peft import base_name, fits, read_shapes
 from kvasir.model.directory import ADAPTERS_FILE
 from kvasir.server.errors import InvalidRequestError, StartupError, UnavailableError
 from kvasir.server.requests.adapters.bank import AdapterBank
@@ -31,7 +36,8 @@ class AdaptedModels:
 
     served: models by name, of which new versions take the places of old ones. takers: the names of
     those that take adapters; of several that an adapter fits it is of the first. model: returns a
-    model by its name, and raises UnavailableError for one that could not be loaded.
+    model by its name, and raises UnavailableError for one that could not be loaded. Raises
+    StartupError for an adapter of the settings that names a model without adapters.
     """
 
     def __init__(
@@ -42,10 +48,21 @@ class AdaptedModels:
         model: Callable[[str], ServedModel],
     ) -> None:
         self.bank = AdapterBank(settings.adapters, settings.adapter_dir, settings.adapter_memory)
-        self.takers, self._served, self._model = takers, served, model
+        self._takers, self._served, self._model = takers, served, model
         self._named, self._paths = settings.adapters, settings.models
         # By name: what an adapter's model was chosen by, and its name; None if there is none.
         self._parents: dict[str, tuple[object, str | None]] = {}
+        for name, folder in self._named.items():
+            try:
+                self._parents[name] = self._key(folder), self.choose(name, folder)
+            except AdapterError as error:
+                raise StartupError(str(error)) from None
+
+    @property
+    def takers(self) -> list[str]:
+        """The names of the models that take adapters, without those whose graphs take none."""
+        served = ((name, self._served.get(name)) for name in self._takers)
+        return [name for name, one in served if one is None or one.settings.has_adapters]
 
     def find(self, name: str) -> AdaptedModel | None:
         """Return an adapter by its name, to which Ollama's clients add ":latest"; None without.
@@ -57,11 +74,12 @@ class AdaptedModels:
                 continue
             if (parent := self._parent(each, folder)) is not None:
                 served, key = self._model(parent), (folder, self.bank.n_added)
-                if served.views.get(each, (None,))[0] != key:
+                adapted = served.adapted  # a new version gets another, maybe meanwhile
+                if adapted.get(each, (None,))[0] != key:
                     make = partial(AdaptedModel, served, each, folder, self.bank)
-                    served.views[each] = key, _or_none(make)
-                if isinstance(view := served.views[each][1], AdaptedModel):
-                    return view
+                    adapted[each] = key, _or_none(make)
+                if isinstance(found := adapted[each][1], AdaptedModel):
+                    return found
             message = f"the adapter {each!r} cannot be used; the server's log says why"
             raise UnavailableError(message, retry_after=_RETRY)
         return None
@@ -70,23 +88,33 @@ class AdaptedModels:
         """Return the name of the model that an adapter is of.
 
         That is the one that a request has given, or else the adapter's configuration names; without
-        a name it is one that the adapter fits. Raises AdapterError if such a model takes none.
+        a name it is one that the adapter fits; a line of the log tells of several. Raises
+        AdapterError if such a model takes none.
         """
         field, named = "base_model_name", [given] if given else []
         if not given and len(self._paths) > 1:
             field, given = "base_model_name_or_path", base_name(folder)
             named = [each for each in self._paths if self._is_called(each, given)]
-        pool = [each for each in named or self.takers if each in self.takers]
+        takers, unread = self.takers, self._paths.keys() - self._served.keys()
+        pool = [each for each in named or takers if each in takers or each in unread]
         if not pool:
-            expected = f"a model here that takes adapters: {' or '.join(map(repr, self.takers))}"
+            listed = " or ".join(map(repr, takers)) or "none does"
+            expected = f"a model here that takes adapters: {listed}"
             raise refuse(name, field, repr(given), expected)
-        fitting = [each for each in pool if len(pool) == 1 or self._fits(each, folder)]
+        if len(pool) == 1:
+            return pool[0]
+        shapes = read_shapes(folder)
+        fitting = [each for each in pool if self._fits(each, shapes)]
+        if len(fitting) > 1:
+            message = "adapter %r fits %s, and is of the first; to choose, name one in its %s as %s"
+            listed = " and ".join(map(repr, fitting))
+            logger.warning(message, name, listed, ADAPTER_FILE, "base_model_name_or_path")
         return (fitting or pool)[0]  # to load it says why it does not fit
 
     async def load_named(self, model: str) -> None:
         """Load a model's adapters of the settings. Raises StartupError for one that is wrong."""
         for name, folder in self._named.items():
-            if self._parent(name, folder) not in (None, model):
+            if self._parent(name, folder) != model:
                 continue
             try:
                 self.find(name)
@@ -108,12 +136,17 @@ class AdaptedModels:
 
     def _parent(self, name: str, folder: Path) -> str | None:
         """Return the name of an adapter's model; None, and a line in the log, without one."""
-        if name in self.bank.models:
-            return self.bank.models[name]
-        key = folder, *map(self._digest, self.takers)
-        if self._parents.get(name, (None,))[0] != key:
+        if (model := self.bank.models.get(name)) is not None:
+            return model
+        if self._parents.get(name, (None,))[0] != (key := self._key(folder)):
             self._parents[name] = key, _or_none(partial(self.choose, name, folder))
         return self._parents[name][1]
+
+    def _key(self, folder: Path) -> object:
+        """Return what an adapter's model is chosen by: the state of its files, and all layouts."""
+        stamps = (_stamp(folder / name) for name in (ADAPTER_FILE, ADAPTER_WEIGHTS_FILE))
+        takers = self.takers
+        return folder, *stamps, *takers, *map(self._digest, takers)
 
     def _is_called(self, model: str, name: str) -> bool:
         """Return whether a model's id, its directory, or what was exported has a name."""
@@ -121,11 +154,11 @@ class AdaptedModels:
         names += [str(served.model_dir.manifest.source.get("name", ""))] if served else []
         return name.casefold() in filter(None, map(str.casefold, names))
 
-    def _fits(self, model: str, folder: Path) -> bool:
+    def _fits(self, model: str, shapes: Mapping[str, tuple[Any, ...]]) -> bool:
         if (served := self._served.get(model)) is None:
             return True  # as far as is known: it could not be read
         with suppress(OSError, ValueError):  # its directory is being replaced
-            return fits(folder, _layout(served.model_dir.path, self._digest(model)))
+            return fits(shapes, _layout(served.model_dir.path, self._digest(model)))
         return False
 
     def _digest(self, model: str) -> str:
@@ -137,6 +170,14 @@ class AdaptedModels:
 @lru_cache(maxsize=16)  # of models whose adapters are listed
 def _layout(path: Path, _digest: str) -> Layout:
     return Layout.load(path / ADAPTERS_FILE)
+
+
+def _stamp(file: Path) -> tuple[int, int] | None:
+    """Return a file's size, and the nanosecond of its last change; None without it."""
+    with suppress(OSError):
+        fact = file.stat()
+        return fact.st_size, fact.st_mtime_ns
+    return None
 
 
 def _or_none(make: Callable[[], T]) -> T | None:

@@ -66,8 +66,8 @@ class AdapterBank:
 
     def find(self, name: str) -> Path | None:
         """Return an adapter's folder. A link in the root that leads out of it is none."""
-        if name in self.folders:
-            return self.folders[name]
+        if (named := self.folders.get(name)) is not None:  # another thread may unload it
+            return named
         if self.root is None or name in self._hidden or Path(name).name != name:
             return None
         folder = self.inside(name)
