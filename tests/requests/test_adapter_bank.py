@@ -360,8 +360,10 @@ async def test_a_model_that_turns_out_to_take_no_adapters_leaves_them_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To load one for a model that could not be loaded says so."""
-    found: dict[str, ModelDirectory | StartupError] = {"d": StartupError("damaged")}
-    found = {name: save_model(tmp_path / name, 8) for name in "abc"} | found
+    found: dict[str, ModelDirectory | StartupError] = {
+        name: save_model(tmp_path / name, 8) for name in "abc"
+    }
+    found["d"] = StartupError("damaged")
     adapter = tmp_path / "adapters/poet"
     save_peft(adapter, 8)
     save_peft(tmp_path / "adapters/of_a", 8, "a")
