@@ -6,6 +6,7 @@ The encoder of an encoder-decoder runs first, in a session of its own.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,16 @@ _PARTS = ("queries", "keys", "values", "bias", "sinks")
 _OF_MEMORY = ("queries", "keys", "decays", "rates")  # of a recurrent layer, which may lack rates
 
 
+def graph_path(model_dir: ModelDirectory) -> Path:
+    """Return the path of attention.onnx. Raises NotFoundError if a model directory has none."""
+    path = model_dir.path / ATTENTION_GRAPH_FILE
+    if not path.is_file():
+        how = "again" if model_dir.manifest.device == "cpu" else "for the CPU"
+        cause = f"{model_dir.path.name} has no {ATTENTION_GRAPH_FILE}"
+        raise NotFoundError(f"{cause}; export the model {how}")
+    return path
+
+
 class Explainer:
     """A session that returns attention weights. It holds the model's weights a second time.
 
@@ -59,11 +70,7 @@ class Explainer:
         threads: int | None = None,
         adapters: GraphAdapters | None = None,
     ) -> None:
-        path = model_dir.path / ATTENTION_GRAPH_FILE
-        if not path.is_file():
-            how = "again" if model_dir.manifest.device == "cpu" else "for the CPU"
-            cause = f"{model_dir.path.name} has no {ATTENTION_GRAPH_FILE}"
-            raise NotFoundError(f"{cause}; export the model {how}")
+        path = graph_path(model_dir)
         from kvasir.model.onnx.runtime import onnxruntime  # noqa: PLC0415  slow to import
         from kvasir.server.engine.session import open_session  # noqa: PLC0415  imports ONNX Runtime
 

@@ -115,7 +115,9 @@ def create_app(
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.models = models
-    explanations = dict.fromkeys(models.loader.names, Explanations(models.loader.free))
+    of_folder = Explanations(models.loader.free)
+    models.loader.on_shortage = of_folder.clear
+    explanations = dict.fromkeys(models.loader.names, of_folder)
     staying = models.served.keys() - explanations.keys()
     app.state.explanations = explanations | {name: Explanations() for name in staying}
     app.state.batches = _batch_worker(app, keys if settings.has_keys else None, state)

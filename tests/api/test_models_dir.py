@@ -24,6 +24,7 @@ from kvasir.model.directory import ModelDirectory, load_model_dir
 from kvasir.server.api.http import streams
 from kvasir.server.engine.engine import Engine
 from kvasir.server.errors import StartupError
+from kvasir.server.explain.explanation import Explanation
 from kvasir.server.process.app import create_app
 from kvasir.server.requests.registry import ModelRegistry
 from kvasir.server.settings import Settings, load_settings
@@ -133,7 +134,43 @@ async def test_requests_load_models_and_the_least_used_makes_room(tmp_path: Path
         assert TWO >= (sample(metrics, "models_memory_bytes") or 0) > 2 * CACHE
         missing = await client.post("/explain", json={"model": "second", "text": "a"})
         assert (missing.status_code, "no attention.onnx" in missing.text) == (404, True)
-        assert (await states(client))["second"] == "ready", "an explanation loads it, too"
+        assert (await states(client))["second"] == "unloaded", "the error comes before a load"
+
+
+async def test_an_explainer_leaves_before_models_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An explanation loads its model. One that is refused leaves all in memory as it is."""
+    explainers = weakref.WeakSet[object]()
+
+    class FakeExplainer:
+        def __init__(self, *_: object) -> None:
+            explainers.add(self)
+
+        def explain_tokens(self, token_ids: list[int], *_: object) -> Explanation:
+            return Explanation(token_ids, [*map(str, token_ids)], {}, [])
+
+    monkeypatch.setattr("kvasir.server.api.explain.routes.Explainer", FakeExplainer)
+    monkeypatch.setattr(LOADING, fake_model_dir)  # whose files change below
+    async with serving(tmp_path) as (app, client, _):
+        loader = app.state.models.loader
+        free = loader.free = lambda: TWO - loader.n_bytes - len(explainers) * CACHE
+        app.state.explanations["first"]._free = free
+
+        async def explain(name: str) -> int:
+            body = {"model": name, "text": "a", "heads": []}
+            return (await client.post("/explain", json=body)).status_code
+
+        for name in ("first", "second"):
+            (tmp_path / name / "attention.onnx").touch()
+        assert (await explain("first"), len(explainers)) == (200, 1)
+        assert (await explain("third"), len(explainers)) == (404, 1)
+        assert await states(client) == {"first": "ready", "second": "unloaded", "third": "unloaded"}
+        assert (await complete(client, "second")).status_code == 200
+        assert await states(client) == {"first": "ready", "second": "ready", "third": "unloaded"}
+        assert not explainers
+        for name in ("second", "first"):
+            assert (await explain(name), len(explainers)) == (200, 1), "of one model at a time"
 
 
 async def test_random_streams_over_three_models_lose_nothing(tmp_path: Path) -> None:

@@ -247,6 +247,24 @@ async def test_what_never_fits_is_refused_and_unloads_nothing() -> None:
     assert machine.events == ["load a"]
 
 
+async def test_what_is_in_memory_beside_models_makes_room_first() -> None:
+    """An explainer, with which the model that stays for now seems to leave the other no room."""
+    loader, _, machine = make({"a": 6, "b": 12, "huge": 17}, 16)
+    extra = 6
+
+    async def drop() -> None:
+        machine.used -= extra
+        machine.events.append("drop")
+
+    loader.on_shortage = drop
+    await use(loader, "a")
+    machine.take(extra)
+    with pytest.raises(UnavailableError):
+        await use(loader, "huge")  # no matter what leaves
+    await use(loader, "b")
+    assert machine.events == ["load a", "drop", "unload a", "load b"]
+
+
 async def test_a_failed_load_answers_all_with_its_reason_and_is_tried_again_by_name_only() -> None:
     loader, models, machine = make({"a": 1}, 1)
     models["a"].error = RuntimeError("the graph\nis damaged")

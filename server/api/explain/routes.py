@@ -18,15 +18,16 @@ from starlette.responses import Response
 
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import ModelDirectory
+from kvasir.model.platform.machine import return_freed_memory
 from kvasir.server.api import schemas
 from kvasir.server.api.explain.answers import Explanation, shown
-from kvasir.server.api.http.body import AnyRoute
+from kvasir.server.api.http.body import BodyRoute
 from kvasir.server.api.http.pieces import held_response, unless_disconnected
 from kvasir.server.api.http.responses import BODY_ERRORS, served_model, state_of
 from kvasir.server.engine.adapters.loaded import Adapter
 from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.errors import InvalidRequestError, OverloadedError, UnavailableError
-from kvasir.server.explain.explainer import Explainer
+from kvasir.server.explain.explainer import Explainer, graph_path
 from kvasir.server.explain.explanation import (
     Head,
     Questions,
@@ -42,7 +43,18 @@ from kvasir.server.requests.builder import RequestOptions
 from kvasir.server.requests.served_model import ServedModel
 from kvasir.server.requests.target import TargetOptions, target_prefix
 
-router = APIRouter(route_class=AnyRoute)
+
+class _Route(BodyRoute):
+    """A route of the models that have attention.onnx."""
+
+    loads = True
+
+    def check(self, served: ServedModel) -> None:
+        """Raise NotFoundError for a model without the graph."""
+        graph_path(served.model_dir)
+
+
+router = APIRouter(route_class=_Route)
 
 MAX_WEIGHTS = 2**20  # of an answer, some 12 bytes each: four heads' maps of 512 tokens
 # A cancelled explanation keeps running, so this also limits how many one client can leave behind.
@@ -113,7 +125,8 @@ class Explanations:
     """The explainer of one model at a time, in a thread that runs one explanation at a time.
 
     It is loaded for a model's first explanation, and holds the weights a second time until another
-    takes its place, or the model is unloaded. free: returns the bytes that are there for it.
+    takes its place, the model is unloaded, or one to be loaded needs the room. free: returns the
+    bytes that are there for it.
     """
 
     def __init__(self, free: Callable[[], int] | None = None) -> None:
@@ -160,6 +173,12 @@ class Explanations:
                 return await asyncio.get_running_loop().run_in_executor(self._thread, work)
             finally:
                 self._n_inside -= 1
+
+    async def clear(self) -> None:
+        """Free the explainer's memory, once the explanations before have ended."""
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._thread, self._explainers.clear)
+        return_freed_memory()
 
     def _open(self, model_dir: ModelDirectory, engine: AnyEngine) -> Explainer:
         self._explainers.clear()

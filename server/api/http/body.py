@@ -23,7 +23,7 @@ from kvasir.server.api.other_servers import NO_OPS, USED_HERE
 from kvasir.server.api.schemas import RequestBody, field_names
 from kvasir.server.errors import ContextLengthError, InvalidRequestError, UnknownFieldError
 from kvasir.server.requests.admission.queue import context_length
-from kvasir.server.requests.served_model import Task
+from kvasir.server.requests.served_model import ServedModel, Task
 from kvasir.server.requests.text_worker import SHORT
 
 T = TypeVar("T")
@@ -56,6 +56,9 @@ class BodyRoute(APIRoute):
     tasks: tuple[Task, ...] = ()  # none: a route of every model
     loads = False  # a model of the folder before the endpoint is called
 
+    def check(self, served: ServedModel) -> None:
+        """Raise an error for a model that the route is not for, before it is loaded."""
+
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Keep the request's model loaded until its response is sent."""
         async with state_of(scope).held:
@@ -78,6 +81,7 @@ class BodyRoute(APIRoute):
             must_choose = hasattr(body, "model") and self.path.startswith(_VERSIONS)
             served = models.find(name, *self.tasks, must_choose=must_choose)
             note_model(request.scope, served)
+            self.check(served)
             state.ignored = tuple(sorted(ignored))
             models.metrics.ignored(state.ignored)
             is_wanted = self.loads and getattr(body, "wants_model", True)
@@ -104,7 +108,6 @@ def _route_for(*tasks: Task) -> type[BodyRoute]:
     return type("TaskRoute", (BodyRoute,), {"tasks": tasks, "loads": True})
 
 
-AnyRoute = _route_for()
 TextRoute = _route_for("generate")
 VectorRoute = _route_for("embed")
 LabelRoute = _route_for("classify")

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from time import time
 from typing import Any, Literal, NamedTuple, Protocol
@@ -95,6 +95,8 @@ class ModelLoader:
         self.names = frozenset(self._places)
         self.n_waiting = 0
         self.is_closed = False
+        # Frees what is in memory beside the models, and can be loaded again.
+        self.on_shortage: Callable[[], Awaitable[object]] | None = None
         self._turns = Turns()
         self._tasks = set[asyncio.Task[None]]()  # else they could be collected
 
@@ -208,6 +210,9 @@ class ModelLoader:
     async def _make_room(self, place: _Place) -> None:
         """Unload models until another fits: unused ones first, the least recently used first."""
         needed = place.model.need().peak
+        if self.on_shortage is not None and self.free() < needed <= self.budget:
+            await self.on_shortage()
+            self._check(place)
         most = min(self.budget, self.free() + self.n_bytes)
         while needed > min(self.budget - self.n_bytes, self.free()):
             loaded = self._loaded
