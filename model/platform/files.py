@@ -8,12 +8,14 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from safetensors import SafetensorError
+
+Stamp = tuple[int, int, int]  # of a file's content: modification time in nanoseconds, inode, size
 
 _NUMPY_DISK_FULL = r"\d+ requested and \d+ written|problem writing element \d+ to file"
 
@@ -26,6 +28,14 @@ def in_words(error: object) -> str:
     if isinstance(error.filename, str | bytes):
         return f"{os.fsdecode(error.filename)}: {reason}"
     return reason
+
+
+def stamp_of(path: Path) -> Stamp | None:
+    """Return what changes with a file's content; None without the file."""
+    with suppress(OSError):
+        status = path.stat()
+        return status.st_mtime_ns, status.st_ino, status.st_size
+    return None
 
 
 def parse_object(content: bytes) -> dict[str, Any]:

@@ -321,8 +321,7 @@ def test_an_adapter_that_fits_several_models_is_told_in_the_log_once(
     for _ in range(2):
         assert parents(models) == {"named": "b", "poet": "a"}
     assert caplog.messages == [
-        "adapter 'poet' fits 'a' and 'b', and is of the first; to choose, name one in its "
-        "adapter_config.json as base_model_name_or_path"
+        "adapter 'poet' fits 'a' and 'b', and is of the first; base_model_name_or_path can choose"
     ]
 
 

@@ -9,7 +9,6 @@ import logging
 import re
 import secrets
 import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from pydantic import SecretStr
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from kvasir.model.platform.files import Stamp, stamp_of
 from kvasir.server.errors import AuthenticationError, StartupError
 from kvasir.server.requests.admission.callers import Caller
 from kvasir.server.state.memory import MemoryState
@@ -29,8 +29,6 @@ _SHORTEST_SALT = 16  # characters
 
 _NUMBER = "[1-9][0-9]{0,8}"
 _FIELDS = {"name": "[A-Za-z0-9._@-]{1,64}", "concurrency": _NUMBER, "tokens_per_minute": _NUMBER}
-
-Stamp = tuple[int, int, int]  # of a file's content: modification time in nanoseconds, inode, size
 
 
 class Limits(NamedTuple):
@@ -74,7 +72,7 @@ class ApiKeys:
         if salt is not None:
             self._secret = hashlib.blake2b(salt.encode(), digest_size=32).digest()
         self._state = state or MemoryState()
-        self._path, self._stamp = path, _current_stamp(path)
+        self._path, self._stamp = path, path and stamp_of(path)
         self.has_failed = False  # to take the file's last change
         self._reloading = threading.Lock()
         self._fixed: list[tuple[bytes, Caller]] = []  # by digest
@@ -90,7 +88,7 @@ class ApiKeys:
 
     async def find(self, key: bytes) -> Caller | None:
         """Return a known key's caller; None for an unknown key. A changed file is read first."""
-        if self._path is not None and (stamp := _current_stamp(self._path)) != self._stamp:
+        if self._path is not None and (stamp := stamp_of(self._path)) != self._stamp:
             await asyncio.to_thread(self._reload, self._path, stamp)
         return self._callers.get(self._digest(key))
 
@@ -186,14 +184,6 @@ def _given(fields: list[bytes], n: int) -> dict[str, str]:
 def _limits(given: dict[str, str], default: Limits) -> Limits:
     """Return a line's limits, with the default of those that it leaves out."""
     return default._replace(**{name: int(given[name]) for name in Limits._fields if name in given})
-
-
-def _current_stamp(path: Path | None) -> Stamp | None:
-    if path is not None:
-        with suppress(OSError):
-            status = path.stat()
-            return status.st_mtime_ns, status.st_ino, status.st_size
-    return None
 
 
 def _stripped(key: bytes) -> bytes:

@@ -9,15 +9,11 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvasir.model.adapters.config import (
-    ADAPTER_FILE,
-    ADAPTER_WEIGHTS_FILE,
-    AdapterError,
-    refuse,
-)
+from kvasir.model.adapters.config import ADAPTER_FILE, ADAPTER_WEIGHTS_FILE, AdapterError, refuse
 from kvasir.model.adapters.layout import Layout
 from kvasir.model.adapters.peft import base_name, fits, read_shapes
 from kvasir.model.directory import ADAPTERS_FILE
+from kvasir.model.platform.files import stamp_of
 from kvasir.server.errors import InvalidRequestError, StartupError, UnavailableError
 from kvasir.server.requests.adapters.bank import AdapterBank
 from kvasir.server.requests.adapters.served import AdaptedModel, graph_of
@@ -106,9 +102,8 @@ class AdaptedModels:
         shapes = read_shapes(folder)
         fitting = [each for each in pool if self._fits(each, shapes)]
         if len(fitting) > 1:
-            message = "adapter %r fits %s, and is of the first; to choose, name one in its %s as %s"
-            listed = " and ".join(map(repr, fitting))
-            logger.warning(message, name, listed, ADAPTER_FILE, "base_model_name_or_path")
+            message = "adapter %r fits %s, and is of the first; base_model_name_or_path can choose"
+            logger.warning(message, name, " and ".join(map(repr, fitting)))
         return (fitting or pool)[0]  # to load it says why it does not fit
 
     async def load_named(self, model: str) -> None:
@@ -144,9 +139,8 @@ class AdaptedModels:
 
     def _key(self, folder: Path) -> object:
         """Return what an adapter's model is chosen by: the state of its files, and all layouts."""
-        stamps = (_stamp(folder / name) for name in (ADAPTER_FILE, ADAPTER_WEIGHTS_FILE))
-        takers = self.takers
-        return folder, *stamps, *takers, *map(self._digest, takers)
+        files, takers = (folder / ADAPTER_FILE, folder / ADAPTER_WEIGHTS_FILE), self.takers
+        return folder, *map(stamp_of, files), *takers, *map(self._digest, takers)
 
     def _is_called(self, model: str, name: str) -> bool:
         """Return whether a model's id, its directory, or what was exported has a name."""
@@ -170,14 +164,6 @@ class AdaptedModels:
 @lru_cache(maxsize=16)  # of models whose adapters are listed
 def _layout(path: Path, _digest: str) -> Layout:
     return Layout.load(path / ADAPTERS_FILE)
-
-
-def _stamp(file: Path) -> tuple[int, int] | None:
-    """Return a file's size, and the nanosecond of its last change; None without it."""
-    with suppress(OSError):
-        fact = file.stat()
-        return fact.st_size, fact.st_mtime_ns
-    return None
 
 
 def _or_none(make: Callable[[], T]) -> T | None:

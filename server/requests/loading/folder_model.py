@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from kvasir.model.directory import MANIFEST_FILE, ModelDirectory, load_model_dir
+from kvasir.model.platform.files import Stamp, stamp_of
 from kvasir.model.platform.machine import peak_memory, resident_memory, restart_peak
 from kvasir.server.errors import StartupError
 from kvasir.server.requests.async_engine import AnyEngine
@@ -51,11 +51,8 @@ class FolderModel:
         """Return whether there is a manifest that no load has read."""
         return self._manifest() not in (None, self._seen)
 
-    def _manifest(self) -> tuple[int, int] | None:
-        with suppress(OSError):
-            fact = (self.version.model_dir.path / MANIFEST_FILE).stat()
-            return fact.st_ino, fact.st_mtime_ns
-        return None
+    def _manifest(self) -> Stamp | None:
+        return stamp_of(self.version.model_dir.path / MANIFEST_FILE)
 
     @property
     def n_file_bytes(self) -> int:
