@@ -29,7 +29,7 @@ from torch.onnx._internal.exporter import _decomp
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from kvasir.model.configuration.parts import Latents
-from kvasir.model.configuration.recurrences import DeltaRule, Mamba2, ShortConvolution
+from kvasir.model.configuration.recurrences import DeltaRule, Mamba, Mamba2, ShortConvolution
 from kvasir.model.directory import GRAPH_FILE
 from kvasir.server.telemetry.logs import QueuedHandler
 from tests.kit.random_models import RandomModel, export_random, make_config, make_decoder
@@ -249,6 +249,16 @@ MAMBA2: dict[str, Any] = {
     "layers_without_feed_forward": (0,),
 }
 random_mamba2_model = _shared("int8", **MAMBA2)
+# Numbers of channels, by ONNX Runtime's operator, beside attention.
+MAMBA = Mamba(kernel=4, d_inner=80, d_state=16, step_rank=12, inner_norm_eps=1e-5)
+random_mamba_model = _shared("int8", recurrence=MAMBA, recurrent_layers=(0,))
+# A state beside keys and values, in both layers.
+random_both_model = _shared(
+    "int8",
+    recurrence=Mamba2(kernel=4, n_head=3, head_dim=24, d_state=16, normed=False),
+    recurrent_layers=(0, 1),
+    recurrence_beside_attention=True,
+)
 # No layer with keys and values at all; each channel of keys has a decay.
 random_recurrent_model = _shared(
     "int4",

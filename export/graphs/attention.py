@@ -59,8 +59,8 @@ def write_attention_graph(directory: Path) -> None:
     bias.{i} [1 or batch, n_head, sequence, sequence] and sinks.{i} [n_head]. A decoder has lens:
     float [n_layer · rows, vocab_size], the last norm and the head over each layer's output; logits,
     the last layer's of them; and rows: float [layers of attention, n_head, rows, sequence], the
-    softmax there. A recurrent layer with matrices has instead queries.{i}, keys.{i}, decays.{i} and
-    perhaps rates.{i}, as LinearAttention gets them.
+    softmax there. A recurrent layer with matrices, without attention, has instead queries.{i},
+    keys.{i}, decays.{i} and perhaps rates.{i}, as LinearAttention gets them.
     One with an encoder has source_attention.{i}: [1, n_head, sequence, n_source_positions], over
     all keys that it is given of a source, which the encoder's graph makes; an LSTM decoder too, if
     it attends.
@@ -84,7 +84,13 @@ def write_attention_graph(directory: Path) -> None:
     if is_decoder:
         indices = next(value for value in graph.inputs if value.name == "logits_indices")
         add_lens(graph, indices)
-    memories = [node for node in graph if node.op_type == "LinearAttention"]
+    attending = {_layer_of(past) for node in own if (past := node.inputs[_PAST[0]]) is not None}
+    states = {node: node.inputs[_PAST[0]] for node in graph if node.op_type == "LinearAttention"}
+    memories = [  # of heads, and not of channels
+        node
+        for node, past in states.items()
+        if past and str(past.name).endswith(".values") and _layer_of(past) not in attending
+    ]
     heads = [node.attributes["num_heads"].as_int() for node in own]
     heads += [node.attributes["q_num_heads"].as_int() for node in memories]
     additive = [node for node in graph if _is_additive(node)]

@@ -20,7 +20,6 @@ from kvasir.export.graphs.layers import LAYER, kind_of, layer_of, repeat_layers
 from kvasir.export.rewrite import lazy_constant, remove_unused_constants
 from kvasir.export.rounding.weights import TRANSPOSED, Weights
 from kvasir.model.directory import cache_names, present_name
-from kvasir.model.network.attention import LayerCache
 from kvasir.model.network.block import Block, Cache
 from kvasir.model.network.cross_attention import SourceRows
 from kvasir.model.network.run_inputs import CachedInputs
@@ -60,10 +59,9 @@ class StepGraph(nn.Module):
         rest, caches = iter(tensors[len(self.names) :]), list[Cache]()
         for block in self.decoder.blocks:
             assert isinstance(block, Block)
-            if block.recurrence is None:
-                caches.append(LayerCache(next(rest), next(rest)))
-            else:
-                caches.append(tuple(next(rest) for _ in block.recurrence.shapes))
+            n_kept = 2 if block.attends else 0
+            n_kept += 0 if block.recurrence is None else len(block.recurrence.shapes)
+            caches.append(tuple(itertools.islice(rest, n_kept)))
         lengths = [inputs.pop(name) for name in SOURCE_INPUTS if name in inputs]
         sources = [SourceRows(*pair, *lengths) for pair in zip(rest, rest, strict=True)]
         input_ids, indices = inputs.pop("input_ids"), inputs.pop("logits_indices")
@@ -88,11 +86,11 @@ def trace(
     """
     config, past = decoder.config, dict[str, TensorSpec]()
     for layer in range(config.n_layer):
+        if config.attends(layer):
+            past |= {f"past_key_values.{layer}.{kind}": cache for kind in ("key", "value")}
         if layer in config.recurrent_layers:
             for part, shape in config.states.items():
                 past[f"past_states.{layer}.{part}"] = torch.float32, ["batch", *shape]
-        else:
-            past |= {f"past_key_values.{layer}.{kind}": cache for kind in ("key", "value")}
     tensors = {**inputs, **past}
     if config.n_source_layer:
         batch, heads, _, head_dim = cache[1]

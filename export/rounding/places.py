@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvasir.model.config import TransformerConfig
-from kvasir.model.configuration.recurrences import DeltaRule, Mamba2, ShortConvolution
+from kvasir.model.configuration.recurrences import DeltaRule, Mamba, Mamba2, ShortConvolution
 from kvasir.model.network.skeleton import parameter_shapes
 
 Factors = NDArray[np.float32]
@@ -102,7 +102,7 @@ def _of_blocks(config: TransformerConfig, shapes: Shapes, prefix: str) -> Iterat
                 yield _after_norm(config, shapes, f"{feed}_norm", *readers)
         if layer in config.recurrent_layers:
             yield from _of_recurrence(config, shapes, f"{block}.recurrence")
-        else:
+        if config.attends(layer):
             yield from _of_attention(config, shapes, f"{block}.attention", groups)
         if f"{cross}.key_value.weight" in shapes:
             yield _between(shapes, f"{cross}.key_value", f"{cross}.output", n_values, 1, *groups)
@@ -147,7 +147,11 @@ def _of_recurrence(config: TransformerConfig, shapes: Shapes, recurrence: str) -
             for first, reader in ((rule.parts[0], "gate"), (sum(rule.parts[:3]), "decay")):
                 matrices = f"{recurrence}.input", f"{recurrence}.{reader}"
                 yield _between(shapes, *matrices, first, 1, rank)
-    elif isinstance(config.recurrence, Mamba2):
+    elif isinstance(config.recurrence, Mamba):  # before steps are widened
+        maker = "selection" if config.recurrence.inner_norm_eps is None else "step_norm"
+        matrices = f"{recurrence}.{maker}", f"{recurrence}.step_up"
+        yield _between(shapes, *matrices, 0, 1, config.recurrence.step_rank)
+    elif isinstance(config.recurrence, Mamba2) and config.recurrence.normed:
         matrices = f"{recurrence}.norm", f"{recurrence}.output"
         yield _between(shapes, *matrices, 0, 1, config.recurrence.widths[0])
 
@@ -155,15 +159,16 @@ def _of_recurrence(config: TransformerConfig, shapes: Shapes, recurrence: str) -
 def _first_products(
     config: TransformerConfig, shapes: Shapes, block: str, layer: int
 ) -> tuple[str, ...]:
-    """Return the matrices that read the input of attention or of a recurrence."""
-    if layer in config.recurrent_layers:
-        first = f"{block}.recurrence.input"
-        return tuple(n for n in shapes if n.startswith(first) and n.endswith(".weight"))
+    """Return the matrices that read the input of attention and of a recurrence."""
+    first = f"{block}.recurrence.input"
+    of_recurrence = tuple(n for n in shapes if n.startswith(first) and n.endswith(".weight"))
+    if not config.attends(layer):
+        return of_recurrence
     parts: tuple[str, ...] = ("qkv",)
     if (latents := config.latents) is not None:
         parts = ("query" if latents.query_rank is None else "query_latent", "latent")
     parts += ("gate",) if config.attention_gate else ()
-    return tuple(f"{block}.attention.{part}.weight" for part in parts)
+    return (*(f"{block}.attention.{part}.weight" for part in parts), *of_recurrence)
 
 
 def _after_norm(config: TransformerConfig, shapes: Shapes, norm: str, *readers: str) -> Place:

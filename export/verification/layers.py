@@ -214,7 +214,7 @@ class LayeredDecoder:
                 positions = self._decoder.positions(place[None], lambda: torch.arange(sequence))
                 output, cache = block.step(chunk, positions, inputs, cache)
                 outputs.append(output)
-        return torch.cat(outputs, dim=1), cache if isinstance(cache, LayerCache) else None
+        return torch.cat(outputs, dim=1), LayerCache(*cache[:2]) if block.attends else None
 
     def _load(self, module: torch.nn.Module, prefix: str) -> None:
         names = module.state_dict()

@@ -77,8 +77,8 @@ class Mamba2:
 
     A convolution over `kernel` tokens makes n_head values of head_dim channels, and keys and
     queries of d_state channels, which the heads of each of n_group groups share; their outputs are
-    normalised together. bias: of both linear layers. least_step: no token's step is less
-    (Nemotron-H, 2025).
+    normalised together, if they are `normed`. bias: of both linear layers. least_step: no token's
+    step is less (Nemotron-H, 2025).
     """
 
     kind: Literal["mamba2"] = "mamba2"
@@ -90,6 +90,7 @@ class Mamba2:
     bias: StrictBool = False
     convolution_bias: StrictBool = True
     least_step: Positive | None = None
+    normed: StrictBool = True
 
     def __post_init__(self) -> None:
         if self.n_head % self.n_group:
@@ -101,6 +102,26 @@ class Mamba2:
         """The channels of values, keys and queries."""
         of_keys = self.n_group * self.d_state
         return self.n_head * self.head_dim, of_keys, of_keys
+
+
+@checked("recurrence")
+class Mamba:
+    """Recurrent layers of Mamba's first version (Gu & Dao, "Mamba", 2023).
+
+    A convolution over `kernel` tokens makes d_inner channels, each of which keeps d_state numbers.
+    What it makes of a token makes a key and a query of d_state numbers, which all channels share,
+    and step_rank numbers, which make each channel's step. inner_norm_eps: of the norms of these
+    three (Jamba, 2024); None is without them. bias: of the first and the last linear layer.
+    """
+
+    kind: Literal["mamba"] = "mamba"
+    kernel: Annotated[Size, Field(ge=2)]
+    d_inner: Annotated[Size, Field(ge=2)]
+    d_state: Size
+    step_rank: Size
+    inner_norm_eps: Positive | None = None
+    bias: StrictBool = False
+    convolution_bias: StrictBool = True
 
 
 @checked("recurrence")
@@ -116,18 +137,21 @@ class Lstm:
     both_ways: StrictBool = False
 
 
-Recurrence = Annotated[ShortConvolution | DeltaRule | Mamba2 | Lstm, Field(discriminator="kind")]
+_Kind = ShortConvolution | DeltaRule | Mamba | Mamba2 | Lstm
+Recurrence = Annotated[_Kind, Field(discriminator="kind")]
 
 
-def states_of(
-    recurrence: ShortConvolution | DeltaRule | Mamba2 | Lstm, d_model: int
-) -> dict[str, tuple[int, ...]]:
+def states_of(recurrence: _Kind, d_model: int) -> dict[str, tuple[int, ...]]:
     """Return the shape of each part of a layer's state, by name."""
     match recurrence:
         case ShortConvolution():
             return {"convolution": (recurrence.kernel - 1, d_model)}
         case Lstm():
             return {"hidden": (recurrence.width,), "cell": (recurrence.width,)}
+        case Mamba():
+            channels = recurrence.d_inner, recurrence.d_state, 1
+            convolution = recurrence.kernel - 1, recurrence.d_inner
+            return {"convolution": convolution, "channels": channels}
         case DeltaRule():
             values = recurrence.n_head, recurrence.key_dim, recurrence.value_dim
         case Mamba2():

@@ -105,6 +105,8 @@ def _recurrence(config: Any) -> Iterator[Rule]:
     yield "recurrence", in_pairs == is_lstm or not is_recurrent, allowed
     every = len(config.recurrent_layers) == config.n_layer
     yield "recurrent_layers", every or not is_lstm, "all layers with an lstm"
+    beside = not config.recurrence_beside_attention or (is_recurrent and not is_lstm)
+    yield "recurrence_beside_attention", beside, "false without recurrent layers, or with an lstm"
     backwards = is_lstm and not config.causal
     allowed = "an lstm without both_ways outside an encoder"
     yield "recurrence", backwards or not getattr(config.recurrence, "both_ways", False), allowed

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
 
 from kvasir.model.config import TransformerConfig
-from kvasir.model.configuration.recurrences import DeltaRule, Lstm, Mamba2, ShortConvolution
+from kvasir.model.configuration.recurrences import DeltaRule, Lstm, Mamba, Mamba2, ShortConvolution
 from kvasir.model.network.attention import Attention, LayerCache, RunInputs
 from kvasir.model.network.cross_attention import CrossAttention, Source, SourceRows
 from kvasir.model.network.feed_forward import FeedForward, Mixture
@@ -17,16 +18,18 @@ from kvasir.model.network.norm import make_norm
 from kvasir.model.network.positions import Positions
 from kvasir.model.network.recurrent.delta_rule import DeltaRuleMixer
 from kvasir.model.network.recurrent.lstm import LstmMixer
+from kvasir.model.network.recurrent.mamba import MambaMixer
 from kvasir.model.network.recurrent.mamba2 import Mamba2Mixer
 from kvasir.model.network.recurrent.mixer import Mixer
 from kvasir.model.network.recurrent.short_convolution import ShortConvolutionMixer
 
 LAYER_MARK = "kvasir::LayerMark"  # an operator that the exporter takes out again
-# What a layer keeps of a row: a LayerCache, or the state of a recurrent layer.
+# What a layer keeps of a row: a LayerCache, the state of a recurrent layer, or one and the other.
 Cache = tuple[Tensor, ...]
 MIXERS: dict[type, Callable[..., Mixer]] = {
     DeltaRule: DeltaRuleMixer,
     Lstm: LstmMixer,
+    Mamba: MambaMixer,
     Mamba2: Mamba2Mixer,
     ShortConvolution: ShortConvolutionMixer,
 }
@@ -36,7 +39,7 @@ class Block(nn.Module):
     """Attention and feed-forward, each with a residual and norms as `norm_placement` says.
 
     Between them, in a decoder with an encoder, is cross-attention. A recurrent layer has a `Mixer`
-    in attention's place.
+    in attention's place, or beside it.
     """
 
     attention: Attention
@@ -51,7 +54,8 @@ class Block(nn.Module):
         self.recurrence: Mixer | None = None
         if layer in config.recurrent_layers:
             self.recurrence = MIXERS[type(config.recurrence)](config, config.recurrence)
-        else:
+        self.attends = config.attends(layer)
+        if self.attends:
             kind = Attention if config.latents is None else LatentAttention
             self.attention = kind(config, layer)
         self.cross_attention = None
@@ -72,9 +76,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor, positions: Positions, source: Source | None = None) -> Tensor:
         """Run whole sequences x [batch, sequence, d_model]."""
         given = self._attention_input(x)
+        outputs = [self.attention(given, positions)] if self.attends else []
         if self.recurrence is not None:
-            return self._finish(x, self.recurrence(given, positions, source), source)
-        return self._finish(x, self.attention(given, positions), source)
+            outputs.append(self.recurrence(given, positions, source))
+        return self._finish(x, reduce(torch.add, outputs), source)
 
     def step(
         self,
@@ -86,21 +91,24 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Cache]:
         """Run new tokens x [..., d_model] over what is cached, and over their sources' keys."""
         x = _mark(x)
-        normed, present = self._attention_input(x), cache
+        normed, outputs, present = self._attention_input(x), list[Tensor](), Cache()
+        if self.attends:
+            kept, cache = LayerCache(*cache[:2]), cache[2:]
+            attended, rows = self.attention.step(normed, positions, inputs, kept)
+            outputs, present = [attended], rows
         if self.recurrence is not None:
-            attended, present = self.recurrence.step(normed, positions, inputs, cache)
-        else:
-            kept = LayerCache(*cache)
-            attended, present = self.attention.step(normed, positions, inputs, kept)
-        return _mark(self._finish(x, attended, source)), present
+            read, state = self.recurrence.step(normed, positions, inputs, cache)
+            outputs, present = [*outputs, read], (*present, *state)
+        return _mark(self._finish(x, reduce(torch.add, outputs), source)), present
 
     def empty_cache(self, x: Tensor, n_positions: int) -> Cache:
         """Return what the layer keeps before the first token, for each row of x."""
-        if self.recurrence is not None:
-            return self.recurrence.empty_state(x)
+        state = () if self.recurrence is None else self.recurrence.empty_state(x)
+        if not self.attends:
+            return state
         config = self.attention.config
         empty = x.new_zeros(x.shape[0], config.n_kv_head, n_positions, config.head_dim)
-        return LayerCache(empty, empty)
+        return empty, empty, *state
 
     def _attention_input(self, x: Tensor) -> Tensor:
         normed: Tensor = x if self.placement == "post" else self.attention_norm(x)

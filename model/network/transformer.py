@@ -204,7 +204,11 @@ class Transformer(nn.Module):
         Returns logits [rows, vocab] and the caches after the new tokens.
         """
         x = self.embed(input_ids, inputs.position_ids)
-        of_attention = (cache for cache in caches if isinstance(cache, LayerCache))
+        of_attention = (
+            LayerCache(*cache[:2])
+            for block, cache in zip(self.blocks, caches, strict=True)
+            if isinstance(block, Block) and block.attends
+        )
         positions = self.positions(
             inputs.position_ids, lambda: inputs.key_positions(next(of_attention))
         )

@@ -192,7 +192,7 @@ class Explainer:
         return names
 
     def _shown(self, layer: int) -> tuple[str, ...]:
-        return _OF_MEMORY if layer in self._model_dir.config.recurrent_layers else ("attention",)
+        return ("attention",) if self._model_dir.config.attends(layer) else _OF_MEMORY
 
     def _memory(self, outputs: dict[str, NDArray[Any]], layer: int) -> Memory:
         parts = (outputs.get(f"{part}.{layer}") for part in _OF_MEMORY)

@@ -52,7 +52,7 @@ class Questions:
         for (layer, head), param in named:
             check_index("layer", layer, config.n_layer, param)
             check_head(head, layer, config, param)
-        if self.values_of is not None and self.values_of.layer in config.recurrent_layers:
+        if self.values_of is not None and not config.attends(self.values_of.layer):
             message = f"head_values are of attention, and layer {self.values_of.layer} is recurrent"
             raise InvalidRequestError(message, param="head_values")
         if self.without and config.cross_attention == "additive":

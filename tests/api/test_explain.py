@@ -244,7 +244,7 @@ def test_weights_heads_lens_and_values_are_pytorchs(name: str, tmp_path: Path) -
         np.testing.assert_allclose(found.entropies[layer], entropies, atol=1e-3)
 
 
-HYBRIDS = ("qwen3.5", "kimi", "bamba", "lfm2", "without attention")
+HYBRIDS = ("qwen3.5", "kimi", "bamba", "lfm2", "without attention", "mamba", "jamba", "falcon h1")
 
 
 @contextmanager
@@ -275,7 +275,7 @@ def test_recurrent_layers_show_what_their_matrices_hold(
     decoder, model_dir = make_directory(tmp_path / "model", "fp32", **VARIANTS[name])
     config, explainer = decoder.config, Explainer(model_dir, threads=1)
     layers = [*range(config.n_layer)]
-    recurrent = [i for i in layers if i in config.recurrent_layers and config.heads_of(i)]
+    recurrent = [i for i in layers if not config.attends(i) and config.heads_of(i)]
     off = tuple(Head(layer, 1) for layer in recurrent)
     asked = Questions(3, POSITION, off, lens=2, entropies=True)
     found, n = explainer.explain(TEXT, layers, asked), len(explainer.explain(TEXT, []).tokens)

@@ -30,8 +30,9 @@ manifest = json.loads((folder / "manifest.json").read_text())
 TIMES = """async (changes) => {
     const { stepsOf } = await import("./static/model/anatomy.js");
     const config = (await (await fetch("model")).json()).config;
+    const last = (branches) => branches.map((one) => one.at(-1).title).join(" + ");
     const outline = ({ caption, steps, branches, title }) =>
-        caption ? [caption, steps.map(outline)] : branches ? branches[0].at(-1).title : title;
+        caption ? [caption, steps.map(outline)] : branches ? last(branches) : title;
     return stepsOf({ ...config, ...changes }).map(outline).filter(Array.isArray);
 }"""
 
@@ -78,6 +79,10 @@ def test_equal_layers_are_drawn_once(modules: Page) -> None:
         (
             {"n_layer": 2, "recurrent_layers": [0], "layers_without_feed_forward": [1]},
             [["layer 0", state], ["layer 1", block[:1]]],
+        ),
+        (
+            {"n_layer": 2, "recurrent_layers": [0, 1], "recurrence_beside_attention": True},
+            [["× 2 layers", [f"{block[0]} + {state[0]}", state[1]]]],  # noqa: RUF001
         ),
     ]
     for changes, expected in cases:

@@ -66,10 +66,15 @@ LING["recurrence"] |= {"key_dim": 24, "value_dim": 8, "decays_by_channel": True,
 CONVOLUTIONS: dict[str, Any] = {"n_layer": 4, "recurrent_layers": [0, 2], "qk_norm": True}
 CONVOLUTIONS["recurrence"] = {"kind": "short_convolution", "kernel": 3, "bias": True}
 MAMBA2: dict[str, Any] = {"kind": "mamba2", "kernel": 3, "n_head": 4, "head_dim": 12}
-MAMBA2 |= {"d_state": 16, "n_group": 2, "bias": True, "convolution_bias": True}
+MAMBA2 |= {"d_state": 16, "n_group": 2, "bias": True, "convolution_bias": True, "normed": True}
+MAMBA = {"kind": "mamba", "kernel": 4, "d_inner": 96, "d_state": 8, "step_rank": 6}
+MAMBA |= {"bias": True, "convolution_bias": True, "inner_norm_eps": 0.1}
+BESIDE = {"recurrent_layers": [0, 1], "recurrence_beside_attention": True}
 UNFED = {"recurrent_layers": [0], "recurrence": MAMBA2, "layers_without_feed_forward": [0]}
 SMALL = [
     ({"recurrent_layers": [0], "recurrence": MAMBA2}, 62_400),
+    ({"recurrent_layers": [0], "recurrence": MAMBA}, 69_718),
+    (BESIDE | {"recurrence": MAMBA2 | {"normed": False}}, 82_416),
     (UNFED, 48_528),
     (GROUPED | NORMED, 109_222),
     (DELTA, 71_056),

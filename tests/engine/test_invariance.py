@@ -72,6 +72,7 @@ MODELS = [
     *("random_biased_model", "random_mixture_model", "random_int8_mixture_model"),
     *("random_int4_mixture_model", "random_latent_model"),
     *("random_hybrid_model", "random_int4_hybrid_model", "random_delta_model"),
+    *("random_mamba_model", "random_both_model"),
     "random_mamba2_model",
     "random_recurrent_model",
 ]

@@ -153,7 +153,7 @@ def test_a_move_takes_the_state_along() -> None:
 
 
 MODELS = ["random_hybrid_model", "random_int4_hybrid_model", "random_delta_model"]
-MODELS += ["random_recurrent_model"]
+MODELS += ["random_recurrent_model", "random_mamba_model", "random_both_model"]
 
 
 @pytest.fixture(params=MODELS)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from kvasir.export.rounding.places import Place, places
 from kvasir.model.config import TransformerConfig
+from kvasir.model.configuration.recurrences import Mamba, Mamba2
 from kvasir.model.network.feed_forward import ExpertLinear
 from kvasir.model.network.skeleton import parameter_shapes
 from kvasir.model.network.transformer import Transformer
@@ -80,6 +81,10 @@ def read_after_a_norm_or_a_product(model: Transformer) -> set[str]:
         block = re.search(r"blocks\.(\d+)", name)
         is_normed = block and config.placement_of(int(block[1])) in ("pre", "both")
         match name.split("."):
+            case [*_, "recurrence", part, _] if isinstance(config.recurrence, Mamba):
+                alone |= {name} if part in ("input", "step_up") else set()
+            case [*_, "recurrence", "output", _] if isinstance(config.recurrence, Mamba2):
+                alone |= {name} if config.recurrence.normed else set()
             case [*_, "attention" | "cross_attention", "output", _]:
                 alone.add(name)
             case [*_, "key_value", _]:

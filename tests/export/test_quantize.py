@@ -134,7 +134,9 @@ def test_the_tied_matrix_is_stored_once(
     assert sizes[0] < 0.35 * sizes[1]
 
 
-@pytest.mark.parametrize("name", ["model", "windowed_model", "biased_model", "gpt2", "qwen"])
+@pytest.mark.parametrize(
+    "name", ["model", "windowed_model", "biased_model", "both_model", "mamba_model", "gpt2", "qwen"]
+)
 def test_every_kind_of_decoder_can_be_quantised(
     name: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

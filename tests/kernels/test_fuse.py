@@ -155,15 +155,20 @@ def test_every_decoder_computes_what_it_did(name: str, n_bits: int, tmp_path: Pa
 
 
 @needs_library
-@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "kimi", "ling", "bamba", "without attention"])
+@pytest.mark.parametrize(
+    "name",
+    ["lfm2", "qwen3.5", "kimi", "ling", "bamba", "without attention", "jamba", "falcon h1"],
+)
 def test_states_move_as_they_did(name: str, tmp_path: Path) -> None:
     """By new tokens alone, in their own memory: padded prompts, and rows that ride along."""
     model = export_random(tmp_path, "int8", **VARIANTS[name])
     stock = onnx.load(model.graph, load_external_data=False)
     fused, _ = fuse(stock)
     operators = Counter(node.op_type for node in fused.graph.node)
-    assert not {"CausalConvWithState", "LinearAttention", "GatherElements"} & operators.keys()
-    n_recurrent, n_matrices = len(model.config.recurrent_layers), len(model.config.states) - 1
+    assert not {"CausalConvWithState", "GatherElements"} & operators.keys()
+    n_recurrent = len(model.config.recurrent_layers)
+    n_matrices, n_left = "values" in model.config.states, "channels" in model.config.states
+    assert operators["LinearAttention"] == n_recurrent * n_left
     assert operators["Convolution"] == n_recurrent
     assert operators["Memory"] == n_recurrent * n_matrices
     runs = [(6, [6, 3]), (1, [1, 0]), (1, [0, 1]), (4, [2, 4])]

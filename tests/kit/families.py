@@ -384,6 +384,20 @@ _FURTHER |= {
     "bailing_hybrid with any decays": _LING | {"kda_safe_gate": False, "first_k_dense_replace": 0},
 }
 _MAMBA2: dict[str, Any] = {"num_hidden_layers": 3, "mamba_n_heads": 8, "mamba_d_state": 16}
+_JAMBA: dict[str, Any] = _EXPERTS | {
+    "num_hidden_layers": 3,
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+}
+_JAMBA |= {"rms_norm_eps": 0.1}
+_FALCON_H1: dict[str, Any] = _MAMBA2 | {
+    "num_hidden_layers": 2,
+    "mamba_d_ssm": 96,
+    "mamba_d_head": "auto",
+}
+_FALCON_H1 |= {"embedding_multiplier": 3.0, "lm_head_multiplier": 0.3, "key_multiplier": 0.6}
+_FALCON_H1 |= {"attention_in_multiplier": 1.4, "attention_out_multiplier": 0.8}
+_FALCON_H1 |= {"ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.7, "mlp_multipliers": [0.9, 0.5]}
 _NEMOTRON = {"mamba_num_heads": 4, "mamba_head_dim": 24, "ssm_state_size": 16, "n_groups": 2}
 _NEMOTRON |= {"head_dim": 16}
 _LLAMA4: dict[str, Any] = _EXPERTS | {"num_experts_per_tok": 1, "head_dim": 32}
@@ -429,7 +443,16 @@ _FURTHER |= {
     | WINDOWED
     | {"num_experts": 6, "num_shared_experts": 2, "route_scale": 1.7, "mup_enabled": True}
     | {"head_dim": 32, "attention_bias": True},
+    "falcon_h1": _FALCON_H1 | {"ssm_multipliers": [0.4, 0.3, 1.5, 0.6, 0.7]},
+    "falcon_h1 with norms": _FALCON_H1
+    | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mlp_bias": True}
+    | {"mamba_d_ssm": None, "mamba_n_groups": 2, "tie_word_embeddings": True},
     "bamba": _MAMBA2 | {"attn_layer_indices": [1], "mamba_n_groups": 2, "mlp_bias": True},
+    "mamba": {"num_hidden_layers": 3, "state_size": 8, "time_step_rank": 5, "use_bias": True},
+    "falcon_mamba": {"num_hidden_layers": 3, "mixer_rms_eps": 0.1, "use_conv_bias": False},
+    "jamba": _JAMBA | {"num_experts": 5, "intermediate_size": 32, "expert_layer_offset": 0},
+    "jamba without experts": _JAMBA
+    | {"num_experts": 1, "mamba_proj_bias": True, "mamba_dt_rank": 3, "mamba_conv_bias": False},
     "mamba2": {"num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 2, "use_bias": True},
     "nemotron_h": _NEMOTRON | {"layers_block_type": ["mamba", "mlp", "mamba", "attention", "mlp"]},
     "nemotron_h with biases": _NEMOTRON

@@ -129,6 +129,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (MIXTURE | {"dense_layers": (2,)}, "dense_layers must be layers from 0 to 1, not (2,)"),
     (MIXTURE | {"feed_forward": "gelu"}, "feed_forward must be swiglu or swiglu_clamped with"),
     (MIXTURE | CLAMPED | {"dense_layers": (0,)}, "feed_forward must be swiglu with these experts"),
+    ({"recurrence_beside_attention": True}, "recurrence_beside_attention must be false without"),
     ({"recurrence": RULE, "recurrent_layers": (0, 0)}, "recurrent_layers must be layers that are"),
     (
         {"recurrence": LSTM, "recurrent_layers": (0, 1)},

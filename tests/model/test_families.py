@@ -16,6 +16,7 @@ import pytest
 from kvasir.model.config import TransformerConfig
 from kvasir.model.configuration.fields import ConfigError
 from kvasir.model.configuration.parts import RopeScaling
+from kvasir.model.configuration.recurrences import Mamba
 from kvasir.model.importing.errors import UnsupportedError
 from kvasir.model.importing.families.decoders import DECODERS, WITH_VISION
 from kvasir.model.importing.families.encoder_decoders import ENCODER_DECODERS
@@ -88,6 +89,17 @@ RELEASED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | {"num_attention_heads": 32, "num_hidden_layers": 62, "num_key_value_heads": 16}
         | {"query_pre_attn_scalar": 168, "sliding_window": 1024, "sliding_window_pattern": 6},
         {"attention_scale": 168**-0.5, "embedding_scale": math.sqrt(5376)},
+    ),
+    "falcon-mamba-7b": (
+        "falcon_mamba",
+        {"hidden_size": 4096, "expand": 16, "intermediate_size": 8192, "num_hidden_layers": 64}
+        | {"state_size": 16, "time_step_rank": 256, "tie_word_embeddings": False},
+        {
+            "recurrence": Mamba(
+                kernel=4, d_inner=8192, d_state=16, step_rank=256, inner_norm_eps=1e-6
+            ),
+            "tied_embeddings": False,
+        },
     ),
     "granite-4.0 without experts": (
         "granitemoehybrid",
@@ -515,6 +527,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bamba", {"partial_rotary_factor": 1.0}, "partial_rotary_factor is 1.0, .* only 0.5"),
     ("bamba", {"attn_layer_indices": [32]}, "attn_layer_indices is .* layers from 0 to 31"),
     ("bamba", {"mamba_d_head": 63}, "mamba_d_head is 63, .* 128 of them in 8192 channels"),
+    ("mamba", {"time_step_rank": "all"}, "time_step_rank must be a whole number .* not 'all'"),
+    ("mamba", {"hidden_act": "relu"}, "hidden_act is 'relu', .* only 'silu'"),
+    ("falcon_mamba", {"mixer_rms_eps": 0}, "mixer_rms_eps must be a positive number, not 0"),
+    ("jamba", {"attn_layer_offset": 8}, "attn_layer_offset must be .* from 0 to 7, not 8"),
+    ("jamba", {"expert_layer_period": 1}, "expert_layer_offset must be .* from 0 to 0, not 1"),
+    ("falcon_h1", {"mamba_rms_norm": True}, "mamba_norm_before_gate is True, .* only False with"),
+    ("falcon_h1", {"key_multiplier": -1}, "key_multiplier must be a positive number, not -1"),
+    ("falcon_h1", {"projectors_bias": True}, "projectors_bias is True, .* only False"),
     ("granitemoehybrid", {"layer_types": ["conv"] * 32}, "layer_types is .* of mamba or linear"),
     ("nemotron_h", {"hybrid_override_pattern": "ME"}, "_pattern is 'ME', .* without experts"),
     ("nemotron_h", {"hybrid_override_pattern": "M" * 10_001}, "_pattern is .* list of 1 to"),
@@ -536,6 +556,12 @@ def test_what_the_decoder_does_not_compute_is_refused_by_key_and_value(
 ) -> None:
     with pytest.raises((UnsupportedError, ConfigError), match=message):
         config_of(family, **values)
+
+
+@pytest.mark.parametrize("wrong", [[1.0], "x", [1.0, 0], [10**400, 1.0], [True, 1.0], [None] * 2])
+def test_a_wrong_factor_of_weights_is_refused(wrong: Any) -> None:
+    with pytest.raises(UnsupportedError, match=r"mlp_multipliers (is|must be) .* positive number"):
+        DECODERS["falcon_h1"].adapted({"mlp_multipliers": wrong})
 
 
 WRONG: list[Any] = [None, True, False, "x", "", [], {}, ["x"], {"x": 1}, [[]], [None], 0, -1, 1.5]

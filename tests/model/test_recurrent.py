@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvasir.model.network.recurrent import chunks
+from kvasir.model.network.recurrent import chunks, mamba
 from kvasir.model.network.recurrent.chunks import run_chunks
+from kvasir.model.network.recurrent.mamba import scan
 from kvasir.model.training import trainer as training
 from kvasir.model.training.data.corpus import Corpus
 from kvasir.model.training.data.tokens import write_tokens
@@ -81,6 +82,35 @@ def test_chunks_are_the_loop_over_tokens(
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("step", [0.0, 0.5, 900.0])
+@pytest.mark.parametrize("sequence", [1, 7, 8, 9, 27])
+def test_a_scan_is_the_loop_over_tokens(
+    sequence: int, step: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each number of a channel is a matrix of its own."""
+    monkeypatch.setattr(mamba, "_CHUNK", 8)
+    torch.manual_seed(sequence)
+    query, key = torch.randn(2, 2, sequence, 3, dtype=torch.float64)
+    value = torch.randn(2, sequence, 5, dtype=torch.float64)
+    past, rates = torch.randn(2, 5, 3, dtype=torch.float64), -torch.rand(5, 3).double()
+    steps = step * torch.rand(2, sequence, 5, dtype=torch.float64) ** 4
+    inputs = query, key, value, past, steps, rates
+    for part in inputs:
+        part.requires_grad_()
+    each = [part[:, :, None].expand(-1, -1, 5, -1).flatten(2) for part in (query, key)]
+    values = value[..., None].expand(-1, -1, -1, 3).flatten(2)
+    decays = (steps[..., None] * rates).flatten(2)
+    alone = (part[..., None] for part in (*each, values))
+    read, matrices = run_by_token(*alone, past.flatten(1)[..., None, None], decays)
+    expected = read.view(2, sequence, 5, 3).sum(dim=-1), matrices.view(2, 5, 3)
+    actual = scan(*inputs)
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    ours_theirs = zip(gradients(inputs, actual), gradients(inputs, expected), strict=True)
+    for ours, theirs in ours_theirs:
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_in_bfloat16_a_matrix_is_still_float32() -> None:
     """Under autocast products would be rounded to eight bits, and a long memory would drown."""
     inputs = tuple(part.float() for part in random_inputs(20, rated=True, decay=0.1))
@@ -93,9 +123,7 @@ def test_in_bfloat16_a_matrix_is_still_float32() -> None:
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("qwen3.5", torch.bfloat16),
-        ("bamba", torch.bfloat16),
-        ("kimi", torch.bfloat16),
+        *((name, torch.bfloat16) for name in ("qwen3.5", "bamba", "kimi", "jamba")),
         ("lfm2", torch.float32),
     ],
 )

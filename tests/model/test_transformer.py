@@ -32,7 +32,11 @@ def empty_caches(config: TransformerConfig, batch: int) -> list[Cache]:
     of_layer = LayerCache(torch.full(shape, 1e4), torch.full(shape, -1e4))
     states = tuple(torch.zeros(batch, *shape) for shape in config.states.values())
     layers = range(config.n_layer)
-    return [states if layer in config.recurrent_layers else of_layer for layer in layers]
+    rows = [of_layer if config.attends(layer) else () for layer in layers]
+    return [
+        (*kept, *(states if layer in config.recurrent_layers else ()))
+        for layer, kept in enumerate(rows)
+    ]
 
 
 def step(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvasir.model.configuration.parts import Latents, Projection, RopeScaling
-from kvasir.model.configuration.recurrences import DeltaRule, Mamba2, ShortConvolution
+from kvasir.model.configuration.recurrences import DeltaRule, Mamba, Mamba2, ShortConvolution
 
 BIASES = {"qkv_bias": True, "output_bias": True, "feed_forward_bias": True}
 GPT2 = {"position": "learned", "norm": "layernorm", "n_kv_head": 4, **BIASES}
@@ -194,6 +194,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "recurrent_layers": (0, 2),
         "rotary_dim": 8,
     },
+    "falcon h1": {
+        "n_layer": 3,
+        "recurrence": Mamba2(kernel=3, n_head=4, head_dim=12, d_state=16, normed=False),
+        "recurrent_layers": (0, 2),
+        "recurrence_beside_attention": True,
+        "qk_norm": True,
+    },
     "olmo hybrid": {
         "n_layer": 3,
         "norm_placement": "output_of_attention",
@@ -207,6 +214,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "recurrence": Mamba2(kernel=3, n_head=4, head_dim=12, d_state=16, least_step=0.9),
         "recurrent_layers": (0, 1),
         "layers_without_feed_forward": (0, 1),
+    },
+    "mamba": {
+        "position": "none",
+        "recurrence": Mamba(kernel=3, d_inner=40, d_state=8, step_rank=5, bias=True),
+        "recurrent_layers": (0, 1),
+        "layers_without_feed_forward": (0, 1),
+    },
+    "jamba": {
+        "position": "none",
+        "recurrence": Mamba(kernel=4, d_inner=96, d_state=8, step_rank=6, inner_norm_eps=0.1),
+        "recurrent_layers": (0,),
     },
     "without attention": {
         "position": "none",

@@ -14,6 +14,7 @@ from kvasir.model.configuration.parts import Projection
 from kvasir.model.importing.families.encoders import ENCODERS
 from kvasir.model.importing.families.family import Family
 from kvasir.model.importing.families.gpts import GPTS, always_four_times, four_times
+from kvasir.model.importing.families.llamas.first_mambas import FIRST_MAMBAS
 from kvasir.model.importing.families.llamas.kimis import KIMIS
 from kvasir.model.importing.families.llamas.latents import LATENTS
 from kvasir.model.importing.families.llamas.llamas import LLAMAS
@@ -76,7 +77,8 @@ def _opt_width(options: Options) -> int:
 
 _MODERNBERT = ENCODERS["modernbert"]
 # fmt: off
-DECODERS: dict[str, Family] = GPTS | LLAMAS | MIXTURES | LATENTS | RECURRENT | KIMIS | MAMBAS | {
+_HYBRIDS = RECURRENT | KIMIS | MAMBAS | FIRST_MAMBAS
+DECODERS: dict[str, Family] = GPTS | LLAMAS | MIXTURES | LATENTS | _HYBRIDS | {
     "biogpt": Family(
         architectures=("BioGptForCausalLM", "BioGptModel"),
         shape=(42384, 1024, 4096, 24, 16, None, 1024), tokens=(0, 2),

@@ -6,8 +6,7 @@ from __future__ import annotations
 MISSING: dict[str, str] = {  # a model_type: words for "config.json describes …, which …"
     name: reason
     for reason, names in {
-        "has layers of Mamba's first version": "falcon_mamba jamba mamba zamba",
-        "computes attention and Mamba-2 in the same layers": "falcon_h1",
+        "shares attention between layers of Mamba": "zamba",
         "shares attention between layers of Mamba-2": "zamba2",
         "has recurrent layers of another kind": "minimax recurrent_gemma rwkv xlstm",
         "has layers of short convolutions": "inkling2_text inkling_text zaya",

@@ -24,7 +24,7 @@ class Mamba2Mixer(Mixer):
     """Heads that each keep a matrix [d_state, head_dim].
 
     A token of step d decays it, and adds its value under its key: S = exp(-d a) S + k ⊗ d v. The
-    output is q S + D v, times SiLU of a gate, and then normalised in groups.
+    output is q S + D v, times SiLU of a gate, and then, perhaps, normalised in groups.
     """
 
     def __init__(self, config: TransformerConfig, recurrence: Mamba2) -> None:
@@ -40,7 +40,7 @@ class Mamba2Mixer(Mixer):
         self.log_decay = nn.Parameter(torch.arange(1.0, n_head + 1.0).log())
         self.step_bias = nn.Parameter(first_biases(n_head))
         self.skip = nn.Parameter(torch.ones(n_head))
-        self.norm = nn.RMSNorm(n_values, config.norm_eps)
+        self.norm = nn.RMSNorm(n_values, config.norm_eps) if recurrence.normed else None
         self.output = nn.Linear(n_values, config.d_model, bias=bias)
 
     def mix(self, x: Tensor, state: State, n_new: Tensor) -> tuple[Tensor, State]:
@@ -64,7 +64,9 @@ class Mamba2Mixer(Mixer):
         return output, (past, matrices)
 
     def _normed(self, x: Tensor) -> Tensor:
-        """Normalise x [..., n_head · head_dim] in its groups."""
+        """Normalise x [..., n_head · head_dim] in its groups, if there is a norm."""
+        if self.norm is None:
+            return x
         groups = x.unflatten(-1, (self.recurrence.n_group, -1))
         ones = torch.ones(groups.shape[-1], dtype=x.dtype, device=x.device)
         normed = functional.rms_norm(groups, ones.shape, ones, self.eps).flatten(-2)

@@ -95,12 +95,14 @@ def remember(
     """Return what queries read of heads' matrices, times scale, and the matrices: see `run_chunks`.
 
     tokens: query, key and value. They and what is read are [batch, sequence, heads · …]. decay:
-    [batch, sequence, heads] or, of each channel of keys, [batch, sequence, heads · d_k].
+    [batch, sequence, heads] or, of each channel of keys, [batch, sequence, heads · d_k]. In a graph
+    heads may share a query.
     """
     n_head, value = past.shape[1], tokens[2]
     if torch.onnx.is_in_onnx_export():
         rule = "gated" if rate is None else "gated_delta"
-        heads = {"q_num_heads": n_head, "kv_num_heads": n_head}
+        n_query = tokens[0].shape[-1] // past.shape[2]
+        heads = {"q_num_heads": n_query, "kv_num_heads": n_head}
         read, present = torch.onnx.ops.symbolic_multi_out(
             "com.microsoft::LinearAttention",
             inputs=[*tokens, past, decay, *([] if rate is None else [rate])],

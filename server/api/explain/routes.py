@@ -224,7 +224,7 @@ async def explain(request: Request, body: ExplainBody) -> Response:
     questions.check(len(token_ids), config)
     n_tokens = len(token_ids) + len(source_ids)
     # A recurrent head has two maps.
-    n_maps = sum(len(heads[i]) * (2 if i in config.recurrent_layers else 1) for i in layers)
+    n_maps = sum(len(heads[i]) * (1 if config.attends(i) else 2) for i in layers)
     n_weights = n_maps * len(token_ids) * n_tokens
     if questions.values_of is not None:  # scores and their bias, queries, keys and values
         n_weights += len(token_ids) * (2 * len(token_ids) + 3 * config.head_dim)

@@ -2,6 +2,7 @@
 // needed.
 
 import { postJson } from "../common/api.js";
+import { attends } from "../model/anatomy.js";
 import { pause } from "../common/pause.js";
 import { flatten } from "./weights.js";
 
@@ -111,7 +112,7 @@ export function explainRow(explanation, { layer, head, row, hasValues }, options
 export async function fetchMissing(explanation, layers, heads, options, onarrival) {
   const isKnown = (...place) => explanation.weights(...place) ?? explanation.alignment(...place);
   const missing = layers.filter((layer) => heads.some((head) => !isKnown(layer, head)));
-  const hasTwo = options.config.recurrent_layers.includes(layers[0]);
+  const hasTwo = !attends(options.config, layers[0]);
   const each = explanation.perHead * (hasTwo ? 2 : 1);
   for (const part of split(missing, heads, options.limits.max_weights / each)) {
     const { text, without } = explanation;

@@ -10,7 +10,7 @@ import { describe, Heads } from "./heads.js";
 import { showRowAnswers, showSwitches } from "./lab.js";
 import { showLecture, startLecture } from "./lecture.js";
 import { loading } from "../common/loading.js";
-import { headsOf, memoryOf } from "../model/anatomy.js";
+import { attends, headsOf, memoryOf } from "../model/anatomy.js";
 import { showNextTokens } from "./next_tokens.js";
 import { maskOf } from "./weights.js";
 
@@ -118,7 +118,7 @@ function hideLab(isHidden) {
 /** Return the heads of a layer. */
 const headsAt = (layer) => range(headsOf(card.config, layer));
 
-const isRecurrent = (layer) => card.config.recurrent_layers.includes(layer);
+const isRecurrent = (layer) => !attends(card.config, layer);
 
 const setOptions = (id, values) =>
   byId(id).replaceChildren(...values.map((i) => make("option", { value: i }, `${i}`)));

@@ -1,12 +1,12 @@
 // The attention formula, with the shapes and properties of one head of this model.
 
 import { byId, present } from "../common/dom.js";
-import { keyWidth, memoryOf } from "../model/anatomy.js";
+import { attends, keyWidth, memoryOf } from "../model/anatomy.js";
 import { maskOf } from "./weights.js";
 
 /** Fill in the formula for a text of n tokens. */
 export function showFormula({ config, precision }, layer, head, n) {
-  const isRecurrent = config.recurrent_layers.includes(layer);
+  const isRecurrent = !attends(config, layer);
   byId("recurrence-formula").hidden = !isRecurrent;
   byId("formula").hidden = byId("symbols").parentElement.hidden = isRecurrent;
   const { kind } = config.recurrence ?? {};

@@ -18,6 +18,7 @@ const FEED_FORWARDS = {
 const RECURRENCES = {
   short_convolution: "Short convolution",
   delta_rule: "Gated delta rule",
+  mamba: "Mamba",
   mamba2: "Mamba-2",
   lstm: "LSTM",
 };
@@ -40,12 +41,18 @@ export const innerWidth = ({ d_expert: ofExpert, d_ff: inner }) => ofExpert ?? i
 export const keyWidth = ({ head_dim: width, latents, rotary_dim: turned }) =>
   latents === null ? width : latents.key_dim + turned;
 
+/** Return whether a layer has attention, and the number of those that have. */
+export const attends = ({ recurrent_layers: recurrent, ...config }, layer) =>
+  config.recurrence_beside_attention || !recurrent.includes(layer);
+export const attentionsOf = ({ n_layer: layers, recurrent_layers: recurrent, ...config }) =>
+  config.recurrence_beside_attention ? layers : layers - recurrent.length;
+
 /**
  * Return the number of a layer's heads; those of a recurrent layer have a matrix each, or attend to
  * the source alone.
  */
 export const headsOf = (config, layer) =>
-  config.recurrent_layers.includes(layer) && config.cross_attention !== "additive"
+  !attends(config, layer) && config.cross_attention !== "additive"
     ? memoryOf(config).matrices
     : config.n_head;
 
@@ -105,10 +112,13 @@ function poolingSteps(config) {
   return [step("pooling", config, config.pooling), ...dense, result];
 }
 
-/** Return each layer's mixer, which is the name of a step, and whether it has a feed-forward. */
-function layersOf({ n_layer: layers, recurrent_layers: recurrent, ...config }) {
-  return Array.from({ length: layers }, (_, layer) => ({
-    mixer: recurrent.includes(layer) ? "recurrence" : "attention",
+/** Return each layer's mixers, which are names of steps, and whether it has a feed-forward. */
+function layersOf(config) {
+  return Array.from({ length: config.n_layer }, (_, layer) => ({
+    mixers: [
+      ...(attends(config, layer) ? ["attention"] : []),
+      ...(config.recurrent_layers.includes(layer) ? ["recurrence"] : []),
+    ],
     isFed: !config.layers_without_feed_forward.includes(layer),
   }));
 }
@@ -139,20 +149,21 @@ function repetition(layers, config) {
   return [{ caption: caption(layers.length / length, "time"), steps: parts }];
 }
 
-function blockSteps(config, { mixer, isFed }) {
-  const norm = normStep(config);
-  const [attention, feedForward] = [step(mixer, config), step("feed-forward", config)];
+function blockSteps(config, { mixers, isFed }) {
+  const [norm, feedForward] = [normStep(config), step("feed-forward", config)];
+  const mixed = mixers.map((mixer) => step(mixer, config));
   if (config.parallel_residual)
-    return [{ branches: [attention, feedForward].map((one) => [norm, one]) }];
-  const attends = config.encoder !== null && config.cross_attention !== "none";
-  const ofSource = attends ? [step("cross-attention", config)] : [];
-  return [attention, ...ofSource, ...(isFed ? [feedForward] : [])].flatMap((one) => {
-    if (config.norm_placement === "post") return [{ branches: [[one]] }, norm];
-    const isRecurrent = config.norm_placement === "output_of_attention" && mixer === "recurrence";
+    return [{ branches: [...mixed, feedForward].map((one) => [norm, one]) }];
+  const readsSource = config.encoder !== null && config.cross_attention !== "none";
+  const ofSource = readsSource ? [[step("cross-attention", config)]] : [];
+  return [mixed, ...ofSource, ...(isFed ? [[feedForward]] : [])].flatMap((branches) => {
+    if (config.norm_placement === "post") return [{ branches: branches.map((one) => [one]) }, norm];
+    const isRecurrent =
+      config.norm_placement === "output_of_attention" && mixers.includes("recurrence");
     const placement = isRecurrent ? "pre" : config.norm_placement;
     const before = placement.startsWith("output") ? [] : [norm];
     const after = placement === "pre" ? [] : [norm];
-    return [{ branches: [[...before, one, ...after]] }];
+    return [{ branches: branches.map((one) => [...before, one, ...after]) }];
   });
 }
 
@@ -191,15 +202,20 @@ function factsOf(config) {
   };
 }
 
-/** Return what a recurrent layer keeps: matrices [rows, columns], and tokens of a convolution. */
+/**
+ * Return what a recurrent layer keeps: matrices [rows, columns], or numbers of channels, and tokens
+ * of a convolution.
+ */
 export function memoryOf({ recurrence: kind, d_model: width }) {
   if (kind === null) return {};
   const { n_head: matrices = 0, n_key_head: shared = 0, n_group: groups = 0, kernel } = kind;
+  const { d_inner: channels = 0 } = kind;
   const [rows, columns] = [kind.key_dim ?? kind.d_state ?? 0, kind.value_dim ?? kind.head_dim ?? 0];
-  const convolved = matrices ? matrices * columns + 2 * (shared || groups) * rows : width;
+  const convolved = matrices ? matrices * columns + 2 * (shared || groups) * rows : channels || width;
   const { width: cells, both_ways: both } = kind; // of an LSTM, which has no convolution
-  const numbers = cells ? 2 * cells : matrices * rows * columns + (kernel - 1) * convolved;
-  const shape = { matrices, rows, columns, convolved, numbers, kernel, cells, both };
+  const kept = channels * rows + matrices * rows * columns;
+  const numbers = cells ? 2 * cells : kept + (kernel - 1) * convolved;
+  const shape = { matrices, rows, columns, channels, convolved, numbers, kernel, cells, both };
   return { ...shape, by_row: kind.decays_by_channel, mixer: RECURRENCES[kind.kind] };
 }
 

@@ -1,5 +1,6 @@
 // The model card: the served model as a drawing and in figures, from GET /model.
 
+import { attentionsOf } from "./anatomy.js";
 import { drawArchitecture } from "./architecture.js";
 import { copyText } from "../common/copying.js";
 import { byId, clone, make, present } from "../common/dom.js";
@@ -49,7 +50,7 @@ function memoryFacts({ config, kv_cache: cache, max_source_len: source, max_mode
   }
   const { n_kv_head: heads, head_dim: channels, latents } = config;
   const recurrent = config.recurrent_layers.length;
-  const layers = config.n_layer - recurrent;
+  const layers = attentionsOf(config);
   const { bytes_per_token: bytes, prompt_bytes_per_token: more, budget_tokens: budget } = cache;
   const { state_bytes_per_sequence: state } = cache;
   const length = target + (source ?? 0);

@@ -1,6 +1,7 @@
 // The number of parameters of each part of a model, from its configuration.
 
-import { hasLearnedPositions, hasRelativeBias, isGated, keyWidth, mixturesOf } from "./anatomy.js";
+import { attentionsOf, hasLearnedPositions, hasRelativeBias } from "./anatomy.js";
+import { isGated, keyWidth, mixturesOf } from "./anatomy.js";
 
 /** Return [[part, count]] of all parts that have parameters. */
 export function parametersOf(config) {
@@ -9,7 +10,7 @@ export function parametersOf(config) {
     ["Embedding", config.vocab_size * config.d_model],
     ["Positions", positions(config)],
     ["Token types", (config.n_token_types ?? 0) * config.d_model],
-    ["Attention", (config.n_layer - config.recurrent_layers.length) * attention(config)],
+    ["Attention", attentionsOf(config) * attention(config)],
     ["Recurrence", config.recurrent_layers.length * recurrence(config)],
     ["Cross-attention", config.n_layer * crossAttention(config)],
     ["Feed-forward", feedForwardsOf(config) * feedForward(config)],
@@ -71,6 +72,7 @@ function recurrence({ recurrence: kind, d_model: width }) {
   if (kind === null) return 0;
   if (kind.kind === "short_convolution")
     return 4 * width * width + kind.kernel * width + (kind.bias ? 5 * width : 0);
+  if (kind.kind === "mamba") return mamba(kind, width);
   if (kind.kind === "mamba2") return mamba2(kind, width);
   const { n_head: heads, n_key_head: shared, key_dim: ofKey, value_dim: ofValue, kernel } = kind;
   const [values, convolved] = [heads * ofValue, 2 * shared * ofKey + heads * ofValue];
@@ -81,12 +83,21 @@ function recurrence({ recurrence: kind, d_model: width }) {
   return width * (read + values) + made + kernel * convolved + heads + decays + ofValue;
 }
 
+function mamba({ d_inner: channels, d_state: kept, step_rank: rank, kernel, ...kind }, width) {
+  const selected = rank + 2 * kept;
+  const convolution = kernel + (kind.convolution_bias ? 1 : 0);
+  const norms = kind.inner_norm_eps === null ? 0 : selected;
+  const ends = 3 * width * channels + (kind.bias ? 2 * channels + width : 0);
+  return ends + channels * (convolution + selected + rank + kept + 2) + norms;
+}
+
 function mamba2({ n_head: heads, n_group: groups, kernel, bias, ...kind }, width) {
   const values = heads * kind.head_dim;
   const convolved = values + 2 * groups * kind.d_state;
   const read = values + convolved + heads;
   const convolution = (kernel + (kind.convolution_bias ? 1 : 0)) * convolved;
-  return width * (read + values) + (bias ? read + width : 0) + convolution + 3 * heads + values;
+  const norm = kind.normed ? values : 0;
+  return width * (read + values) + (bias ? read + width : 0) + convolution + 3 * heads + norm;
 }
 
 /** Return the parameters of a layer's attention over latents, without their norms. */
@@ -122,12 +133,13 @@ function norms({ d_model: width, n_head: heads, n_kv_head: shared, ...config }) 
   const ofHeads = config.qk_norm ? each * (heads + shared) * config.head_dim : 0;
   const sublayers = config.encoder === null ? 2 : 3;
   const perLayer = (config.norm_placement === "both" ? 2 : 1) * sublayers * one;
-  const attending = config.n_layer - config.recurrent_layers.length;
+  const attending = attentionsOf(config);
   const outside = (config.norm_placement === "post" ? 0 : 1) + (config.embedding_norm ? 1 : 0);
   const more = config.mixture_norm ? mixturesOf(config) : 0;
   const absent =
     config.layers_without_attention_norm.length + config.layers_without_feed_forward.length;
-  const without = [...config.layers_without_qk_norm, ...config.recurrent_layers];
+  const others = config.recurrence_beside_attention ? [] : config.recurrent_layers;
+  const without = [...config.layers_without_qk_norm, ...others];
   const withHeads = config.n_layer - new Set(without).size;
   const ofAttention = attending * ofLatents + withHeads * ofHeads;
   return config.n_layer * perLayer + ofAttention + (outside + more - absent) * one;

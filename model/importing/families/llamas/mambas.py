@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from kvasir.model.config import TransformerConfig
+from kvasir.model.configuration.recurrences import Mamba2
 from kvasir.model.importing.families.family import MOST_LAYERS, Family
 from kvasir.model.importing.families.llamas import experts as e
 from kvasir.model.importing.families.llamas import traits as t
 from kvasir.model.importing.families.llamas.recurrent import MOST_STEPS
 from kvasir.model.importing.families.options import Options, refuse
+from kvasir.model.importing.families.positions import head_dim
 from kvasir.model.importing.tensors import Source, stacked
 
 # Of the steps of Mamba-2: transformers limits them in prompts, and not in tokens after these.
@@ -23,6 +30,8 @@ _MAMBA2_NAMES = {
     "mamba_proj_bias": "use_bias", "mamba_conv_bias": "use_conv_bias",
     "rms_norm_eps": "layer_norm_epsilon",
 }  # fmt: skip
+
+_MULTIPLIED = ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
 
 
 def _bamba_layers(options: Options) -> tuple[int, ...]:
@@ -63,6 +72,11 @@ def _mamba2(
             return None
         n_head = options.whole("mamba_n_heads")
         width = options.whole("mamba_expand") * options.whole("hidden_size")
+        if options.get("mamba_d_ssm") is not None:
+            width = options.whole("mamba_d_ssm")
+        normed, before = options.get("mamba_rms_norm", True), "mamba_norm_before_gate"
+        if normed and options.get(before):
+            raise refuse(before, options[before], "only False with mamba_rms_norm")
         head_dim = width // n_head if expands else options.whole("mamba_d_head")
         if options["mamba_d_head"] not in ("auto", head_dim) or (
             expands and head_dim * n_head != width
@@ -79,6 +93,7 @@ def _mamba2(
             "bias": options["mamba_proj_bias"],
             "convolution_bias": options["mamba_conv_bias"],
             "least_step": options.number("time_step_min") if "time_step_min" in options else None,
+            "normed": normed,
         }
 
     keys = {"n_heads": 128, "d_head": "auto", "d_state": 256, "n_groups": 1, "d_conv": 4}
@@ -140,11 +155,54 @@ def _nemotron_places(options: Options) -> dict[str, Source]:
     return {ours: Source((p,)) if isinstance(p, str) else p for ours, p in places.items()}
 
 
-def _every(options: Options) -> tuple[int, ...]:
+def _multipliers(options: Options, key: str, count: int) -> list[float]:
+    """Return the positive numbers that a key lists; null is ones."""
+    given = [1.0] * count if options[key] is None else options[key]
+    if not isinstance(given, list) or len(given) != count:
+        raise refuse(key, given, f"{count} positive numbers")
+    return [Options({key: one}, {}).number(key) for one in given]
+
+
+def _falcon_places(options: Options) -> dict[str, Source]:
+    """Return the places of matrices of which only some rows are multiplied, or not all alike."""
+    parts = _multipliers(options, "ssm_multipliers", 5)
+    of_input, layer = options.number("ssm_in_multiplier"), "layers.*."
+    of_gate, _ = _multipliers(options, "mlp_multipliers", 2)
+
+    def join_input(tensors: list[Tensor], config: TransformerConfig) -> Tensor:
+        rule = config.recurrence
+        assert isinstance(rule, Mamba2)
+        widths = (rule.widths[0], *rule.widths, rule.n_head)
+        factors = [torch.full((n, 1), of_input * by) for n, by in zip(widths, parts, strict=True)]
+        return tensors[0].float() * torch.cat(factors)
+
+    def join_up(tensors: list[Tensor], _: TransformerConfig) -> Tensor:
+        return torch.cat((tensors[0].float() * of_gate, tensors[1].float()))
+
+    whole = Source((f"{layer}mamba.in_proj",))
+    up = stacked(f"{layer}feed_forward.gate_proj", f"{layer}feed_forward.up_proj")
+    return {
+        "blocks.*.recurrence.input": replace(whole, join=join_input, in_float32=True),
+        "blocks.*.feed_forward.up": replace(up, join=join_up, in_float32=True),
+    }
+
+
+def every(options: Options) -> tuple[int, ...]:
+    """Return all layers, as a field has them."""
     return tuple(t.every_layer(options))
 
 
 # fmt: off
+ALONE: t.Trait = {  # a recurrence is all that layers have
+    "prefixes": ("backbone.",), "former_names": {"embedding": "embeddings"},
+    "norm": "norm_f", "modules": {"embedding": "embeddings"},
+    "without": (*t.ROPE, "head_dim", "qkv", "output", "feed_forward_norm", "up", "down"),
+    "keys": {"rms_norm_eps": 1e-5},
+    # Attention and feed-forwards have sizes although no layer has one.
+    "fields": {"position": "none", "n_head": 1, "n_kv_head": 1, "head_dim": 8,
+               "d_ff": lambda options: options.whole("hidden_size"),
+               "layers_without_feed_forward": every},
+    "layers": {"attention_norm": "norm"}}
 MAMBAS: dict[str, Family] = {
     "bamba": t.llama(
         "Bamba", (128000, 4096, 14336, 32, 32, 8, 262144), (1, 2), t.BIASES, _mamba2(_bamba_layers),
@@ -153,6 +211,24 @@ MAMBAS: dict[str, Family] = {
         only={"partial_rotary_factor": (0.5,)},  # transformers reads no other
         layers={"feed_forward_norm": "pre_ff_layernorm", "down": "feed_forward.down_proj",
                 "up": stacked("feed_forward.gate_proj", "feed_forward.up_proj")}),
+    "falcon_h1": t.llama(
+        "FalconH1", (128000, 4096, 14336, 32, 32, 8, 8192), (1, 2), t.BIASES,
+        _mamba2(every), norm="final_layernorm", variant=_falcon_places,
+        keys={f"{part}_multiplier": 1.0 for part in _MULTIPLIED}
+        | {"rms_norm_eps": 1e-5, "ssm_multipliers": None, "mlp_multipliers": None,
+           "mamba_d_ssm": 1024, "mamba_rms_norm": False, "mamba_norm_before_gate": True},
+        only=dict.fromkeys(("attention_bias", "mamba_proj_bias", "projectors_bias"), (False,)),
+        fields={"recurrence_beside_attention": True,
+                "attention_scale": lambda o: o.number("attention_in_multiplier") ** 2
+                * o.number("key_multiplier") / math.sqrt(head_dim(o))},
+        layers={"feed_forward_norm": "pre_ff_layernorm", "down": "feed_forward.down_proj",
+                "up": stacked("feed_forward.gate_proj", "feed_forward.up_proj")},
+        scales={
+            "blocks.*.attention.output": lambda o: o.number("attention_in_multiplier")
+            * o.number("attention_out_multiplier"),
+            "blocks.*.recurrence.output": lambda o: o.number("ssm_out_multiplier"),
+            "blocks.*.feed_forward.down": lambda o: _multipliers(o, "mlp_multipliers", 2)[1],
+            "norm": lambda o: o.number("lm_head_multiplier")}),
     "granitemoehybrid": t.llama(
         "GraniteMoeHybrid", (32000, 4096, 11008, 32, 32, None, 2048), (1, 2), t.ATTENTION_BIAS,
         t.MULTIPLIERS, e.GRANITE_EXPERTS, e.GRANITE_SHARED, _mamba2(_granite_layers),
@@ -168,16 +244,9 @@ MAMBAS: dict[str, Family] = {
         layers={"up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"},
         scales={"blocks.*.recurrence.output": lambda o: o.number("residual_multiplier")}),
     "mamba2": t.llama(
-        "Mamba2", (32768, 4096, None, 64, 1, None, 32768), (0, 2), _mamba2(_every, "mixer"),
-        names=_MAMBA2_NAMES, prefixes=("backbone.",), former_names={"embedding": "embeddings"},
-        norm="norm_f", modules={"embedding": "embeddings"},
-        without=(*t.ROPE, "head_dim", "qkv", "output", "feed_forward_norm", "up", "down"),
-        keys={"rms_norm_eps": 1e-5, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 8},
-        # Attention and feed-forwards have sizes although no layer has one.
-        fields={"position": "none", "n_head": 1, "n_kv_head": 1, "head_dim": 8,
-                "d_ff": lambda options: options.whole("hidden_size"),
-                "layers_without_feed_forward": _every},
-        layers={"attention_norm": "norm"}),
+        "Mamba2", (32768, 4096, None, 64, 1, None, 32768), (0, 2), ALONE,
+        _mamba2(every, "mixer"), names=_MAMBA2_NAMES,
+        keys={"mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 8}),
     "nemotron_h": t.llama(
         "NemotronH", (131072, 4096, 21504, 52, 32, 8, 4096), (1, 2), t.UNGATED,
         _mamba2(_nemotron_layers(recurrent=True), "mixer", expands=False),
