@@ -16,8 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvasir.model.config import TransformerConfig
+from kvasir.model.network.gradients import attend_causally
 from kvasir.model.network.norm import Clip, HeadNorm
 from kvasir.model.network.positions import Positions, RotaryTable, distances, rotate, turn
+
+_LONGEST_IN_BLOCKS = 2048  # tokens, whose scores take little memory beside the rest of a step
 
 
 class LayerCache(NamedTuple):
@@ -82,7 +85,11 @@ class Attention(nn.Module):
         capped = self.config.attention_softcap is not None
         plain = self.window is None and positions.bias is None and self.sinks is None
         lengths = None if self.config.causal else positions.lengths
-        if plain and not capped and lengths is None:
+        plain = plain and not capped and lengths is None
+        if plain and self._is_in_blocks(x, dropout):
+            heads = (part.repeat_interleave(self.config.n_groups, dim=1) for part in (key, value))
+            attended = attend_causally(query, *heads, self.config.query_scale)
+        elif plain:
             attended = functional.scaled_dot_product_attention(
                 query,
                 key,
@@ -102,6 +109,12 @@ class Attention(nn.Module):
                 query, key, value, visible, positions.bias, self.config, dropout, self.sinks
             )
         return self.lower(self._gated(merge_heads(attended), x))
+
+    def _is_in_blocks(self, x: Tensor, dropout: float) -> bool:
+        """Tell whether x is trained on a CPU in compiled blocks, faster than by one operator."""
+        is_compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+        fits = self.config.causal and not dropout and x.shape[1] <= _LONGEST_IN_BLOCKS
+        return is_compiled and fits and x.device.type == "cpu"
 
     def step(
         self, x: Tensor, positions: Positions, inputs: RunInputs, cache: LayerCache

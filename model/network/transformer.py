@@ -14,6 +14,7 @@ from kvasir.model.network.attention import LayerCache
 from kvasir.model.network.block import Block, Cache
 from kvasir.model.network.cross_attention import Source, SourceRows
 from kvasir.model.network.feed_forward import ExpertLinear
+from kvasir.model.network.gradients import Measure, summed
 from kvasir.model.network.latent_attention import HeadLinear
 from kvasir.model.network.norm import make_norm
 from kvasir.model.network.pooling import Pooler, Projector
@@ -28,7 +29,6 @@ from kvasir.model.network.positions import (
     sinusoidal_table,
 )
 from kvasir.model.network.run_inputs import CachedInputs
-from kvasir.model.network.sums import Measure, summed
 
 
 def position_tables(config: TransformerConfig) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kvasir.model.network.sums import Measure
+from kvasir.model.network.gradients import Measure
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.reference import generate
 from kvasir.model.training.data.masking import IGNORED

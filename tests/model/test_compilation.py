@@ -1,20 +1,24 @@
-"""Sums over parts of logits, and compiled blocks, against what they stand for."""
+"""Sums over parts of logits, attention and compiled blocks, against what they stand for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch.nn import functional
 
-from kvasir.model.network import sums
+from kvasir.model.network import gradients as own_gradients
+from kvasir.model.network.gradients import attend_causally
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.training.compilation import is_worth
 from kvasir.model.training.data.corpus import Corpus
@@ -61,7 +65,7 @@ def test_a_sum_over_parts_is_the_sum_over_all(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float64, with a last part that is shorter, and targets that do not count."""
-    monkeypatch.setattr(sums, "_PART", 5)
+    monkeypatch.setattr(own_gradients, "_PART", 5)
     torch.manual_seed(0)
     network = Transformer(make_config(**changes)).double()
     ids = torch.randint(300, (3, 6))
@@ -83,7 +87,7 @@ def test_a_sum_over_parts_is_the_sum_over_all(
 
 
 def test_logits_of_all_tokens_never_exist_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sums, "_PART", 5)
+    monkeypatch.setattr(own_gradients, "_PART", 5)
     network, heights = Transformer(make_config()), list[int]()
     project = network._logits
     network._logits = lambda normed: heights.append(len(normed)) or project(normed)  # type: ignore[method-assign, func-returns-value]
@@ -149,3 +153,22 @@ def test_short_runs_and_experts_are_not_worth_compiling() -> None:
     assert is_worth(Transformer(dense), 1e14)
     assert not is_worth(Transformer(dense), 1e13)
     assert not is_worth(Transformer(experts), 1e14)
+
+
+@given(st.integers(1, 70), st.integers(0, 2**32 - 1))
+@settings(max_examples=25)
+def test_attention_in_blocks_and_its_gradients_are_those_of_pytorchs_operator(
+    n_tokens: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    shape, scale = (2, 3, n_tokens, 8), 0.4
+    *heads, outer = (torch.randn(shape, generator=generator).double() for _ in range(4))
+
+    def made(attend: Callable[..., Tensor]) -> list[Tensor]:
+        leaves = [part.clone().requires_grad_() for part in heads]
+        attended = attend(*leaves)
+        return [attended, *torch.autograd.grad(attended, leaves, outer)]
+
+    expected = made(partial(functional.scaled_dot_product_attention, is_causal=True, scale=scale))
+    for found, wanted in zip(made(partial(attend_causally, scale=scale)), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)  # scores are in float32
