@@ -20,7 +20,7 @@ from kvasir.model.network.gradients import attend_causally
 from kvasir.model.network.norm import Clip, HeadNorm
 from kvasir.model.network.positions import Positions, RotaryTable, distances, rotate, turn
 
-_LONGEST_IN_BLOCKS = 2048  # tokens, whose scores take little memory beside the rest of a step
+_MOST_SCORES = 2**26  # of all rows and heads: a quarter of them takes 64 MiB while it exists
 
 
 class LayerCache(NamedTuple):
@@ -113,7 +113,8 @@ class Attention(nn.Module):
     def _is_in_blocks(self, x: Tensor, dropout: float) -> bool:
         """Tell whether x is trained on a CPU in compiled blocks, faster than by one operator."""
         is_compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-        fits = self.config.causal and not dropout and x.shape[1] <= _LONGEST_IN_BLOCKS
+        n_scores = x.shape[0] * self.config.n_head * x.shape[1] ** 2
+        fits = self.config.causal and not dropout and n_scores <= _MOST_SCORES
         return is_compiled and fits and x.device.type == "cpu"
 
     def step(

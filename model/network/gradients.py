@@ -76,7 +76,8 @@ class _CausalAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         made = [
-            _probabilities(query[..., start:end, :], key[..., :end, :], scale) @ value[..., :end, :]
+            _probabilities(query[..., start:end, :], key[..., :end, :], scale).to(value.dtype)
+            @ value[..., :end, :]
             for start, end in _blocks(query.shape[-2])
         ]
         attended = torch.cat(made, dim=-2)
@@ -98,11 +99,12 @@ class _CausalAttention(torch.autograd.Function):
             queries, wanted = query[..., start:end, :], of_attended[..., start:end, :]
             keys, rest = key[..., :end, :], (0, 0, 0, n_tokens - end)
             weights = _probabilities(queries, keys, scale)
-            of_weights = wanted @ value[..., :end, :].transpose(-1, -2)
+            of_weights = wanted.float() @ value[..., :end, :].float().transpose(-1, -2)
             of_scores = (weights * (of_weights - means[..., start:end, :]) * scale).to(query.dtype)
             of_query.append(of_scores @ keys)
             of_key.append(functional.pad(of_scores.transpose(-1, -2) @ queries, rest))
-            of_value.append(functional.pad(weights.transpose(-1, -2) @ wanted, rest))
+            rounded = weights.to(query.dtype)
+            of_value.append(functional.pad(rounded.transpose(-1, -2) @ wanted, rest))
         return (
             torch.cat(of_query, dim=-2),
             sum(of_key[1:], of_key[0]),
@@ -117,18 +119,19 @@ def _blocks(n_tokens: int) -> list[tuple[int, int]]:
 
 
 def _probabilities(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """Return those of the last tokens over all, [..., queries, keys]."""
+    """Return those of the last tokens over all, float32 [..., queries, keys]."""
     n_queries, n_keys = query.shape[-2], key.shape[-2]
     place = torch.arange(n_keys, device=key.device)
-    scores = (query @ key.transpose(-1, -2)).float() * scale
+    with torch.autocast(query.device.type, enabled=False):  # of 16 bits a score has 8
+        scores = query.float() @ key.float().transpose(-1, -2) * scale
     hidden = place > place[n_keys - n_queries :, None]
-    return scores.masked_fill(hidden, -torch.inf).softmax(dim=-1).to(query.dtype)
+    return scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
 
 
 def attend_causally(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Compute causal attention, fast only where it is compiled.
 
-    query, key, value: [batch, n_head, sequence, head_dim]; the last has the type of all products.
+    query, key, value: [batch, n_head, sequence, head_dim]. Scores and their gradients are float32.
     """
     query, key = query.to(value.dtype), key.to(value.dtype)
     attended: Tensor = _CausalAttention.apply(query, key, value, scale)

@@ -155,20 +155,34 @@ def test_short_runs_and_experts_are_not_worth_compiling() -> None:
     assert not is_worth(Transformer(experts), 1e14)
 
 
+def attended(attend: Callable[..., Tensor], heads: list[Tensor], outer: Tensor) -> list[Tensor]:
+    """Return what is attended, and the gradients of query, key and value."""
+    leaves = [part.clone().requires_grad_() for part in heads]
+    made = attend(*leaves, scale=0.4)
+    return [made, *torch.autograd.grad(made, leaves, outer)]
+
+
+operator = partial(functional.scaled_dot_product_attention, is_causal=True)
+
+
 @given(st.integers(1, 70), st.integers(0, 2**32 - 1))
 @settings(max_examples=25)
 def test_attention_in_blocks_and_its_gradients_are_those_of_pytorchs_operator(
     n_tokens: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    shape, scale = (2, 3, n_tokens, 8), 0.4
-    *heads, outer = (torch.randn(shape, generator=generator).double() for _ in range(4))
+    *heads, outer = (torch.randn((2, 3, n_tokens, 8), generator=generator) for _ in range(4))
+    expected = attended(operator, heads, outer)
+    for found, wanted in zip(attended(attend_causally, heads, outer), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
-    def made(attend: Callable[..., Tensor]) -> list[Tensor]:
-        leaves = [part.clone().requires_grad_() for part in heads]
-        attended = attend(*leaves)
-        return [attended, *torch.autograd.grad(attended, leaves, outer)]
 
-    expected = made(partial(functional.scaled_dot_product_attention, is_causal=True, scale=scale))
-    for found, wanted in zip(made(partial(attend_causally, scale=scale)), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)  # scores are in float32
+def test_attention_of_16_bits_is_as_near_as_that_of_pytorchs_operator() -> None:
+    """Where scores are large, too, which must not be rounded to 8 bits."""
+    torch.manual_seed(0)
+    *heads, outer = (torch.randn(2, 3, 200, 16).bfloat16() for _ in range(4))
+    heads[0] *= 9
+    exact = attended(operator, [part.double() for part in heads], outer.double())
+    found, others = (attended(one, heads, outer) for one in (attend_causally, operator))
+    for one, other, wanted in zip(found, others, exact, strict=True):
+        assert (one.double() - wanted).norm() < 1.5 * (other.double() - wanted).norm()
