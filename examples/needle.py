@@ -1,7 +1,8 @@
 """Write texts to train on, in which codes are told and asked for again; or find such needles.
 
-python examples/needle.py write short 60000 needles/short
-python examples/needle.py write long 24000 needles/long
+python examples/needle.py write dense 30000 needles/dense
+python examples/needle.py write near 20000 needles/near
+python examples/needle.py write far 6000 needles/far
 python examples/needle.py find DIRECTORY picture.png
 """
 
@@ -51,14 +52,14 @@ def fact(name: str, code: str) -> str:
 
 def question(name: str) -> str:
     """Ask for a code."""
-    return f"What is the code of {name} ? It is"
+    return f"Again, the code of {name} is"
 
 
-def document(generator: random.Random, n_sentences: int, share: float) -> str:
-    """Return fillers, and a share of codes and of questions with their answers."""
+def dense(generator: random.Random) -> str:
+    """Return some codes and questions with their answers, and few fillers."""
     told: list[tuple[str, str]] = []
-    sentences = []
-    for _ in range(n_sentences):
+    sentences, share = [], generator.uniform(0.7, 1)
+    for _ in range(int(2 ** generator.uniform(2, 4))):
         if told and generator.random() >= share:
             sentences.append(filler(generator))
         elif told and generator.random() < 0.6:
@@ -67,20 +68,32 @@ def document(generator: random.Random, n_sentences: int, share: float) -> str:
         else:
             told.append(draw_needle(generator))
             sentences.append(fact(*told[-1]))
-    asked = generator.sample(told, min(3, len(told)))
-    return " ".join([*sentences, *(f"{question(name)} {code} ." for name, code in asked)])
+    return " ".join(sentences)
+
+
+def sparse(generator: random.Random, least: float, most: float) -> str:
+    """Return up to three codes among 2^least to 2^most fillers, and questions at the end."""
+    told = [draw_needle(generator) for _ in range(generator.randint(1, 3))]
+    sentences = [filler(generator) for _ in range(int(2 ** generator.uniform(least, most)))]
+    for needle in told:
+        sentences.insert(generator.randint(0, len(sentences)), fact(*needle))
+    generator.shuffle(told)
+    return " ".join([*sentences, *(f"{question(name)} {code} ." for name, code in told)])
+
+
+KINDS = {
+    "dense": dense,
+    "near": lambda generator: sparse(generator, 0, 4),
+    "far": lambda generator: sparse(generator, 2, 7.4),
+}
 
 
 def write(kind: str, count: str, folder: str) -> None:
-    """Write documents, a file each: short ones full of codes, or long ones with few."""
+    """Write documents, a file each: full of codes, with fillers between, or with many."""
     generator, out = random.Random(0), Path(folder)  # noqa: S311  (no secrets)
     out.mkdir(parents=True)
     for i in range(int(count)):
-        short = kind == "short"
-        n_sentences = int(2 ** (generator.uniform(2, 4) if short else generator.uniform(3.5, 7.4)))
-        share = generator.uniform(0.7, 1) if short else generator.uniform(0.05, 0.5)
-        text = document(generator, n_sentences, share)
-        (out / f"{kind}-{i:05}.txt").write_text(text, encoding="utf-8")
+        (out / f"{kind}-{i:05}.txt").write_text(KINDS[kind](generator), encoding="utf-8")
 
 
 def haystack(model: kvasir.Model, generator: random.Random, length: int, depth: float) -> str:

@@ -87,8 +87,10 @@ class Attention(nn.Module):
         lengths = None if self.config.causal else positions.lengths
         plain = plain and not capped and lengths is None
         if plain and self._is_in_blocks(x, dropout):
-            heads = (part.repeat_interleave(self.config.n_groups, dim=1) for part in (key, value))
-            attended = attend_causally(query, *heads, self.config.query_scale)
+            key, value = (
+                part.repeat_interleave(self.config.n_groups, dim=1) for part in (key, value)
+            )
+            attended = attend_causally(query, key, value, self.config.query_scale)
         elif plain:
             attended = functional.scaled_dot_product_attention(
                 query,

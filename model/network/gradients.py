@@ -134,5 +134,5 @@ def attend_causally(query: Tensor, key: Tensor, value: Tensor, scale: float) -> 
     query, key, value: [batch, n_head, sequence, head_dim]. Scores and their gradients are float32.
     """
     query, key = query.to(value.dtype), key.to(value.dtype)
-    attended: Tensor = _CausalAttention.apply(query, key, value, scale)
+    attended: Tensor = _CausalAttention.apply(query, key, value, scale)  # type: ignore[no-untyped-call]
     return attended
