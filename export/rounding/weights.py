@@ -16,7 +16,7 @@ from kvasir.model.adapters.layout import Layer, Layout
 
 TRANSPOSED = ".T"  # ends the name of a weight that the graph has transposed
 Inputs = Callable[[str], Tensor | None]
-_SLICE = 2**21  # numbers in memory as float32 at once
+SLICE = 2**21  # numbers in memory as float32 at once
 
 
 class Weights:
@@ -64,7 +64,7 @@ class Weights:
         """
         stored = self._stored[name] if stored is None else stored
         n_rows = len(stored)
-        step = max(1, _SLICE * n_rows // max(1, stored.numel()))
+        step = max(1, SLICE * n_rows // max(1, stored.numel()))
         factors = [factor.expand(n_rows, *factor.shape[1:]) for factor in self._factors[name]]
         for start in range(0, n_rows, step):
             rows = stored[start : start + step].to(torch.float32, copy=True)

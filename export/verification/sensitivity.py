@@ -10,12 +10,13 @@ import math
 from collections.abc import Mapping
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from kvasir.export.rounding.formulas import quantize_blocks, restore_blocks, was_rounded_before
 from kvasir.export.rounding.kv_cache import Floats, scale_kv_channels
 from kvasir.export.rounding.quantize import NOT_ROUNDED
-from kvasir.export.rounding.weights import Weights
+from kvasir.export.rounding.weights import SLICE, Weights
 from kvasir.export.verification.layers import Ids, LayeredDecoder
 from kvasir.model.config import TransformerConfig
 from kvasir.model.network.skeleton import parameter_shapes
@@ -45,6 +46,8 @@ def keep_in_8_bits(
 
     weights, kv_scales: of `export_graph`. row: tokens, of which the first are computed.
     """
+    if bits == FEWEST_BITS:
+        return []
     scaled, decoder = Weights(weights), LayeredDecoder(config, weights)
     scale_kv_channels(scaled, config, kv_scales)  # as the graph has them
     costs = decoder.changes(row[:_TOKENS], partial(in_4_bits, scaled), progress)
@@ -52,17 +55,20 @@ def keep_in_8_bits(
 
 
 def in_4_bits(weights: Weights, name: str, matrix: Tensor) -> Tensor | None:
-    """Return a layer's matrix as int4 has it; None if it is not rounded, or was before.
+    """Return a layer's matrix as int4 has it; None if it is not rounded to 4 bits, or was before.
 
     weights: have the factors of columns with which it is rounded.
     """
     if NOT_ROUNDED.search(name):
         return None
-    columns = weights.columns(name)
-    rounded = quantize_blocks(scaled := matrix * columns)
-    if was_rounded_before(scaled, *rounded):
-        return None
-    return restore_blocks(*rounded)[:, : matrix.shape[1]] / columns
+    columns, n_in = weights.columns(name), matrix.shape[1]
+    result, was_rounded = torch.empty_like(matrix), True
+    step = max(1, SLICE // n_in)
+    for rows, of_result in zip(matrix.split(step), result.split(step), strict=True):
+        rounded = quantize_blocks(scaled := rows * columns)
+        was_rounded = was_rounded and was_rounded_before(scaled, *rounded)
+        torch.div(restore_blocks(*rounded)[:, :n_in], columns, out=of_result)
+    return None if was_rounded else result
 
 
 def choose_kept(

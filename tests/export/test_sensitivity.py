@@ -7,11 +7,18 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from kvasir.export.rounding.formulas import quantize_blocks, restore_blocks
 from kvasir.export.rounding.weights import Weights
+from kvasir.export.verification import sensitivity
 from kvasir.export.verification.layers import LayeredDecoder
-from kvasir.export.verification.sensitivity import check_bits, choose_kept, in_4_bits
+from kvasir.export.verification.sensitivity import (
+    check_bits,
+    choose_kept,
+    in_4_bits,
+    keep_in_8_bits,
+)
 from kvasir.model.platform.progress import no_progress
 from tests.kit.random_models import make_config, make_decoder
 from tests.model.variants import VARIANTS
@@ -69,6 +76,32 @@ def test_what_was_rounded_before_keeps_its_4_bits() -> None:
         assert change(again) is None
 
 
+def test_rows_are_rounded_a_slice_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large matrix would else take several times its memory."""
+    matrix = torch.randn(9, 70, generator=torch.Generator().manual_seed(1))
+    name, sizes = "blocks.0.feed_forward.down.weight", list[int]()
+    weights = Weights({})
+    weights.scale(name, np.random.default_rng(0).uniform(0.1, 9, (1, 70)).astype(np.float32))
+    whole = in_4_bits(weights, name, matrix)
+    assert whole is not None
+
+    def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
+        sizes.append(rows.numel())
+        return quantize_blocks(rows)
+
+    monkeypatch.setattr(sensitivity, "SLICE", 150)
+    monkeypatch.setattr(sensitivity, "quantize_blocks", rounded)
+    in_slices = in_4_bits(weights, name, matrix)
+    assert in_slices is not None
+    assert torch.equal(in_slices, whole)
+    assert sizes == [140, 140, 140, 140, 70]
+    assert in_4_bits(weights, name, whole) is None
+    for row in (0, 8):  # only the others were rounded before
+        some = whole.clone()
+        some[row] = matrix[row]
+        assert in_4_bits(weights, name, some) is not None
+
+
 def test_the_dearest_of_what_fits_are_kept() -> None:
     """By what a weight of theirs costs, and the next one where one is too large."""
     costs = {"wide": 0.5, "dear": 0.3, "cheap": 0.001, "next": 0.1}
@@ -78,6 +111,10 @@ def test_the_dearest_of_what_fits_are_kept() -> None:
     assert choose_kept(costs, shapes, 4.84) == []
     assert choose_kept(costs, shapes, 5.6) == ["dear", "next"]  # the wide one takes 400
     assert choose_kept(costs, shapes, 8.0) == ["cheap", "dear", "next", "wide"]
+
+
+def test_the_fewest_bits_are_not_measured() -> None:
+    assert keep_in_8_bits(make_config(), {}, {}, np.arange(9), 4.5, no_progress) == []
 
 
 def test_bits_are_for_int4_and_within_its_range() -> None:

@@ -132,7 +132,7 @@ def test_initializers_are_bit_for_bit_what_plain_formulas_make(
     changes: dict[str, Any], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parameters in slices of a few rows; scales of keys and values that differ by channel."""
-    monkeypatch.setattr(export_weights, "_SLICE", 200)
+    monkeypatch.setattr(export_weights, "SLICE", 200)
     config = make_config(**changes, n_layer=1)
     stored = {name: of.to(dtype) for name, of in make_decoder(config).state_dict().items()}
     shape = (2, config.n_kv_head, config.head_dim)
@@ -155,7 +155,7 @@ def test_initializers_are_bit_for_bit_what_plain_formulas_make(
 def test_initializers_for_cuda_are_rounded_to_16_bits_first(
     precision: str, bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export_weights, "_SLICE", 200)
+    monkeypatch.setattr(export_weights, "SLICE", 200)
     config = make_config(n_layer=1, d_model=40)
     stored = make_decoder(config).state_dict()
     export_paged_graph(config, stored, tmp_path / "model.onnx", precision)
