@@ -65,7 +65,11 @@ def export(
     precision: Precision = None,
     kv_cache: str | None = Option(None, help="KV cache on cuda: int8 or fp8."),
     int8_prompts: bool = Option(True, help="Keep int8 weights in int4 too, for prompts."),
-    bits: float | None = Option(None, help="Bits of int4's weights, 4.5 to 8. Default: 4.85."),
+    bits: float | None = Option(
+        None,
+        help="Bits a weight in int4, 4.5 to 8, of linear layers outside experts, and not of those "
+        "rounded to 4 bits before. Default: 4.85.",
+    ),
     text: Path | None = _TEXT,
     temperature: Temperature = None,
     top_k: TopK = None,

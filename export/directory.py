@@ -25,7 +25,12 @@ from kvasir.export.rounding.weights import Weights, with_factors
 from kvasir.export.verification.paged_session import require_device
 from kvasir.export.verification.plan import SampleText
 from kvasir.export.verification.samples import make_sample, sample_calibration
-from kvasir.export.verification.sensitivity import BITS_A_WEIGHT, check_bits, keep_in_8_bits
+from kvasir.export.verification.sensitivity import (
+    BITS_A_WEIGHT,
+    check_bits,
+    keep_in_8_bits,
+    notes_on_bits,
+)
 from kvasir.export.verification.vectors import observe_vectors
 from kvasir.export.verification.verify import Verifier
 from kvasir.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
@@ -81,12 +86,13 @@ def export_checkpoint(
 ) -> tuple[Manifest, tuple[str, ...]]:
     """Export what `load_checkpoint` opens to a model directory, all or nothing.
 
-    Returns its manifest, and notes on what was left out of a published model.
+    Returns its manifest, and notes on what was left out of a published model, and on bits.
 
     device: a graph for a GPU is verified there, so there must be one. precision: None is the
     device's first. kv_cache: on cuda, one of KV_DTYPES; None is the type of activations.
     int8_prompts: give int4 on the CPU int8 weights as well, for prompts. bits: of a weight that it
-    decodes with, on average; None is BITS_A_WEIGHT. text: see `make_sample`.
+    decodes with, on average of linear layers outside experts, and not of those rounded to 4 bits
+    before; None is BITS_A_WEIGHT. text: see `make_sample`.
     generation: recommended sampling, which overrides the checkpoint's field by field.
     max_model_len: the longest row; None is the checkpoint's. calibrate: text to smooth outliers by;
     None is another part of the same text. smooths: rounded weights are smoothed, see `smooth`.
@@ -98,7 +104,7 @@ def export_checkpoint(
     _check_options(device, precision, kv_cache, int8_prompts=int8_prompts)
     rounds = smooths and precision in BITS
     if bits is not None:
-        check_bits(bits, is_for=rounds and (device, precision) == ("cpu", "int4"))
+        check_bits(bits, is_calibrated_int4=rounds and (device, precision) == ("cpu", "int4"))
     if calibrate is not None and not (smooths and precision in BITS):
         raise ValueError(f"{calibrate} is for rounding weights; leave it out, or round them by it")
     progress("reading the checkpoint", 0, 0)
@@ -132,7 +138,8 @@ def export_checkpoint(
         manifest = make_manifest(config, part, precision, facts, figures, device)
         manifest = manifest.model_copy(update=noted)
         manifest.save(part / MANIFEST_FILE)
-    return manifest, checkpoint.notes + (speed_notes(config) if device == "cuda" else ())
+    notes = checkpoint.notes + notes_on_bits(bits, manifest.in_8_bits)
+    return manifest, notes + (speed_notes(config) if device == "cuda" else ())
 
 
 class _Target(NamedTuple):

@@ -7,7 +7,7 @@ relation to these. What it costs in the divergence of next tokens is nearly in p
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -22,16 +22,25 @@ from kvasir.model.config import TransformerConfig
 from kvasir.model.network.skeleton import parameter_shapes
 from kvasir.model.platform.progress import Progress
 
-BITS_A_WEIGHT = 4.85  # of layers, on average, as in llama.cpp's Q4_K_M
+BITS_A_WEIGHT = 4.85  # on average of those that can be kept, as in llama.cpp's Q4_K_M
 FEWEST_BITS, MOST_BITS = 4.5, 8.0  # of none kept, and of all
 _TOKENS = 256  # that are computed
 
 
-def check_bits(bits: float, *, is_for: bool) -> None:
+def check_bits(bits: float, *, is_calibrated_int4: bool) -> None:
     """Raise ValueError for bits of a weight that are out of range, or for another export."""
-    if not is_for or not FEWEST_BITS <= bits <= MOST_BITS:
-        limits = f"{FEWEST_BITS:g} to {MOST_BITS:g}"
-        raise ValueError(f"{bits:g} bits: calibrated int4 on cpu has {limits}, others no choice")
+    if not is_calibrated_int4:
+        raise ValueError("--bits is for --precision int4 on cpu, with calibration")
+    if not FEWEST_BITS <= bits <= MOST_BITS:
+        raise ValueError(f"--bits must be {FEWEST_BITS:g} to {MOST_BITS:g}, not {bits:g}")
+
+
+def notes_on_bits(bits: float | None, kept: Sequence[str]) -> tuple[str, ...]:
+    """Return a note if bits of a weight were given, and no matrix keeps 8 with them."""
+    if bits is None or bits == FEWEST_BITS or kept:
+        return ()
+    chosen = "linear layers of a decoder, outside experts, that were not rounded to 4 bits before"
+    return (f"--bits {bits:g} keeps nothing in 8 bits: it chooses from {chosen}, and none fits",)
 
 
 def keep_in_8_bits(

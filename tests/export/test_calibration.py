@@ -78,11 +78,11 @@ def test_int4_keeps_some_matrices_in_8_bits_within_its_size(run: Path, tmp_path:
     shapes = parameter_shapes(load_model_dir(tmp_path / "more").config)
     grown = sum(math.prod(shapes[name]) for name in kept["more"]) * 3.5 / 8
     assert 0.5 * grown < sizes["more"] - sizes["fewest"] < 1.1 * grown  # of blocks, not all full
-    for wrong in (("--bits", "9"), ("--bits", "5", "--no-calibration")):
-        assert "bits: calibrated int4 on cpu has 4.5 to 8" in kvasir(
-            *options, tmp_path / "no", *wrong, fails=True
-        )
-    assert "8 bits" in kvasir("export", run, "--out", tmp_path / "no", "--bits", "8", fails=True)
+    int8, no = ("export", run, "--out"), tmp_path / "no"
+    assert "--bits must be 4.5 to 8, not 9" in kvasir(*options, no, "--bits", "9", fails=True)
+    for wrong in ((*options, no, "--no-calibration"), (*int8, no)):
+        told = kvasir(*wrong, "--bits", "5", fails=True)
+        assert "--bits is for --precision int4 on cpu, with calibration" in told
 
 
 def test_chats_are_rendered_by_the_template(run: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from kvasir.__main__ import app
 from kvasir.export.directory import export_checkpoint
 from kvasir.export.evaluation import verify_directory
 from kvasir.export.verification import verify
+from kvasir.export.verification.sensitivity import notes_on_bits
 from kvasir.model.checkpoint import CheckpointError, is_published, load_checkpoint
 from kvasir.model.checkpoint import save_checkpoint as save_run
 from tests.kit.gguf_files import write_gguf
@@ -69,9 +70,9 @@ def test_a_published_model_is_exported_and_verified(
 ) -> None:
     monkeypatch.setitem(verify.MAX_PERPLEXITY_LOSS, "int4", 10.0)  # random weights
     source, out = gptq(tmp_path), tmp_path / "out/one"
-    manifest, notes = export_checkpoint(source, out, precision="int4", max_model_len=64)
+    manifest, notes = export_checkpoint(source, out, precision="int4", max_model_len=64, bits=5.0)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["one"]
-    assert notes == load_checkpoint(source).notes
+    assert notes == (*load_checkpoint(source).notes, *notes_on_bits(5.0, []))  # it was in 4 bits
     assert verify_directory(out, source)[1] == manifest.verification
     with pytest.raises(CheckpointError, match=r"one was not exported from .*: the hashes differ"):
         verify_directory(out, tmp_path / "floats")

@@ -18,6 +18,7 @@ from kvasir.export.verification.sensitivity import (
     choose_kept,
     in_4_bits,
     keep_in_8_bits,
+    notes_on_bits,
 )
 from kvasir.model.platform.progress import no_progress
 from tests.kit.random_models import make_config, make_decoder
@@ -119,7 +120,15 @@ def test_the_fewest_bits_are_not_measured() -> None:
 
 def test_bits_are_for_int4_and_within_its_range() -> None:
     for bits in (4.5, 4.85, 8.0):
-        check_bits(bits, is_for=True)
-    for bits, is_for in ((4.4, True), (8.1, True), (float("nan"), True), (5.0, False)):
-        with pytest.raises(ValueError, match=r"bits: calibrated int4 on cpu has 4\.5 to 8"):
-            check_bits(bits, is_for=is_for)
+        check_bits(bits, is_calibrated_int4=True)
+        with pytest.raises(ValueError, match=r"^--bits is for --precision int4 on cpu, with"):
+            check_bits(bits, is_calibrated_int4=False)
+    for bits in (4.4, 8.1, float("nan")):
+        with pytest.raises(ValueError, match=rf"^--bits must be 4\.5 to 8, not {bits:g}$"):
+            check_bits(bits, is_calibrated_int4=True)
+
+
+def test_bits_that_keep_nothing_have_a_note() -> None:
+    """But for those that say so."""
+    assert notes_on_bits(None, []) == notes_on_bits(4.5, []) == notes_on_bits(5.0, ["one"]) == ()
+    assert len(notes_on_bits(5.0, [])) == 1
