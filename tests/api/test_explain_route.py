@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import sys
 import threading
@@ -15,9 +16,10 @@ from typing import Any
 
 import httpx
 import numpy as np
+import onnx
 import pytest
 
-from kvasir.model.directory import ModelDirectory
+from kvasir.model.directory import GRAPH_FILE, ModelDirectory
 from kvasir.server.api.explain.answers import Explanation
 from kvasir.server.api.explain.routes import MAX_WEIGHTS, Explanations
 from kvasir.server.explain.explainer import Explainer
@@ -176,15 +178,23 @@ async def test_a_model_without_the_graph_says_how_to_get_it() -> None:
 
 
 async def test_a_model_of_a_folder_is_explained_where_its_weights_have_room_again(
-    model_dir: ModelDirectory,
+    model_dir: ModelDirectory, tmp_path: Path
 ) -> None:
-    n_bytes = sum(file.stat().st_size for file in model_dir.path.glob("*.data"))
-    async with serving(FakeRunner(model_dir.config.vocab_size), 0, model_dir) as served:
-        for n_free, status in ((n_bytes - 1, 503), (n_bytes, 200)):
-            free = partial(int, n_free)
-            served.app.state.explanations["fake-model"] = Explanations(free)
-            answer = await served.client.post("/explain", json={"text": TEXT})
-            assert answer.status_code == status, answer.text
+    """Scales of int4 have 16 bits in its file, and 32 in memory."""
+    int4 = make_directory(tmp_path / "int4", "int4")[1]
+    for found in (model_dir, int4):
+        n_file = sum(file.stat().st_size for file in found.path.glob("*.data"))
+        stored = onnx.load(found.path / GRAPH_FILE, load_external_data=False).graph.initializer
+        scales = (of.dims for of in stored if of.data_type == onnx.TensorProto.FLOAT16)
+        most = n_file + (n_file // 9 if found is int4 else 0)
+        needed = n_file + sum(2 * math.prod(shape) for shape in scales)
+        assert (needed > n_file) is (found is int4)
+        async with serving(FakeRunner(found.config.vocab_size), 0, found) as served:
+            for n_free, status in ((needed - 1, 503), (most, 200)):
+                free = partial(int, n_free)
+                served.app.state.explanations["fake-model"] = Explanations(free)
+                answer = await served.client.post("/explain", json={"text": TEXT})
+                assert answer.status_code == status, answer.text
 
 
 async def test_one_is_explained_three_wait_and_others_are_refused(

@@ -183,6 +183,8 @@ class Explanations:
     def _open(self, model_dir: ModelDirectory, engine: AnyEngine) -> Explainer:
         self._explainers.clear()
         needed = sum(file.stat().st_size for file in model_dir.path.glob("*.data"))
+        if model_dir.manifest.precision == "int4":  # scales, 2 bytes of a block's 18, become 4
+            needed += needed // 9
         if self._free is not None and needed > (n_free := self._free()):
             message = f"an explanation needs {needed:,} bytes, and {n_free:,} are free"
             raise UnavailableError(message, retry_after=_RETRY)
