@@ -115,7 +115,8 @@ def test_the_dearest_of_what_fits_are_kept() -> None:
 
 
 def test_the_fewest_bits_are_not_measured() -> None:
-    assert keep_in_8_bits(make_config(), {}, {}, np.arange(9), 4.5, no_progress) == []
+    scales, row = np.ones(0, dtype=np.float32), np.arange(9)
+    assert keep_in_8_bits(make_config(), {}, scales, row, 4.5, no_progress) == []
 
 
 def test_bits_are_for_int4_and_within_its_range() -> None:
