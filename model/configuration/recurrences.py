@@ -158,3 +158,23 @@ def states_of(recurrence: _Kind, d_model: int) -> dict[str, tuple[int, ...]]:
             values = recurrence.n_head, recurrence.d_state, recurrence.head_dim
     convolution = recurrence.kernel - 1, sum(recurrence.widths)
     return {"convolution": convolution, "values": values}
+
+
+def least_weights_of(recurrence: _Kind, d_model: int) -> int:
+    """Return how many weights a layer has at least, which are almost all of them."""
+    match recurrence:
+        case ShortConvolution():
+            return d_model * (4 * d_model + recurrence.kernel)
+        case Lstm():
+            each = 4 * (d_model + recurrence.width + 2) + d_model
+            return (1 + recurrence.both_ways) * recurrence.width * each
+        case Mamba():
+            each = 3 * d_model + recurrence.kernel + 2 * recurrence.step_rank
+            return recurrence.d_inner * (each + 3 * recurrence.d_state)
+        case DeltaRule():
+            n_values, n_read = recurrence.widths[2], sum(recurrence.parts)
+            up = (recurrence.rank or 0) * (n_values + recurrence.n_decays)
+        case Mamba2():
+            n_values, up = recurrence.widths[0], 0
+            n_read = n_values + sum(recurrence.widths) + recurrence.n_head
+    return d_model * (n_read + n_values) + recurrence.kernel * sum(recurrence.widths) + up

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from kvasir.model.config import TransformerConfig
 from kvasir.model.configuration.fields import ConfigError
+from kvasir.model.configuration.recurrences import least_weights_of
 from kvasir.model.network.block import Block
 from kvasir.model.network.recurrent.lstm import LstmMixer
 from kvasir.model.network.transformer import Transformer
@@ -80,6 +81,9 @@ def _least_weights(config: TransformerConfig) -> int:
     matrices = 2 * widths + config.n_head * per_head * config.n_attention_layer
     rows = config.vocab_size + config.max_model_len * config.has_learned_positions
     least = (matrices + rows) * config.d_model
+    if config.recurrence is not None:
+        each = least_weights_of(config.recurrence, config.d_model)
+        least += each * len(config.recurrent_layers)
     if config.has_relative_bias:
         least += config.relative_buckets * config.n_head
     if config.encoder is None:

@@ -14,7 +14,7 @@ import torch
 from kvasir.model.config import TransformerConfig
 from kvasir.model.configuration.fields import ConfigError
 from kvasir.model.configuration.parts import Projection, RopeScaling
-from kvasir.model.network.skeleton import check_size
+from kvasir.model.network.skeleton import check_size, count_parameters
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.presets import PRESETS, preset
 from tests.kit.encoders import BERT, MODERN, MPNET
@@ -242,6 +242,40 @@ def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes, message: str)
 def test_layers_without_number_are_refused_before_one_is_counted() -> None:
     with pytest.raises(ConfigError, match="a model of this shape has at least"):
         check_size(TransformerConfig(**{**VALID, "n_layer": 2**31 - 1}), 10**9)
+
+
+HUGE = 2**31 - 1
+OF_HEADS = {"kind": "delta_rule", "kernel": 2, "n_head": HUGE, "key_dim": HUGE, "value_dim": 1}
+OF_CHANNELS = OF_HEADS | {"n_key_head": 1, "decays_by_channel": True, "rank": 1}
+MAMBA = {"kind": "mamba", "kernel": 2, "d_state": 64, "step_rank": 1}
+MAMBA2 = {"kind": "mamba2", "kernel": 2, "head_dim": 8, "d_state": 8}
+
+
+@pytest.mark.parametrize(
+    ("small", "huge"),
+    [
+        (RULE, {"kernel": HUGE}),
+        (OF_HEADS | {"n_head": 2, "n_key_head": 2, "key_dim": 8}, OF_HEADS | {"n_key_head": HUGE}),
+        (
+            OF_CHANNELS | {"n_head": 2, "key_dim": 8},
+            OF_CHANNELS | {"n_head": 10**5, "key_dim": 10**5},
+        ),
+        (MAMBA | {"d_inner": 64}, {"d_inner": 2**22}),
+        (MAMBA2 | {"n_head": 4}, {"n_head": HUGE}),
+        (LSTM, {"width": HUGE}),
+    ],
+)
+def test_recurrences_that_no_file_fills_are_refused_before_memory_is_taken(
+    small: dict[str, Any], huge: dict[str, Any]
+) -> None:
+    """Some of their numbers are set where a decoder is made, which touches their memory."""
+    shape = VALID | {"recurrent_layers": (0, 1)}
+    if small is LSTM:
+        shape |= PAIR | {"cross_attention": "none"}
+    whole = TransformerConfig(**shape, recurrence=small)
+    check_size(whole, count_parameters(whole))
+    with pytest.raises(ConfigError, match=r"^a model of this shape has at least .*again$"):
+        check_size(TransformerConfig(**shape, recurrence=small | huge), 10**9)
 
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
