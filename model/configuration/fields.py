@@ -13,7 +13,6 @@ from kvasir.model.platform.suggestions import first_problem
 
 Size = Annotated[int, Field(strict=True, gt=0, le=2**31 - 1)]
 Positive = Annotated[float, Field(strict=True, gt=0.0, allow_inf_nan=False)]
-Negative = Annotated[float, Field(strict=True, lt=0.0, allow_inf_nan=False)]
 Turns = Annotated[float, Field(strict=True, ge=1e-6, le=1e6, allow_inf_nan=False)]
 DropoutRate = Annotated[float, Field(strict=True, ge=0.0, lt=1.0)]
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""The kinds of recurrent layers, which keep a state in the place of keys and values."""
+"""The kinds of recurrent layers, whose state is in the place of keys and values, or beside them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StrictBool
 
-from kvasir.model.configuration.fields import ConfigError, Negative, Positive, Size, checked
+from kvasir.model.configuration.fields import ConfigError, Positive, Size, checked
+
+# Sums of these over tokens are far from float32's -inf, whose product with 0 is not a number.
+LEAST_LOG_DECAY = -1e9
 
 
 @checked("recurrence")
@@ -28,7 +31,7 @@ class DeltaRule:
     A convolution over `kernel` tokens makes queries, keys and values, of which n_key_head heads of
     key_dim channels each serve as many of the n_head heads of value_dim channels. doubled_rates:
     what a token replaces of a key's value is up to twice the difference. norm_eps: of its outputs'
-    norm; None is the model's. output_gate: what outputs are multiplied by is it of a gate.
+    norm; None is the model's. output_gate: outputs are multiplied by this function of a gate.
 
     decays_by_channel: each channel of a head's keys has a decay of its own, and not the head (Kimi
     Linear, 2025). least_log_decay: no decay's logarithm is less; None is no limit. rank: decays and
@@ -45,7 +48,7 @@ class DeltaRule:
     norm_eps: Positive | None = None
     output_gate: Literal["silu", "sigmoid"] = "silu"
     decays_by_channel: StrictBool = False
-    least_log_decay: Negative | None = None
+    least_log_decay: Annotated[float, Field(strict=True, ge=LEAST_LOG_DECAY, lt=0.0)] | None = None
     rank: Size | None = None
 
     def __post_init__(self) -> None:

@@ -85,6 +85,11 @@ YARN = {"kind": "yarn", "factor": 2.0, "original_max_model_len": 8}
 OWN_THETA = {"sliding_window_rope_theta": 10.0}
 RULE = {"kind": "short_convolution", "kernel": 3}
 RECURRENT = {"recurrence": RULE, "recurrent_layers": (0, 1)}
+HUGE = 2**31 - 1
+OF_HEADS = {"kind": "delta_rule", "kernel": 2, "n_head": HUGE, "key_dim": HUGE, "value_dim": 1}
+OF_CHANNELS = OF_HEADS | {"n_key_head": 1, "decays_by_channel": True, "rank": 1}
+MAMBA = {"kind": "mamba", "kernel": 2, "d_state": 64, "step_rank": 1}
+MAMBA2 = {"kind": "mamba2", "kernel": 2, "head_dim": 8, "d_state": 8}
 LSTM = {"kind": "lstm", "width": 8}
 PAIR = {"encoder": VALID | {"causal": False}, "target_prefix": (0,)}
 CLAMPED = {"feed_forward": "swiglu_clamped"}
@@ -145,6 +150,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         PAIR | {"recurrence": LSTM, "recurrent_layers": (0, 1)},
         "cross_attention must be additive or",
+    ),
+    (
+        RECURRENT | {"recurrence": OF_CHANNELS | {"least_log_decay": -1e308}},
+        "recurrence.delta_rule.least_log_decay must be greater than or equal to -1",
     ),
     ({**RECURRENT, "position": "alibi"}, "position must be one without biases on scores"),
     ({**RECURRENT, "position": "relative"}, "position must be one without biases on scores"),
@@ -242,13 +251,6 @@ def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes, message: str)
 def test_layers_without_number_are_refused_before_one_is_counted() -> None:
     with pytest.raises(ConfigError, match="a model of this shape has at least"):
         check_size(TransformerConfig(**{**VALID, "n_layer": 2**31 - 1}), 10**9)
-
-
-HUGE = 2**31 - 1
-OF_HEADS = {"kind": "delta_rule", "kernel": 2, "n_head": HUGE, "key_dim": HUGE, "value_dim": 1}
-OF_CHANNELS = OF_HEADS | {"n_key_head": 1, "decays_by_channel": True, "rank": 1}
-MAMBA = {"kind": "mamba", "kernel": 2, "d_state": 64, "step_rank": 1}
-MAMBA2 = {"kind": "mamba2", "kernel": 2, "head_dim": 8, "d_state": 8}
 
 
 @pytest.mark.parametrize(

@@ -362,6 +362,7 @@ def test_a_scaling_of_null_is_the_default_as_in_transformers(name: str) -> None:
 
 
 EVEN_WINDOWS = {"sliding_window": None, "sliding_window_layers": None}
+LING: Any = config_of("bailing_hybrid").recurrence
 IGNORED = {
     "attention_dropout": 0.1,
     "torch_dtype": "bfloat16",
@@ -406,6 +407,11 @@ IGNORED = {
         # As transformers 4.47 saves it, under its own name and the usual one.
         ("gpt_neox", {"rotary_pct": 0.5, "partial_rotary_factor": 0.5}, {"rotary_dim": 48}),
         ("gpt_neox", {"partial_rotary_factor": 0.5}, {"rotary_dim": 48}),
+        (
+            "bailing_hybrid",
+            {"kda_safe_gate": False, "kda_lower_bound": None},
+            {"recurrence": replace(LING, least_log_decay=None)},
+        ),
     ],
 )
 def test_a_key_changes_what_it_should(
@@ -520,7 +526,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": [27]}},
         r"linear_attn_config is .*27.* layers 1 to 27, each in one of two lists",
     ),
+    (
+        "kimi_linear",
+        {"linear_attn_config": {"kda_layers": [1, 2]}},
+        r"linear_attn_config is .*\[1, 2\].* layers 1 to 27, each in one of two lists",
+    ),
+    ("kimi_linear", {"linear_attn_config": 5}, "linear_attn_config must be an object, not 5"),
     ("bailing_hybrid", {"kda_lower_bound": 5}, "kda_lower_bound is 5, .* below 0"),
+    (
+        "bailing_hybrid",
+        {"kda_lower_bound": -1e308},
+        r"kda_lower_bound is -1e\+308, .* from -1e\+09",
+    ),
     ("bailing_hybrid", {"expert_swiglu_limit_list": [0, 7]}, r"_list is \[0, 7\], .* only None"),
     ("llama4_text", {"moe_layers": [48]}, r"moe_layers is \[48\], .* from 0 to 47"),
     ("bamba", {"time_step_limit": [0.1, 2.0]}, "time_step_limit is .* only None or .0.0, inf."),

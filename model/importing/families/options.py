@@ -17,12 +17,19 @@ def refuse(key: str, value: object, wanted: str) -> UnsupportedError:
 
 
 def given(values: Mapping[str, Any], name: str, default: Any = None) -> Any:
-    """Return the value of a name; "a.b" is b in the object a."""
+    """Return the value of a name; "a.b" is b in the object a.
+
+    Raises UnsupportedError if a is something else.
+    """
     outer, dot, inner = name.partition(".")
     if name in values or not dot:  # keys of GGUF files have dots
         return values.get(name, default)
     value = values.get(outer)
-    return value.get(inner, default) if isinstance(value, Mapping) else default
+    if value is None:
+        return default
+    if not isinstance(value, Mapping):
+        raise UnsupportedError(f"config.json's {outer} must be an object, not {value!r}")
+    return value.get(inner, default)
 
 
 class Options(dict[str, Any]):

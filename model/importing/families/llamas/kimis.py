@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kvasir.model.configuration.recurrences import LEAST_LOG_DECAY
 from kvasir.model.importing.families.family import Family
 from kvasir.model.importing.families.llamas import experts as e
 from kvasir.model.importing.families.llamas import traits as t
@@ -23,7 +24,6 @@ from kvasir.model.importing.tensors import Source
 
 _KINDS = ("full_attention", "linear_attention")
 _LISTS = ("kda_layers", "full_attn_layers")
-_LEAST_DECAY = -1e9
 
 
 def _kimi_layers(options: Options) -> tuple[int, ...]:
@@ -31,7 +31,7 @@ def _kimi_layers(options: Options) -> tuple[int, ...]:
     layers, lists = t.every_layer(options), {name: options[name] for name in _LISTS}
     if options["layer_types"] is None:
         recurrent = [layer for layer in layers if layer == 0 or layer % 4]
-        if None not in lists.values():
+        if any(one is not None for one in lists.values()):
             are_lists = all(isinstance(one, list) for one in lists.values())
             listed = [i for one in lists.values() for i in one] if are_lists else []
             are_whole = all(type(i) is int for i in listed)
@@ -44,10 +44,12 @@ def _kimi_layers(options: Options) -> tuple[int, ...]:
 
 
 def _least_decay(options: Options) -> float | None:
+    if not options["kda_safe_gate"]:
+        return None
     least = options["kda_lower_bound"]
-    if type(least) not in (int, float) or not _LEAST_DECAY <= least < 0:
-        raise refuse("kda_lower_bound", least, f"a number below 0, from {_LEAST_DECAY:g}")
-    return float(least) if options["kda_safe_gate"] else None
+    if type(least) not in (int, float) or not LEAST_LOG_DECAY <= least < 0:
+        raise refuse("kda_lower_bound", least, f"a number below 0, from {LEAST_LOG_DECAY:g}")
+    return float(least)
 
 
 def _rule(
