@@ -42,31 +42,31 @@ class TransformerConfig:
     """A Transformer: a decoder, an encoder, or a decoder with an encoder (Vaswani et al. 2017).
 
     causal: a token sees those before it alone, as in a decoder; in an encoder it sees all. pooling
-    makes one vector of a text; a model with it computes no next tokens. encoder: a source goes
-    through it, and each block attends to its vectors between attention and feed-forward. With
-    shared_embedding both have one table of tokens. A target begins with target_prefix, which no
-    source decides: a token that starts it, and perhaps one of its language. cross_attention: of a
-    decoder of LSTM layers it may be "additive", whose scores are v · tanh(W s + U h) (Bahdanau et
-    al. 2015), or "none", which leaves the layers what they begin with (Sutskever et al. 2014).
+    makes one vector of a text; a model with it computes no next tokens.
+    encoder: a source goes through it, and each block attends to its vectors between attention and
+    feed-forward. With shared_embedding both have one table of tokens. A target begins with
+    target_prefix, which no source decides: a token that starts it, and perhaps one of its language.
+    cross_attention: in a decoder of LSTMs it may be "additive", of scores v · tanh(W s + U h)
+    (Bahdanau et al. 2015), or "none", which leaves them their first state (Sutskever et al. 2014).
     n_kv_head: n_head of them is multi-head attention, 1 is multi-query (Shazeer 2019), a number
     between is grouped-query (Ainslie et al. 2023). qk_norm: RMSNorm over each head of queries and
     keys (Henry et al. 2020), or, with `qk_norm_across_heads`, over all of a token's heads together
     (OLMo 2, 2025), or a LayerNorm over each, as `qk_norm_kind` says; `qk_norm_after_rotary`: once
     these are turned; not in layers_without_qk_norm. qkv_clip: queries, keys and values lie between
-    -qkv_clip and qkv_clip (DBRX, 2024). attention_scale multiplies query · key; None is 1 /
-    sqrt(head_dim). latents: keys and values are latents: attention has one key-value head, whose
-    key is a token's latent and rotary_dim channels, together head_dim, and whose value is the
-    latent. These channels are turned, unless position is "none". attention_scale is then 1 /
-    sqrt(key_dim + rotary_dim), unless given. recurrence: of the layers of recurrent_layers, in the
-    place of attention. Such a layer keeps a state of fixed size for each row, and no keys and
-    values, or with recurrence_beside_attention both, and adds what they make of its input
-    (Falcon-H1, 2025). attention_gate: what is attended is multiplied by the sigmoid of a linear
-    layer of attention's input (Qwen3-Next, 2025), which has a number for each channel or, with
-    attention_gate_by_head, for each head (LFM3, 2026). attention_softcap, logit_softcap: c in c ·
-    tanh(x / c), on scores and on logits (Gemma 2, 2024). sliding_window: in the layers of
-    `sliding_window_layers` (None: in all) a token sees those that are less than so many positions
-    away (Beltagy et al. 2020). attention_sinks: each head has a learned score beside those of the
-    keys, which takes its share of the softmax and has no value (gpt-oss, 2025).
+    -qkv_clip and qkv_clip (DBRX, 2024). attention_scale: of query · key; None: 1 / sqrt(head_dim).
+    latents: keys and values are latents: attention has one key-value head, whose key is a token's
+    latent and rotary_dim channels, together head_dim, and whose value is the latent. These channels
+    are turned, unless position is "none". attention_scale: None is 1 / sqrt(key_dim + rotary_dim).
+    recurrence: of the layers of recurrent_layers, in the place of attention. Such a layer keeps a
+    state of fixed size for each row, and no keys and values, or with recurrence_beside_attention
+    both, and adds what they make of its input (Falcon-H1, 2025).
+    attention_gate: what is attended is multiplied by the sigmoid of a linear layer of attention's
+    input (Qwen3-Next, 2025), which has a number for each channel or, with attention_gate_by_head,
+    for each head (LFM3, 2026).
+    attention_softcap, logit_softcap: c in c · tanh(x / c), on scores and on logits (Gemma 2, 2024).
+    sliding_window: in the layers of `sliding_window_layers` (None: in all) a token sees those that
+    are less than so many positions away (Beltagy et al. 2020). attention_sinks: each head has a
+    learned score beside those of keys, with a share of the softmax and no value (gpt-oss, 2025).
 
     position: "rotary" (Su et al. 2021), on `rotary_dim` channels of a head (None: all), except in
     the layers of `layers_without_rotary`; layers with a sliding window turn by
@@ -80,28 +80,29 @@ class TransformerConfig:
     norm_placement: "pre" normalises each sublayer's input (and the final output); "post" the sum of
     its input and output, as the original did; "both" its input and its output, "output" its output
     alone (and the final one); "output_of_attention" is that in layers of attention, and "pre" in
-    recurrent ones (OLMo Hybrid, 2026); layers_without_attention_norm normalise no input of
-    attention. embedding_norm: the sum of a token's embeddings is normalised too. norm_bias is a
-    LayerNorm's. parallel_residual: both sublayers read the block's input (Wang & Komatsuzaki 2021).
-    feed_forward: an activation, or a gated one (Shazeer 2020); _tanh is GELU's approximation; relu2
-    is max(x, 0)² (So et al. 2021), xielu has two learned numbers (Huang & Schlag 2024).
+    recurrent ones (OLMo Hybrid, 2026); layers_without_attention_norm have none before attention.
+    embedding_norm: the sum of a token's embeddings is normalised too. norm_bias is a LayerNorm's.
+    parallel_residual: both sublayers read the block's input (Wang & Komatsuzaki 2021).
+    feed_forward: an activation, or a gated one (Shazeer 2020); _tanh is GELU's approximation;
+    relu2 is max(x, 0)² (So et al. 2021), xielu has two learned numbers (Huang & Schlag 2024).
     "swiglu_clamped" is gpt-oss's, for experts only: (up + 1) · gate · sigmoid(1.702 gate), with the
-    gate at most 7 and up between -7 and 7. n_experts: the feed-forward of a layer is a mixture of
-    so many, each `d_expert` wide, of which a router chooses `n_experts_per_token` for each token
-    (Shazeer et al. 2017), except in the layers of `dense_layers`, whose feed-forward is `d_ff`
-    wide. The experts' shares are `router` of their logits, where "sparse_mixer" is a softmax over
-    those near the best that is left, for one chosen after the other (Liu et al. 2024); with
-    `normalize_expert_shares` those of the chosen sum to 1. expert_scale multiplies them.
-    shares_scale_inputs: they multiply what experts read instead (Llama 4, 2025). choice_bias: of
-    what a learned bias is added to for the choice alone (DeepSeek-V3, 2024). n_expert_groups:
-    experts are chosen from as many groups of these as `n_groups_per_token` says, those whose
-    `n_best_of_group` best sum to most. d_shared_expert: the width of one more expert, of every
-    token; with `shared_expert_gate` it is multiplied by the sigmoid of a number of the token's.
-    mixture_norm: what a mixture makes is normalised. layers_without_feed_forward: attention or a
-    recurrence is all that these layers have. head_projection: a layer of d_model numbers between
-    the last norm and the head. qkv_bias, output_bias, feed_forward_bias, head_bias: a bias on the
-    linear layers of that name. embedding_scale multiplies token embeddings. dropout (of residuals
-    and embeddings) and attention_dropout act in training only. The constructor raises ConfigError.
+    gate at most 7 and up between -7 and 7.
+    n_experts: the feed-forward of a layer is a mixture of so many, each `d_expert` wide, of which a
+    router chooses `n_experts_per_token` for each token (Shazeer et al. 2017), except in the layers
+    of `dense_layers`, whose feed-forward is `d_ff` wide. The experts' shares are `router` of their
+    logits, where "sparse_mixer" is a softmax over those near the best that is left, for one chosen
+    after the other (Liu et al. 2024); with `normalize_expert_shares` those of the chosen sum to 1.
+    expert_scale multiplies them. shares_scale_inputs: they multiply what experts read instead
+    (Llama 4, 2025). choice_bias: for the choice alone a bias is added to these (DeepSeek-V3, 2024).
+    n_expert_groups: experts are chosen from as many groups of these as `n_groups_per_token` says,
+    those whose `n_best_of_group` best sum to most. d_shared_expert: the width of one more expert,
+    of every token; with `shared_expert_gate` it is multiplied by the sigmoid of a number of the
+    token's. mixture_norm: what a mixture makes is normalised.
+    layers_without_feed_forward: attention or a recurrence is all that these layers have.
+    head_projection: a layer of d_model numbers between the last norm and the head.
+    qkv_bias, output_bias, feed_forward_bias, head_bias: a bias on the linear layers of that name.
+    embedding_scale multiplies token embeddings. dropout (of residuals and embeddings) and
+    attention_dropout act in training only. The constructor raises ConfigError.
     """
 
     vocab_size: Size
@@ -233,8 +234,7 @@ class TransformerConfig:
     def cache_shape(self) -> tuple[int, int, int, bool, tuple[tuple[int, ...], ...]]:
         """The sizes of a row's memory.
 
-        They are the layers of attention, key-value heads, channels of a head, whether values are
-        the keys, and the shapes of all states.
+        Layers of attention, key-value heads, channels of each, whether values are keys, and states.
         """
         states = tuple(self.states.values()) * len(self.recurrent_layers)
         heads = self.n_attention_layer, self.n_kv_head, self.head_dim
