@@ -254,16 +254,22 @@ MAMBA = Mamba(kernel=4, d_inner=80, d_state=16, step_rank=12, inner_norm_eps=1e-
 random_mamba_model = _shared("int8", recurrence=MAMBA, recurrent_layers=(0,))
 # A state beside keys and values, in both layers.
 random_both_model = _shared(
-    "int8",
+    "int4",
     recurrence=Mamba2(kernel=4, n_head=3, head_dim=24, d_state=16, normed=False),
     recurrent_layers=(0, 1),
     recurrence_beside_attention=True,
 )
-# No layer with keys and values at all; each channel of keys has a decay.
+# No layer with keys and values at all; each channel of keys has a decay, which has a bound.
 random_recurrent_model = _shared(
     "int4",
     n_layer=2,
-    recurrence=replace(DELTA_RULE["recurrence"], decays_by_channel=True, rank=16),
+    recurrence=replace(
+        DELTA_RULE["recurrence"],
+        decays_by_channel=True,
+        rank=16,
+        least_log_decay=-5.0,
+        output_gate="sigmoid",
+    ),
     recurrent_layers=(0, 1),
 )
 random_hybrid_model = _shared("int8", **CONVOLUTIONS)
