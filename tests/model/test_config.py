@@ -274,10 +274,10 @@ def test_recurrences_that_no_file_fills_are_refused_before_memory_is_taken(
     shape = VALID | {"recurrent_layers": (0, 1)}
     if small is LSTM:
         shape |= PAIR | {"cross_attention": "none"}
-    whole = TransformerConfig(**shape, recurrence=small)
+    whole = TransformerConfig(**shape | {"recurrence": small})
     check_size(whole, count_parameters(whole))
     with pytest.raises(ConfigError, match=r"^a model of this shape has at least .*again$"):
-        check_size(TransformerConfig(**shape, recurrence=small | huge), 10**9)
+        check_size(TransformerConfig(**shape | {"recurrence": small | huge}), 10**9)
 
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
