@@ -1,8 +1,6 @@
 """Write texts to train on, in which codes are told and asked for again; or find such needles.
 
-python examples/needle.py write dense 30000 needles/dense
-python examples/needle.py write near 20000 needles/near
-python examples/needle.py write far 6000 needles/far
+python examples/needle.py write 20000 needles
 python examples/needle.py find DIRECTORY picture.png
 """
 
@@ -29,6 +27,7 @@ VERBS = [
 ]
 # fmt: on
 CONSONANTS, VOWELS = "bdklmnrst", "aeiou"
+SENTENCES = 160  # of a document, some 2,000 tokens
 LENGTHS, DEPTHS, TRIALS = (256, 512, 768, 1024, 1280, 1536, 1792, 2032), 9, 8
 
 
@@ -55,45 +54,29 @@ def question(name: str) -> str:
     return f"Again, the code of {name} is"
 
 
-def dense(generator: random.Random) -> str:
-    """Return some codes and questions with their answers, and few fillers."""
-    told: list[tuple[str, str]] = []
-    sentences, share = [], generator.uniform(0.7, 1)
-    for _ in range(int(2 ** generator.uniform(2, 4))):
-        if told and generator.random() >= share:
+def document(generator: random.Random) -> str:
+    """Return sentences: codes, questions of codes with their answers, and a share of fillers."""
+    share, told, sentences = generator.uniform(0, 0.97), [draw_needle(generator)], []
+    sentences.append(fact(*told[-1]))
+    while len(sentences) < SENTENCES:
+        if generator.random() < share:
             sentences.append(filler(generator))
-        elif told and generator.random() < 0.6:
-            name, code = generator.choice(told)
-            sentences.append(f"{question(name)} {code} .")
-        else:
+        elif generator.random() < 0.4:
             told.append(draw_needle(generator))
             sentences.append(fact(*told[-1]))
+        else:  # half of them of a code near by
+            power = generator.choice((1, 3))
+            name, code = told[-1 - int(len(told) * generator.random() ** power)]
+            sentences.append(f"{question(name)} {code} .")
     return " ".join(sentences)
 
 
-def sparse(generator: random.Random, least: float, most: float) -> str:
-    """Return up to three codes among 2^least to 2^most fillers, and questions at the end."""
-    told = [draw_needle(generator) for _ in range(generator.randint(1, 3))]
-    sentences = [filler(generator) for _ in range(int(2 ** generator.uniform(least, most)))]
-    for needle in told:
-        sentences.insert(generator.randint(0, len(sentences)), fact(*needle))
-    generator.shuffle(told)
-    return " ".join([*sentences, *(f"{question(name)} {code} ." for name, code in told)])
-
-
-KINDS = {
-    "dense": dense,
-    "near": lambda generator: sparse(generator, 0, 4),
-    "far": lambda generator: sparse(generator, 2, 7.4),
-}
-
-
-def write(kind: str, count: str, folder: str) -> None:
-    """Write documents, a file each: full of codes, with fillers between, or with many."""
+def write(count: str, folder: str) -> None:
+    """Write documents, a file each."""
     generator, out = random.Random(0), Path(folder)  # noqa: S311  (no secrets)
     out.mkdir(parents=True)
     for i in range(int(count)):
-        (out / f"{kind}-{i:05}.txt").write_text(KINDS[kind](generator), encoding="utf-8")
+        (out / f"{i:05}.txt").write_text(document(generator), encoding="utf-8")
 
 
 def haystack(model: kvasir.Model, generator: random.Random, length: int, depth: float) -> str:

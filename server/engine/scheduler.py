@@ -23,6 +23,7 @@ from kvasir.server.engine.sequence import Sequence, SequenceStatus, draft
 from kvasir.server.engine.step_capacity import COPIED_PER_COMPUTED, StepCapacity, StepRoom
 
 _MIN_PREFILL = 2  # tokens of a prompt that run even where the prefix cache has all
+_LONG = 4  # chunks of a prompt's rest, to which one step more is no matter
 # Beside streams of clients: streams for each that runs in the background beside the first, and
 # steps for each that computes a prompt in the background. So fewer than 1 % of steps do.
 _STREAMS_PER_BACKGROUND = 8
@@ -157,6 +158,8 @@ class Scheduler:
                 continue
             if begun and not self._fits(sequence, room):
                 break
+            if chunks and not has_streams and self._delays(sequence, chunks[-1]):
+                break
             if sequence.status is SequenceStatus.WAITING:
                 may_admit = may_admit and self._admit(sequence, begun)
             if not sequence.rows or (sequence.is_background and not self._is_due):
@@ -231,6 +234,11 @@ class Scheduler:
         n_prompt, n_done = len(sequence.prompt_ids), sequence.n_computed
         shortest = min(max(_MIN_PREFILL, self.kv.min_chunk), n_prompt)
         return room.limit(n_done, n_prompt - n_done, is_first=False) >= shortest
+
+    def _delays(self, sequence: Sequence, chunk: Chunk) -> bool:
+        """Return whether a first token would wait for a part of a prompt that goes on for long."""
+        n_left = len(sequence.prompt_ids) - sequence.n_computed
+        return chunk.yields_token and n_left >= _LONG * self.chunk_size
 
     def _seconds_left(self, sequences: list[Sequence]) -> NDArray[np.float64]:
         return seconds_left(sequences, self.kv.cache, self.capacity.cost)

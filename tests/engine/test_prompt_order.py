@@ -74,12 +74,13 @@ def alone(n_prompt: int) -> float:
 @pytest.mark.parametrize("n_long", [1, 4])
 @pytest.mark.parametrize("n_steps", [1, 9, 30])
 def test_a_short_prompt_waits_for_a_step_whatever_is_computed(n_long: int, n_steps: int) -> None:
+    """For the one that runs: here it comes between two, and shares its own with no long prompt."""
     server = Server()
     for _ in range(n_long):
         server.add(4000)
     for _ in range(n_steps):
         server.step()
-    assert server.run(server.add(64)) <= STEP
+    assert server.run(server.add(64)) <= 1.2 * alone(64)
     assert max(seconds for _, seconds in server.steps) <= STEP
 
 

@@ -135,7 +135,7 @@ def test_the_tied_matrix_is_stored_once(
 
 
 @pytest.mark.parametrize(
-    "name", ["model", "windowed_model", "biased_model", "both_model", "mamba_model", "gpt2", "qwen"]
+    "name", ["model", "windowed_model", "biased_model", "mamba_model", "gpt2", "qwen"]
 )
 def test_every_kind_of_decoder_can_be_quantised(
     name: str, request: pytest.FixtureRequest, tmp_path: Path
