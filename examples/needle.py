@@ -1,6 +1,6 @@
 """Write texts to train on, in which codes are told and asked for again; or find such needles.
 
-python examples/needle.py write 20000 needles
+python examples/needle.py write 16000 needles
 python examples/needle.py find DIRECTORY picture.png
 """
 
