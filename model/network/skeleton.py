@@ -75,7 +75,8 @@ def _least_weights(config: TransformerConfig) -> int:
     n_dense = n_fed if config.n_experts is None else len({*config.dense_layers} - without)
     n_mixtures = n_fed - n_dense
     widths = config.d_ff * n_dense
-    widths += (config.n_experts or 0) * (config.d_expert or 0) * n_mixtures
+    of_experts = (config.n_experts or 0) * (config.d_expert or 0) + (config.d_shared_expert or 0)
+    widths += of_experts * n_mixtures
     latents = config.latents
     per_head = 2 * config.head_dim if latents is None else latents.value_dim
     matrices = 2 * widths + config.n_head * per_head * config.n_attention_layer

@@ -253,6 +253,15 @@ def test_layers_without_number_are_refused_before_one_is_counted() -> None:
         check_size(TransformerConfig(**{**VALID, "n_layer": 2**31 - 1}), 10**9)
 
 
+@pytest.mark.parametrize("name", ["d_model", "d_ff", "n_experts", "d_expert", "d_shared_expert"])
+def test_widths_that_no_file_fills_are_refused_before_memory_is_taken(name: str) -> None:
+    shape = VALID | MIXTURE | {"d_shared_expert": 32, "dense_layers": (0,)}
+    whole = TransformerConfig(**shape)
+    check_size(whole, count_parameters(whole))
+    with pytest.raises(ConfigError, match=r"^a model of this shape has at least .*again$"):
+        check_size(TransformerConfig(**shape | {name: 2**30}), 10**9)
+
+
 @pytest.mark.parametrize(
     ("small", "huge"),
     [
