@@ -236,9 +236,14 @@ class Scheduler:
         return room.limit(n_done, n_prompt - n_done, is_first=False) >= shortest
 
     def _delays(self, sequence: Sequence, chunk: Chunk) -> bool:
-        """Return whether a first token would wait for a part of a prompt that goes on for long."""
-        n_left = len(sequence.prompt_ids) - sequence.n_computed
-        return chunk.yields_token and n_left >= _LONG * self.chunk_size
+        """Return whether a first token would wait for a part of a prompt that goes on for long.
+
+        One in the background goes on beside others, as no turn of the oldest is its own.
+        """
+        n_found = 0 if sequence.is_restored else sequence.n_found * self.kv.cache.block_size
+        n_left = len(sequence.prompt_ids) - max(sequence.n_computed, n_found)
+        is_long = n_left >= _LONG * self.chunk_size
+        return chunk.yields_token and is_long and not sequence.is_background
 
     def _seconds_left(self, sequences: list[Sequence]) -> NDArray[np.float64]:
         return seconds_left(sequences, self.kv.cache, self.capacity.cost)

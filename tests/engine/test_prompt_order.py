@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvasir.server.engine.engine import Engine
+from kvasir.server.engine.kv.prefix_cache import PrefixCache
 from kvasir.server.engine.prompt_order import PromptOrder
 from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.sequence import BACKGROUND_PRIORITY, Sequence
@@ -106,6 +107,34 @@ def test_no_prompt_starves_beside_endless_short_ones() -> None:
         server.add(CHUNK)  # a step's tokens, in each step
         server.step()
     assert server.runner.now - long.arrived_at <= 4 * alone(2000) + 4 * STEP
+
+
+def test_a_prompt_in_the_background_goes_on_beside_endless_short_ones() -> None:
+    server = Server()
+    long = server.add(2000, priority=BACKGROUND_PRIORITY)
+    while not long.output_ids:
+        server.add(64)
+        server.step()
+    assert server.runner.now - long.arrived_at <= 4 * alone(2000) + 4 * STEP
+
+
+def test_prompts_whose_beginning_is_cached_share_a_step() -> None:
+    """As short ones do: of each a few tokens are left."""
+    server = Server()
+    server.runner.kv.cache = PrefixCache(1600, 16)
+    beginning = [(7 * n) % 47 for n in range(1500)]
+    prompts = [[*beginning, *[number] * 24] for number in range(3)]
+    first, *others = (
+        make_sequence(number, prompt, SamplingParams(max_tokens=1, temperature=0.0))
+        for number, prompt in enumerate(prompts)
+    )
+    for sequence in (first, *others):
+        sequence.arrived_at = server.runner.now
+        server.engine.add(sequence)
+        if sequence is first:
+            server.run()
+    server.step()
+    assert all(sequence.output_ids for sequence in others)
 
 
 @pytest.mark.parametrize("length", [64, 1500])
