@@ -89,13 +89,21 @@ class PromptOrder:
         self._n_passed = 0 if sequence is oldest else self._n_passed + 1
 
 
+def tokens_done(sequence: Sequence, block_size: int) -> int:
+    """Return how many tokens of a prompt need not be computed.
+
+    What is found in the cache counts before it has been copied, too.
+    """
+    n_found = 0 if sequence.is_restored else sequence.n_found * block_size
+    return max(sequence.n_computed, n_found)
+
+
 def seconds_left(
     sequences: list[Sequence], cache: BlockCache[Any], cost: PromptCost
 ) -> NDArray[np.float64]:
     """Estimate the seconds that prompts still take, [n].
 
-    The queue may be long, so only what was cached or dropped since the last time is counted. What
-    is found is done for a prompt that is being copied, too.
+    The queue may be long, so only what was cached or dropped since the last time is counted.
     """
     done: list[int] = []
     for sequence in sequences:
@@ -106,8 +114,7 @@ def seconds_left(
             if n < sequence.n_reusable and names[n] in cache.blocks:
                 n += cache.count(sequence.reusable_names[n:])
             sequence.n_found = n
-        found = 0 if sequence.is_restored else n * cache.block_size
-        done.append(max(sequence.n_computed, found))
-    n_done = np.array(done)
+        done.append(tokens_done(sequence, cache.block_size))
+    past = np.array(done)
     n_prompt = np.array([len(sequence.prompt_ids) for sequence in sequences])
-    return cost.prompt(n_prompt - n_done, n_done)
+    return cost.prompt(n_prompt - past, past)

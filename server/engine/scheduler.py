@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from kvasir.server.engine.batch import Chunk, StepBatch, Window
 from kvasir.server.engine.kv.store import KVStore
-from kvasir.server.engine.prompt_order import PromptOrder, seconds_left
+from kvasir.server.engine.prompt_order import PromptOrder, seconds_left, tokens_done
 from kvasir.server.engine.sequence import Sequence, SequenceStatus, draft
 from kvasir.server.engine.step_capacity import COPIED_PER_COMPUTED, StepCapacity, StepRoom
 
 _MIN_PREFILL = 2  # tokens of a prompt that run even where the prefix cache has all
-_LONG = 4  # chunks of a prompt's rest, to which one step more is no matter
+_LONG = 4  # chunks left of a prompt whose end one step more hardly delays
 # Beside streams of clients: streams for each that runs in the background beside the first, and
 # steps for each that computes a prompt in the background. So fewer than 1 % of steps do.
 _STREAMS_PER_BACKGROUND = 8
@@ -240,8 +240,7 @@ class Scheduler:
 
         One in the background goes on beside others, as no turn of the oldest is its own.
         """
-        n_found = 0 if sequence.is_restored else sequence.n_found * self.kv.cache.block_size
-        n_left = len(sequence.prompt_ids) - max(sequence.n_computed, n_found)
+        n_left = len(sequence.prompt_ids) - tokens_done(sequence, self.kv.cache.block_size)
         is_long = n_left >= _LONG * self.chunk_size
         return chunk.yields_token and is_long and not sequence.is_background
 
