@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvasir.kernels.library import Library
 from kvasir.model.config import TransformerConfig
@@ -43,6 +43,8 @@ def open_session(
     spin_microseconds: how long an idle thread keeps its processor. library: of the operators to use
     in place of ONNX Runtime's; None is none. rewrite: what is done to the graph before they are.
     adapters: learn how the graph reads them. of_sources: see GraphAdapters.attach.
+
+    Raises ValueError for a graph that has such operators in its file.
     """
     entries: dict[str, object] = {
         "session.intra_op.allow_spinning": int(spin_microseconds > 0),
@@ -54,9 +56,13 @@ def open_session(
         import onnx  # noqa: PLC0415  slow to import
 
         from kvasir.kernels.fuse import fuse  # noqa: PLC0415  imports onnx
-        from kvasir.kernels.graph import Mismatch  # noqa: PLC0415  imports onnx
+        from kvasir.kernels.graph import DOMAIN, Mismatch, parts  # noqa: PLC0415  imports onnx
 
         model = onnx.load(graph, load_external_data=False)
+        bodies: list[Any] = [model.graph, *model.functions]
+        nodes = (node for body in bodies for part in parts(body) for node in part.node)
+        if any(node.domain == DOMAIN for node in nodes):  # whose inputs may be addresses
+            raise ValueError(f"{graph.name} has operators of ours; export the model again")
         if library is not None:
             model, report = fuse(model if rewrite is None else rewrite(model))
             if rewrite is not None and report.left:

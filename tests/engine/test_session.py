@@ -16,6 +16,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from kvasir.kernels.library import FILE, Library
 from kvasir.model.config import TransformerConfig
 from kvasir.model.onnx.runtime import onnxruntime
 from kvasir.server.engine.gpu import cuda, webgpu
@@ -29,6 +30,7 @@ from kvasir.server.engine.gpu.cuda_runtime import (
 from kvasir.server.engine.gpu.model import DeviceModel
 from kvasir.server.engine.gpu.session import block_bytes
 from kvasir.server.engine.session import check_shape, open_session
+from tests.kernels.graphs import needs_library, norm_graph
 from tests.kit.numpy_session import HostBuffer
 
 NO_GPU = pytest.mark.skipif(
@@ -256,3 +258,20 @@ def test_a_graph_of_another_shape_than_its_configuration_is_refused(change: dict
     check_shape(session, config)
     with pytest.raises(ValueError, match=r"the graph has 2048 tokens and 4 layers, and config"):
         check_shape(session, replace(config, **change, eos_token_ids=(), bos_token_id=None))
+
+
+@needs_library
+@pytest.mark.parametrize("in_function", [False, True])
+def test_no_file_brings_operators_of_ours(in_function: bool, tmp_path: Path) -> None:
+    """Whose inputs may be addresses, of any memory of the server."""
+    model = onnx.ModelProto.FromString(norm_graph({"norm": "rms", "epsilon": 0.1}, {}))
+    if in_function:
+        (node,), opsets = model.graph.node, [model.opset_import.pop()]
+        model.functions.append(
+            helper.make_function("other", "Norm", node.input, node.output, [node], opsets)
+        )
+        node.domain = "other"
+        model.opset_import.append(helper.make_opsetid("other", 1))
+    onnx.save(model, tmp_path / "model.onnx")
+    with pytest.raises(ValueError, match="operators of ours"):
+        open_session(tmp_path / "model.onnx", threads=1, library=Library(FILE))
