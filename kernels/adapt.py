@@ -21,12 +21,19 @@ def weight_of(node: NodeProto) -> str:
     return name.removesuffix(".int8").removesuffix(".int4").removesuffix(".T")
 
 
-def add_adapters(model: ModelProto, parts: Mapping[str, tuple[int, int]]) -> dict[str, bool]:
+def add_adapters(
+    model: ModelProto,
+    parts: Mapping[str, tuple[int, int]],
+    sizes: Mapping[str, tuple[int, int]],
+) -> dict[str, bool]:
     """Let products read adapters, in place; return whether each layer's inputs are mixed.
 
     parts: the first in the table and their number, of each layer, by the network's name of its
-    weight. Raises Mismatch for a layer whose product is not one of ours, or is there twice.
+    weight. sizes: their inputs and outputs. Raises Mismatch for a layer whose product is not one of
+    ours, is there twice, or has other sizes.
     """
+    if TABLE.encode() in model.SerializeToString():  # a branch would read its own, of any addresses
+        raise Mismatch(f"a value of its own is named {TABLE}")
     values, mixed = Values(model.graph), dict[str, bool]()
     for node in values.nodes:
         if node.op_type not in LINEARS:
@@ -36,6 +43,8 @@ def add_adapters(model: ModelProto, parts: Mapping[str, tuple[int, int]]) -> dic
             continue
         if name in mixed:
             raise Mismatch(f"{name} is multiplied in two places")
+        if (found := values.sizes(node)) != sizes[name]:
+            raise Mismatch(f"{name} has {found} inputs and outputs, not {sizes[name]}")
         mixed[name] = bool(attribute(node, "mixed", 0))
         node.input.extend([""] * (N_INPUTS - len(node.input)))
         node.input.extend([ADAPTERS, TABLE])

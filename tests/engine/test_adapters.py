@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from onnx import ModelProto
 from safetensors.numpy import save_file
 from torch import nn
 
 from kvasir.export.directory import export_checkpoint
 from kvasir.export.verification import vectors
-from kvasir.kernels.adapter_table import HADAMARD
+from kvasir.kernels.adapter_table import HADAMARD, TABLE
 from kvasir.kernels.library import FILE, Library
 from kvasir.model.adapters.config import ADAPTER_FILE, ADAPTER_WEIGHTS_FILE, AdapterError
 from kvasir.model.adapters.layout import Layer, Layout, Part
@@ -32,7 +33,12 @@ from kvasir.model.directory import (
     ModelDirectory,
     load_model_dir,
 )
-from kvasir.server.engine.adapters.loaded import Adapter, GraphAdapters, _columns
+from kvasir.server.engine.adapters.loaded import (
+    Adapter,
+    GraphAdapters,
+    NoAdaptersError,
+    _columns,
+)
 from kvasir.server.engine.encoder.engine import EncoderEngine
 from kvasir.server.engine.encoder.runner import EncoderRunner
 from kvasir.server.engine.encoder.sequence import EncoderSequence
@@ -43,7 +49,7 @@ from kvasir.server.engine.runner import OnnxRunner
 from kvasir.server.engine.sampling.params import BeamParams, SamplingParams
 from kvasir.server.engine.seq2seq.runner import Seq2SeqRunner
 from kvasir.server.engine.sequence import Sequence
-from tests.kernels.graphs import needs_library, usable_paths
+from tests.kernels.graphs import graph, needs_library, usable_paths
 from tests.kit.adapters import save_adapter
 from tests.kit.engine_driver import Result, assert_same, run_at_random, run_to_end
 from tests.kit.huggingface_checkpoints import make_model
@@ -233,6 +239,26 @@ def test_mixed_columns_are_the_same_bits_on_every_cpu() -> None:
     assert columns[:, :3].T.tobytes() == expected.tobytes()
     close = (HADAMARD @ a.reshape(3, len(HADAMARD), -1)).reshape(a.shape) / len(HADAMARD)
     np.testing.assert_allclose(expected, close, rtol=1e-5, atol=1e-6)
+
+
+def test_factors_of_other_sizes_are_refused() -> None:
+    """An operator would read what is behind an adapter's matrix."""
+    ones = np.ones(64, dtype=np.float32)
+    constants = {"weight": np.zeros((64, 20), dtype=np.int8), "scales": ones[:20]}
+    part = Part("q", 20, 0, np.arange(20, dtype=np.int32))
+    for n_in, n_out in ((48, 20), (64, 16)):
+        layers = {"weight": Layer((part,), ones[:n_out], ones[:n_in])}
+        model = ModelProto.FromString(graph("Linear", constants))
+        with pytest.raises(NoAdaptersError, match=r"weight has \(64, 20\) inputs"):
+            GraphAdapters(Layout(("",), layers)).attach(model)
+
+
+def test_a_table_in_the_graph_is_refused() -> None:
+    """A value of a branch is read in the place of an input of that name."""
+    model = ModelProto()
+    model.graph.node.add().attribute.add().g.initializer.add().name = TABLE
+    with pytest.raises(NoAdaptersError, match=TABLE):
+        GraphAdapters(Layout(("",), {})).attach(model)
 
 
 def save_constant(folder: Path, n: int, rank: int, number: np.floating[Any]) -> GraphAdapters:

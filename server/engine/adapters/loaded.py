@@ -92,7 +92,10 @@ class GraphAdapters:
         """Add adapters to a graph; names: of layers, by those of its weights."""
         from kvasir.kernels.adapt import add_adapters  # noqa: PLC0415  imports onnx
 
-        mixed = add_adapters(model, {own: self.parts[name] for own, name in names.items()})
+        parts = {own: self.parts[name] for own, name in names.items()}
+        layers = {own: self.layout.layers[name] for own, name in names.items()}
+        sizes = {own: (len(layer.inputs), len(layer.outputs)) for own, layer in layers.items()}
+        mixed = add_adapters(model, parts, sizes)
         self.mixed.update({names[own]: is_mixed for own, is_mixed in mixed.items()})
 
     def load(self, folder: Path, name: str, most_bytes: int) -> Adapter:
