@@ -20,9 +20,10 @@ public:
         const Tensor given = run.input(x), matrices = run.input(weight);
         Shape shape = given.shape;
         const Shape& sizes = matrices.shape;
-        if (sizes.size() != 3 || shape.size() < 2 || !std::equal(sizes.begin(), sizes.end() - 1, shape.end() - 2))
+        if (sizes.size() != 3 || sizes[1] < 1 || shape.size() < 2 ||
+            !std::equal(sizes.begin(), sizes.end() - 1, shape.end() - 2))
             throw Refusal("kvasir.HeadLinear: weight is " + describe(matrices) + " and x " + describe(given) +
-                          "; they have to be float [heads, inputs, outputs] and [..., heads, inputs]");
+                          "; they have to be float [heads, inputs, outputs] and [..., heads, inputs], inputs at least 1");
         const size_t heads = size_t(sizes[0]), inputs = size_t(sizes[1]), outputs = size_t(sizes[2]);
         shape.back() = sizes[2];
         const float* const from = given.floats();

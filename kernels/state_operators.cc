@@ -90,9 +90,9 @@ struct MemoryKernel {
     void compute(const Run& run) const {
         const Tensor before = run.input(past), given = run.input(value);
         const Shape& sizes = before.shape;
-        if (sizes.size() != 4 || given.shape.size() != 3 || sizes[2] > int64_t(most_keys))
+        if (sizes.size() != 4 || given.shape.size() != 3 || sizes[2] < 1 || sizes[2] > int64_t(most_keys))
             throw Refusal("kvasir: past is " + describe(before) + " and value " + describe(given) +
-                          "; they have to be float [rows, heads, keys, values], keys at most " + std::to_string(most_keys) +
+                          "; they have to be float [rows, heads, keys, values], keys from 1 to " + std::to_string(most_keys) +
                           ", and [rows, tokens, heads * values]");
         const auto floats = [&](Input input, const char* name, int64_t width) {
             const Tensor read = run.input(input);

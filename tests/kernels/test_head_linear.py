@@ -44,3 +44,10 @@ def test_an_unfit_run(shape: tuple[int, ...]) -> None:
     opened = session(head_linear_graph(np.ones((2, 4, 3), np.float32)))
     with pytest.raises(Exception, match=r"float\[2, 4, 3\] and x float"):
         opened.run(None, {"x": np.ones(shape, np.float32)})
+
+
+def test_no_inputs() -> None:
+    """Nothing would be written to the output."""
+    opened = session(head_linear_graph(np.ones((2, 0, 3), np.float32)))
+    with pytest.raises(Exception, match="inputs at least 1"):
+        opened.run(None, {"x": np.ones((5, 2, 0), np.float32)})

@@ -175,7 +175,9 @@ TOKENS = {
         ),
         ("Memory", {"n_new": np.full(2, 4)}, "n_new has 4 of 3 tokens"),
         ("Memory", {"n_new": np.full(3, 1)}, r"n_new is int64\[3\]"),
-        ("Memory", {"past": np.zeros((2, 2, 513, 3), np.float32)}, "keys at most 512"),
+        ("Memory", {"past": np.zeros((2, 2, 513, 3), np.float32)}, "keys from 1 to 512"),
+        # The product of the other sizes may then be more than 64 bits hold.
+        ("Memory", {"past": np.zeros((2, 2, 0, 3), np.float32)}, "keys from 1 to 512"),
         ("Convolution", {"n_new": np.full(2, -1)}, "n_new has -1 of 3"),
         ("Convolution", {"past": np.zeros((2, 3, 5), np.float32)}, r"past is float\[2, 3, 5\]"),
         ("Convolution", {"x": np.zeros((2, 3, 4), np.float32)}, r"x is float\[2, 3, 4\]"),
