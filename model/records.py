@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from kvasir.model.platform.suggestions import first_problem
 
@@ -113,8 +113,14 @@ class Verification(Record):
         )
 
 
+_GREEDY_BELOW = 1e-5  # a smaller temperature would overflow float32
+
 # Ranges of sampling parameters, for models' defaults and for requests.
-Temperature = Annotated[float, Field(ge=0.0, le=100.0)]
+Temperature = Annotated[
+    float,
+    Field(ge=0.0, le=100.0),
+    AfterValidator(lambda value: 0.0 if value < _GREEDY_BELOW else value),
+]
 TopK = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TopP = Annotated[float, Field(gt=0.0, le=1.0)]
 MinP = Annotated[float, Field(ge=0.0, le=1.0)]

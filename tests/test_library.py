@@ -58,6 +58,13 @@ def test_a_reader_may_leave_but_two_cannot_read_at_once() -> None:
             use()
 
 
+def test_a_temperature_next_to_0_is_0() -> None:
+    """A model's default as well: no float32 is as large as what logits would be multiplied by."""
+    with kvasir.load(STDLIB) as model:
+        texts = {model.generate("def ", max_tokens=9, temperature=of) for of in (0, 1e-40)}
+    assert len(texts) == 1
+
+
 def test_wrong_options_are_named() -> None:
     wrong: dict[str, Any] = {"temperature": -1, "top_k": "x", "top_p": 2, "max_tokens": 0}
     with kvasir.load(STDLIB) as model:

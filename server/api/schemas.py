@@ -42,7 +42,6 @@ _SAMPLING = (  # the fields that SamplingParams takes as they are
     *("temperature", "top_p", "min_p", "typical_p", "min_tokens", "ignore_eos"),
     *("repetition_penalty", "frequency_penalty", "presence_penalty"),
 )
-_GREEDY_BELOW = 1e-5  # a smaller temperature would overflow float32
 
 
 def _check_new_tokens(value: int) -> int:
@@ -56,9 +55,6 @@ Size = NonNegativeInt
 Logprob = NonPositiveFloat
 Share = Annotated[float, Field(ge=0, le=1)]
 ApiTopK = Annotated[int, Field(ge=-1, le=2**31 - 1)]
-_RoundedTemperature = Annotated[
-    Temperature, AfterValidator(lambda value: 0.0 if value < _GREEDY_BELOW else value)
-]
 NewTokens = Annotated[  # as clients call their maximum, where it may not be 0
     int,
     Field(ge=-1, le=2**31 - 1, json_schema_extra={"not": {"const": 0}}),
@@ -219,9 +215,7 @@ class Error(ResponseBody):
 class SamplingFields(RequestBody):
     """The fields that all protocols call by the same names; see SamplingParams."""
 
-    temperature: _RoundedTemperature = Field(
-        1.0, description="0 takes the likeliest token each time."
-    )
+    temperature: Temperature = Field(1.0, description="0 takes the likeliest token each time.")
     top_k: ApiTopK = Field(0, description="Sample from so many likeliest tokens; 0, -1: all.")
     top_p: TopP = Field(1.0, description="Sample from the likeliest tokens that sum to this.")
     min_p: MinP = Field(0.0, description="Minimum probability, as a share of the likeliest's.")
