@@ -14,7 +14,18 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
-from tests.kernels.graphs import attention_graph, graph, needs_library, session
+from tests.kernels import test_states as states
+from tests.kernels.graphs import (
+    CACHES,
+    attention_graph,
+    graph,
+    head_linear_graph,
+    needs_library,
+    norm_graph,
+    session,
+    text_graph,
+)
+from tests.kernels.test_attention import ints
 from tests.kernels.test_attention_refusals import HEADS, fitting
 
 TRIALS = 250
@@ -22,6 +33,9 @@ NAME = "layer.7"
 TYPES = [np.float32, np.int8, np.uint8, np.int32, np.float64]
 INTEGERS = [-(2**63), -(2**31), -1, 0, 1, 2, 3, 16, 100, 2**31 - 1, 2**31, 2**63 - 1]
 FLOATS = [-1.0, 0.0, 1e-45, 3e38, float("inf"), float("nan")]
+OPERATORS = ["Linear", "Linear4", "Attention", "TextAttention", "Norm", "HeadLinear"]
+OPERATORS += ["Convolution", "Memory", "Other"]
+ATTRIBUTES = ["transposed", "block", "gated", "interleaved", "mixed", "looks_ahead", "silu"]
 TEXTS = ["", "rms", "layer", "silu", "gelu", "x" * 1000]
 
 
@@ -46,7 +60,26 @@ def bases(generator: np.random.Generator) -> list[tuple[bytes, dict[str, Any]]]:
         )
     )
     attention = attention_graph({**HEADS, "window": 9, "softcap": 3.0}, tables)
-    return [(linear, x), (linear_4, x), (with_halves, x), (attention, fitting())]
+    shared = {name: of for name, of in fitting().items() if not name.startswith("value")}
+    shared["qkv"] = ones(3, 6 * 32)
+    rotation = {"cos": ones(20, 8), "sin": ones(20, 8)}
+    of_texts = rotation | {"biases": ones(1, 4, 17, 17), "sinks": ones(4)}
+    texts = {"qkv": ones(20, 8 * 32), "cumulative_sequence_length": ints(0, 3, 3, 20)}
+    rated = states.MATRICES | {"rate": ones(2, 3, 2), "decay": -ones(2, 3, 8)}
+    taps = {"weight": ones(5, 1, 3), "bias": ones(5)}
+    return [
+        (linear, x),
+        (linear_4, x),
+        (with_halves, x),
+        (attention, fitting()),
+        (attention_graph(HEADS, rotation, CACHES[:2]), shared),
+        (text_graph({**HEADS, "window": 5, "looks_ahead": 1}, of_texts), texts),
+        (norm_graph({"norm": "layer", "epsilon": 0.1}, {"weight": ones(64), "bias": ones(64)}), x),
+        (head_linear_graph(ones(3, 64, 5)), {"x": ones(2, 3, 64)}),
+        (states.graph("Convolution", states.TOKENS, taps, silu=1), dict(states.TOKENS)),
+        (states.graph("Memory", states.MATRICES, {}, scale=0.5), dict(states.MATRICES)),
+        (states.graph("Memory", rated, {}), rated),
+    ]
 
 
 def random_shape(generator: np.random.Generator, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -81,7 +114,7 @@ def damage_node(generator: np.random.Generator, node: NodeProto) -> None:
         if generator.random() < 0.8:
             node.attribute.append(made)
     elif kind == 1:
-        name = ["transposed", "block", "gated", "interleaved"][generator.integers(4)]
+        name = ATTRIBUTES[generator.integers(len(ATTRIBUTES))]
         if all(attribute.name != name for attribute in node.attribute):
             number = int(generator.choice([-1, 0, 1, 2, 64, 2**31]))
             node.attribute.append(helper.make_attribute(name, number))
@@ -92,8 +125,7 @@ def damage_node(generator: np.random.Generator, node: NodeProto) -> None:
         if generator.random() < 0.3:
             del node.input[int(generator.integers(1, len(node.input))) :]
     else:
-        operators = ["Linear", "Linear4", "Attention", "Other"]
-        node.op_type = operators[generator.integers(len(operators))]
+        node.op_type = OPERATORS[generator.integers(len(OPERATORS))]
 
 
 def damaged(seed: int) -> tuple[bytes, dict[str, Any]]:
@@ -112,7 +144,7 @@ def damaged(seed: int) -> tuple[bytes, dict[str, Any]]:
             name = list(inputs)[generator.integers(len(inputs))]
             given = random_array(generator, inputs[name])
             inputs[name] = given.astype(inputs[name].dtype)  # which the runtime would refuse
-        else:
+        elif constants:
             tensor = constants[generator.integers(len(constants))]
             if what == 2 and generator.random() < 0.2:
                 constants.remove(tensor)
