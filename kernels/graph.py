@@ -28,9 +28,9 @@ class Values:
     """Constants of a graph, and the nodes that make and read its values, in branches too."""
 
     def __init__(self, graph: GraphProto) -> None:
-        given = {value.name for value in graph.input}
+        self.inputs = {value.name: value for value in graph.input}
         self.constants: dict[str, TensorProto] = {
-            tensor.name: tensor for tensor in graph.initializer if tensor.name not in given
+            tensor.name: tensor for tensor in graph.initializer if tensor.name not in self.inputs
         }
         self.nodes: list[NodeProto] = []
         self._makers: dict[str, NodeProto | None] = {}  # None: of a name that is not unique

@@ -5,8 +5,17 @@ from __future__ import annotations
 import numpy as np
 from onnx import NodeProto
 
-from kvasir.kernels.graph import DOMAIN, Values, attribute, inputs_of, require, set_attributes
+from kvasir.kernels.graph import (
+    DOMAIN,
+    Mismatch,
+    Values,
+    attribute,
+    inputs_of,
+    require,
+    set_attributes,
+)
 
+MOST_KEYS = 512  # of a head
 _NEW_TOKENS = "n_new"  # an input of the graph
 
 
@@ -39,6 +48,9 @@ def memory(values: Values, node: NodeProto) -> None:
     require(values.has_linears and values.readers(_NEW_TOKENS), "it is no decoder's, rounded")
     require(attribute(node, "update_rule") in (b"gated", b"gated_delta"), "the rule is another one")
     require(attribute(node, "q_num_heads") == attribute(node, "kv_num_heads"), "heads are shared")
+    past = values.inputs.get(node.input[3])  # [rows, heads, keys, values]
+    if past is None or past.type.tensor_type.shape.dim[2].dim_value > MOST_KEYS:
+        raise Mismatch(f"a head has more than {MOST_KEYS} keys")
     scale, (*inputs, rate) = attribute(node, "scale", 1.0), [*node.input, ""][:6]
     node.op_type, node.domain = "Memory", DOMAIN
     node.input[:] = [*inputs, rate, _NEW_TOKENS]

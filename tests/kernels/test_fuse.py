@@ -22,6 +22,7 @@ from onnx import NodeProto, helper, numpy_helper
 from kvasir.kernels.fuse import Report, fuse
 from kvasir.kernels.graph import LINEARS
 from kvasir.kernels.library import FILE, Library
+from kvasir.kernels.recurrences import MOST_KEYS
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import ENCODER_GRAPH_FILE, GRAPH_FILE
 from kvasir.model.onnx.runtime import onnxruntime, open_cpu_session
@@ -152,6 +153,16 @@ def test_every_decoder_computes_what_it_did(name: str, n_bits: int, tmp_path: Pa
     assert not {"Abs", "QuantizeLinear", *sigmoids, *NORMS} & {
         node.op_type for node in nodes_of(session.model.graph)
     }
+
+
+def test_matrices_of_too_many_keys_stay(random_delta_model: RandomModel) -> None:
+    """The operator would refuse each of their runs."""
+    model = onnx.load(random_delta_model.graph, load_external_data=False)
+    for value in model.graph.input:
+        if value.name.endswith(".values"):
+            value.type.tensor_type.shape.dim[2].dim_value = MOST_KEYS + 1
+    operators = Counter(node.op_type for node in fuse(model)[0].graph.node)
+    assert (operators["LinearAttention"], operators["Memory"]) == (2, 0)
 
 
 @needs_library
