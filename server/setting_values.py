@@ -40,22 +40,23 @@ _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 _PARTS = re.compile(f"({_NUMBER})(ms|h|m|s)")  # of a duration
 _DURATION = f"^-?({_NUMBER}|({_NUMBER}(ms|h|m|s))+)$"
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+_LONGEST_TEXT = 64  # characters: matching a long one takes time and memory for each
+_FOREVER = 10**10  # seconds, three centuries
 
 
 def seconds_of(value: object) -> float:
     """Return a duration of Ollama's in seconds: a number of them, or text as 1h30m or 500ms.
 
-    Negative ones are for ever. Raises ValueError.
+    Negative and very long ones are for ever. Raises ValueError.
     """
     if isinstance(value, float | int) and not isinstance(value, bool):
-        return float(value) if value >= 0 else math.inf
+        return float(value) if 0 <= value < _FOREVER else math.inf
     text = str(value)
-    if not re.fullmatch(_DURATION, text):
+    if len(text) > _LONGEST_TEXT or not re.fullmatch(_DURATION, text):
         raise ValueError("must be a duration in seconds or as 5m, 1h30m; -1 is for ever")
-    if text[0] == "-":
-        return math.inf
     parts = _PARTS.findall(text) or [(text, "s")]
-    return sum(float(n) * _UNITS[unit] for n, unit in parts)
+    seconds = sum(float(n) * _UNITS[unit] for n, unit in parts)
+    return seconds if text[0] != "-" and seconds < _FOREVER else math.inf
 
 
 _Text = Annotated[str, Field(pattern=_DURATION)]
