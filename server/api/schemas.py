@@ -6,7 +6,7 @@ null counts as not given. Known fields of other servers are accepted if they ask
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -92,12 +92,15 @@ Stops = Annotated[
 ]
 
 
-def _check_bias(value: object) -> object:
-    """Count the entries first: pydantic would report each bad one."""
-    if isinstance(value, dict) and len(value) > MAX_NAMED_TOKENS:
-        most = f"at most {MAX_NAMED_TOKENS} may be given"
-        raise ValueError(f"{len(value)} entries are too many: {most}")
-    return value
+def at_most(n: int) -> Callable[[object], object]:
+    """Return a check that counts an object's entries first: pydantic would report each bad one."""
+
+    def check(value: object) -> object:
+        if isinstance(value, dict) and len(value) > n:
+            raise ValueError(f"{len(value)} entries are too many: at most {n} may be given")
+        return value
+
+    return check
 
 
 TopLogprobs = Annotated[
@@ -110,7 +113,7 @@ _TOKEN_IDS = {"propertyNames": {"pattern": "^[0-9]{1,9}$"}}
 LogitBias = Annotated[
     dict[str, _Bias],
     Field(max_length=MAX_NAMED_TOKENS, json_schema_extra=_TOKEN_IDS),
-    BeforeValidator(_check_bias, json_schema_input_type=dict[str, _Bias]),
+    BeforeValidator(at_most(MAX_NAMED_TOKENS), json_schema_input_type=dict[str, _Bias]),
 ]
 Counts = Annotated[list[Count], Field(max_length=MAX_NAMED_TOKENS, fail_fast=True)]
 

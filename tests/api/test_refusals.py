@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from kvasir.server.api.anthropic.schemas import AnthropicError
 from kvasir.server.api.http import body as body_parsing
 from kvasir.server.api.http.pieces import compact
+from kvasir.server.api.openai.batches import BatchBody
+from kvasir.server.api.routes import ROUTES
 from kvasir.server.errors import InvalidRequestError
 from tests.faults.bodies import VALID
 from tests.kit.dialects import GENERATE, GENERATE_STREAM, MESSAGES, RESPONSES, post
@@ -275,6 +279,7 @@ BY_MESSAGE: dict[str, list[tuple[dict[str, Any], str]]] = {  # by what a message
         ({"max_output_tokens": 10**6}, "context"),
         ({"n": 2}, "'n'"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"metadata": {"a": "x" * 2**17}}, "metadata"),
         ({"max_tokens": 5}, "use max_output_tokens"),
     ],
 }
@@ -450,3 +455,26 @@ async def test_the_nearest_known_field_is_suggested(
         response = await served.client.post(path, json=body)
     assert response.status_code == 400
     assert f"did you mean {suggestion}?" in response.json()["error"]["message"]
+
+
+def lists_and_objects(schema: Any, holder: str = "") -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the parts of a core schema that may have many entries, with the type of the holder."""
+    if isinstance(schema, dict):
+        if schema.get("type") in ("list", "dict"):
+            yield schema, holder
+        holder = schema.get("type", holder)
+        schema = [part for name, part in schema.items() if "json_schema" not in name]
+    if isinstance(schema, list | tuple):
+        for part in schema:
+            yield from lists_and_objects(part, holder)
+
+
+def test_of_many_wrong_entries_one_is_reported() -> None:
+    """A body may have hundreds of thousands, and to report them all stops every stream."""
+    hints = (get_type_hints(route.endpoint, include_extras=True) for route in ROUTES)
+    for kind in (BatchBody, *filter(None, (of_route.get("body") for of_route in hints))):
+        for part, holder in lists_and_objects(TypeAdapter(kind).core_schema):
+            if part["type"] == "list":
+                assert part.get("fail_fast") or part.get("max_length"), (kind, part)
+            elif part.get("values_schema", {"type": "any"})["type"] != "any":
+                assert holder == "function-before", (kind, part)

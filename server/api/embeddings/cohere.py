@@ -64,7 +64,7 @@ class EmbedTextsBody(QueueFields):
         description="What the vectors are for. Chooses the prompt before each text, if the model "
         "has one for it: `search_query` or `query`, `search_document`, `document` or `passage`."
     )
-    embedding_types: list[Form] = Field(
+    embedding_types: Items[Form] = Field(
         ["float"],
         min_length=1,
         description="Numbers; base64 of them as float32, little-endian; or their signs, eight a "
@@ -85,7 +85,7 @@ class EmbedTextsV1Body(EmbedTextsBody):
     input_type: Purpose | None = Field(  # type: ignore[assignment]
         None, description="As in /v2/embed. Default: for the model to choose."
     )
-    embedding_types: list[Form] | None = Field(  # type: ignore[assignment]
+    embedding_types: Items[Form] | None = Field(  # type: ignore[assignment]
         None, min_length=1, description="As in /v2/embed. Default: numbers, in one list."
     )
 

@@ -89,7 +89,7 @@ def _refuse_images(images: list[str]) -> list[str]:
 class OllamaMessage(Message):
     """A message. A tool's result may name its tool."""
 
-    images: Annotated[list[str], AfterValidator(_refuse_images)] = Field([])
+    images: Annotated[Items[str], AfterValidator(_refuse_images)] = Field([])
     tool_name: str | None = None
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Path, Query, Request
-from pydantic import Field, TypeAdapter
+from pydantic import BeforeValidator, Field, TypeAdapter
 from pydantic_core import from_json
 from starlette.types import Message
 
@@ -17,7 +17,7 @@ from kvasir.server.api.http.middleware import new_state
 from kvasir.server.api.http.pieces import compact
 from kvasir.server.api.http.responses import error_body, models_of
 from kvasir.server.api.openai.files import CHANGE_ERRORS, ERRORS, After, Owner, Store, page
-from kvasir.server.api.schemas import Page, RequestBody
+from kvasir.server.api.schemas import Page, RequestBody, at_most
 from kvasir.server.batches.journal import Reply
 from kvasir.server.batches.objects import Batch
 from kvasir.server.batches.worker import BatchWorker
@@ -28,6 +28,7 @@ from kvasir.server.requests.text_worker import SHORT
 _KEY_RETRY = 60.0  # seconds until the name of a batch may have a key again
 _FAILED_RETRY = 60.0  # seconds, once an engine has failed and a restart is needed
 _LONG = 2**20  # bytes of an answer of which nothing but the usage is needed
+_MAX_METADATA = 16  # entries
 _CANCELLABLE = ("validating", "in_progress", "cancelling")
 
 
@@ -35,6 +36,11 @@ router = APIRouter()
 
 _Key = Annotated[str, Field(max_length=64)]
 _Value = Annotated[str, Field(max_length=512)]
+_Metadata = Annotated[
+    dict[_Key, _Value],
+    Field(max_length=_MAX_METADATA),
+    BeforeValidator(at_most(_MAX_METADATA), json_schema_input_type=dict[_Key, _Value]),
+]
 BatchId = Annotated[str, Path(json_schema_extra={"minLength": 1})]
 
 
@@ -44,9 +50,7 @@ class BatchBody(RequestBody):
     input_file_id: str = Field(description="The id of a file with a request in each line.")
     endpoint: str = Field(description="The path of all requests, such as `/v1/chat/completions`.")
     completion_window: Literal["24h"] = Field(description="What is not answered then, expires.")
-    metadata: dict[_Key, _Value] | None = Field(
-        None, max_length=16, description="Kept with the batch."
-    )
+    metadata: _Metadata | None = Field(None, description="Kept with the batch.")
 
 
 class BatchList(Page[Batch]):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic_core import to_json
 
 from kvasir.server.api import schemas
 from kvasir.server.api.openai.chat_schemas import ChatBody
@@ -16,6 +17,7 @@ from kvasir.server.api.schemas import Items, RequestBody
 from kvasir.server.api.structured import JSONSchema
 from kvasir.server.errors import InvalidRequestError
 
+_MOST_METADATA = 2**17  # bytes of JSON
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 
 
@@ -107,7 +109,7 @@ class AllowedFunctions(RequestBody):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Items[NamedFunction] = Field(min_length=1)
+    tools: Items[NamedFunction] = Field(min_length=1, max_length=1024)
 
     def of_chat(self) -> JSON:
         """Return them as chats have them."""
@@ -135,6 +137,13 @@ ToolChoice = Annotated[
     | Annotated[AllowedFunctions, Tag("<some>")],
     Discriminator(kind_of_choice),
 ]
+
+
+def _check_size(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return metadata, which several events repeat, unless there is too much."""
+    if (n := len(to_json(metadata))) > _MOST_METADATA:
+        raise ValueError(f"has {n} bytes of JSON, more than {_MOST_METADATA}")
+    return metadata
 
 
 class ResponsesBody(schemas.SamplingFields):
@@ -199,8 +208,10 @@ class ResponsesBody(schemas.SamplingFields):
     background: Annotated[
         Literal[False], _only(False, instead="stream the response, or wait for it")
     ] = Field(False, description="Responses in the background are not served.")
-    metadata: dict[str, Any] | None = Field(None, description="Returned with the response.")
-    user: str | None = Field(None, description="Returned with the response.")
+    metadata: Annotated[dict[str, Any], AfterValidator(_check_size)] | None = Field(
+        None, description="Returned with the response."
+    )
+    user: str | None = Field(None, max_length=1024, description="Returned with the response.")
     cache_salt: CacheSalt = ""
 
     @model_validator(mode="after")
