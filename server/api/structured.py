@@ -14,7 +14,7 @@ from pydantic_core import from_json
 
 from kvasir.server.api.http.body import check_amount
 from kvasir.server.api.schemas import Items, RequestBody
-from kvasir.server.engine.grammar.constraints import Grammar
+from kvasir.server.engine.grammar.constraints import MAX_GRAMMAR_CHARS, Grammar
 from kvasir.server.requests.request import CompletionRequest
 
 
@@ -139,7 +139,8 @@ class StructuredOutputs(RequestBody):
 
 def _text_grammar(source: str, param: str) -> Grammar:
     """Return a grammar in the notation of llama.cpp, whose rules have `::=`, or in Lark's."""
-    return Grammar("gbnf" if _GBNF_RULE.search(source) else "lark", source, param)
+    is_gbnf = _GBNF_RULE.search(source, 0, MAX_GRAMMAR_CHARS)  # a longer one is refused
+    return Grammar("gbnf" if is_gbnf else "lark", source, param)
 
 
 def _choice_grammar(texts: list[str], param: str) -> Grammar:
