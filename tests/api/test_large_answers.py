@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
 
+from kvasir.server.api.http.pieces import LazyList, Pieces
+from kvasir.server.engine.sampling.params import TokenLogprobs
 from kvasir.server.requests.admission.answers import AnswerMemory
 from kvasir.server.requests.text_worker import TextWorker
 from tests.kit.dialects import COMPLETIONS
@@ -75,3 +78,15 @@ async def test_answers_have_room_until_they_are_sent(monkeypatch: pytest.MonkeyP
 async def test_a_lone_answer_has_room() -> None:
     with TextWorker() as worker, AnswerMemory(1, worker).hold(2**30):
         pass
+
+
+@pytest.mark.parametrize("n_top", [0, 1, 20])
+def test_scores_that_wait_take_no_more_memory_than_is_counted(n_top: int) -> None:
+    tracemalloc.start()
+    scores = [
+        TokenLogprobs.of(1000 + i, -i / 7, [(j, -j / 3) for j in range(n_top)], 1000 + i)
+        for i in range(2000)
+    ]
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used <= 1.1 * len(Pieces(LazyList(scores, repr, 1 + n_top)))

@@ -22,7 +22,8 @@ T = TypeVar("T")
 
 _JSON = "application/json"
 FEW = 1024  # values that are written on the event loop, in a few milliseconds
-_VALUE_BYTES = 20  # of a value of which JSON is to be made
+# Of an item of which JSON is to be made, and of each of its values.
+_ITEM_BYTES, _VALUE_BYTES = 200, 12
 PIECE = 2**16  # bytes: uvicorn's limit on data that waits to be sent
 
 
@@ -37,6 +38,7 @@ class LazyList:
 
     def __init__(self, items: Items, make: Callable[[Any], Any], n_each: int = 1) -> None:
         self.n_values, self._items, self._make = n_each * len(items), items, make
+        self.n_bytes = _ITEM_BYTES * len(items) + _VALUE_BYTES * self.n_values
 
     def __iter__(self) -> Iterator[Any]:
         return (None if item is None else self._make(item) for item in self._items)
@@ -70,13 +72,14 @@ class Pieces:
 
     def __init__(self, *values: Any) -> None:
         self._parts = [part for value in values for part in _parts(value)]
-        lists = (part for part in self._parts if isinstance(part, LazyList))
+        lists = [part for part in self._parts if isinstance(part, LazyList)]
         self.n_values = sum(part.n_values for part in lists)
+        self._n_bytes = sum(part.n_bytes for part in lists)
 
     def __len__(self) -> int:
         """Return about the bytes that it takes until then."""
         encoded = (len(part) for part in self._parts if isinstance(part, bytes))
-        return sum(encoded) + _VALUE_BYTES * self.n_values
+        return sum(encoded) + self._n_bytes
 
     def __iter__(self) -> Iterator[bytes]:
         for part in self._parts:
