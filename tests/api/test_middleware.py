@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import threading
+import tracemalloc
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -404,3 +405,31 @@ async def test_a_request_that_the_shutdown_cancels_is_logged_as_cut_off(
         served.runner.release()
     logged = [vars(record) for record in caplog.records if record.msg == "request"]
     assert [record["fields"]["status"] for record in logged] == [499]
+
+
+async def test_a_body_in_tiny_pieces_takes_no_more_memory_than_it_has_bytes() -> None:
+    """A list of them would take thirty times as much."""
+    n = 2**16
+    pieces = iter([b'{"prompt": "', *[b"ab"] * n, b'"}'])
+
+    async def receive() -> Any:
+        for piece in pieces:
+            return {"type": "http.request", "body": bytes([*piece]), "more_body": piece != b'"}'}
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with serving() as served:
+        path = "/v1/completions"
+        scope: dict[str, Any] = {"type": "http", "method": "POST", "path": path, "scheme": "http"}
+        scope |= {"headers": [(b"host", b"localhost")], "query_string": b"", "root_path": ""}
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        tracemalloc.start()
+        await served.app(scope, receive, send)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert sent[0]["status"] == 400
+    assert peak < 20 * n
