@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -21,7 +22,13 @@ from kvasir.server.errors import (
     UnavailableError,
 )
 from kvasir.server.process.shared_limits import SharedLimits
-from kvasir.server.process.transport import Reader, end_by_close, refusal
+from kvasir.server.process.transport import (
+    AnswerTransport,
+    Reader,
+    end_by_close,
+    refusal,
+    without_offer,
+)
 
 logger = logging.getLogger("kvasir")
 
@@ -52,6 +59,7 @@ class BoundedConnection(HttpToolsProtocol):
     _answering: RequestResponseCycle | None = None
     _incoming: RequestResponseCycle | None = None  # the request whose body is being received
     _n_body = 0  # bytes of a body since the receive timer was started
+    _declined = b""  # the head of a request that offers another protocol, without the offer
     _n_overhead = 0  # bytes of a head, or around a body, since the parser last reported progress
     _is_refused = False
     _unparsed = b""  # what has been read since the connection's last turn
@@ -81,13 +89,28 @@ class BoundedConnection(HttpToolsProtocol):
             piece, self._unparsed = self._unparsed[:_SLICE], self._unparsed[_SLICE:]
             self._start_receive_timer()
             self._n_overhead += len(piece)
-            super().data_received(piece)
+            self._feed(piece)
+            if self._incoming is None and self._receive_timer is not None:
+                self.shared.hold(self, len(piece))  # the head is unfinished
             if self._n_overhead > MAX_HEAD_BYTES + _SLICE:
                 self._refuse_head()
         if self._unparsed:
             self.shared.turns.parse(self._parse)
         elif not self.flow.read_paused:
             self.transport.resume_reading()
+
+    def _feed(self, piece: bytes) -> None:
+        """Let the parser read a piece. It would drop the body of a request with an offer."""
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(piece)
+        except HttpParserUpgrade as offer:
+            self.parser = HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+            self._unparsed = self._declined + piece[offer.args[0] :] + self._unparsed
+            self._declined = b""
+        except HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
 
     def on_message_begin(self) -> None:
         """Start the clock of a request."""
@@ -108,11 +131,13 @@ class BoundedConnection(HttpToolsProtocol):
         elif len(self.pipeline) == MAX_PIPELINED:
             message = f"more than {MAX_PIPELINED} requests wait for the answer to an earlier one"
             self.refuse(UnavailableError(f"{message}; read it first", retry_after=1))
-        if self._is_refused:
+        if self._is_refused or self.parser.get_method() == b"CONNECT":
             raise ValueError  # stops the parser
+        if self.parser.should_upgrade():
+            self._declined = without_offer(self.parser, self.url, self.headers)
+            return
         super().on_headers_complete()
-        if self.parser.should_upgrade():  # answered in HTTP/1.1; what follows cannot be parsed
-            self.cycle.keep_alive = False
+        self.cycle.transport = AnswerTransport(self.transport, self._close)
         if self.parser.get_http_version() < "1.1":
             end_by_close(self.cycle)
         if self._unanswered is None:
@@ -142,6 +167,8 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Stop the clock of a request, and refuse it if too many others are being answered."""
+        if self._declined:
+            return
         super().on_message_complete()
         self._incoming, self._n_overhead = None, 0
         self._stop_receive_timer()
@@ -208,6 +235,18 @@ class BoundedConnection(HttpToolsProtocol):
             return
         if self._incoming is None or not self._incoming.response_complete:
             self.transport.write(refusal(self.fastapi, self._path, self.headers or [], error))
+        self._linger()
+
+    def _close(self) -> None:
+        """Close the connection after an answer."""
+        if self._incoming is self._answering:  # the client is still sending the request
+            self._is_refused = True
+            self._stop_receive_timer()
+            self._linger()
+        else:
+            self.transport.close()
+
+    def _linger(self) -> None:
         self.transport.write_eof()
         self.flow.resume_reading()
         self.loop.call_later(_LINGER, self.transport.close)

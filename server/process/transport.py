@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI
+from httptools import HttpRequestParser
 from starlette.datastructures import Headers
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
@@ -34,6 +36,25 @@ class Reader(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """Pass on what has been read."""
         self._receive(bytes(self._buffer[:nbytes]))
+
+
+class AnswerTransport:
+    """A transport for an answer of uvicorn's, which a connection closes in its own way."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write, self.is_closing, self.close = transport.write, transport.is_closing, close
+
+
+def without_offer(
+    parser: HttpRequestParser, url: bytes, headers: list[tuple[bytes, bytes]]
+) -> bytes:
+    """Return a request's head without its offer of another protocol.
+
+    A server may ignore an offer (RFC 9110, 7.8). Java's HTTP client makes one with each request.
+    """
+    fields = (b"%b: %b\r\n" % field for field in headers if field[0] != b"upgrade")
+    line = b"%b %b HTTP/%b\r\n" % (parser.get_method(), url, parser.get_http_version().encode())
+    return line + b"".join(fields) + b"\r\n"
 
 
 def refusal(

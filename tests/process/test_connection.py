@@ -458,6 +458,15 @@ async def test_trailers_and_chunk_extensions_are_bounded_as_heads_are(
     assert connection.statuses == [431]
 
 
+async def test_unfinished_heads_are_counted_as_bodies_are() -> None:
+    connection = Connection()
+    unfinished = connection.shared.unfinished
+    await connection.receive(GET[:-2] + b"a: " + b"x" * 30_000)
+    assert unfinished.total >= 30_000
+    await connection.receive(b"\r\n\r\n")
+    assert (connection.lengths, unfinished.total) == ([0], 0)
+
+
 async def test_trailers_are_no_headers() -> None:
     connection = Connection()
     await connection.receive(CHUNKED + b"3\r\nabc\r\n")
@@ -601,12 +610,38 @@ def test_what_cannot_be_parsed_is_refused_in_the_words_of_its_api(
         assert http.get("/health").status_code == 200
 
 
-async def test_a_request_to_upgrade_is_answered_in_http_1_1() -> None:
+def offering(request: bytes, also: bytes = b"") -> bytes:
+    """Return a request that offers another protocol, as Java's HTTP client does."""
+    head, _, body = request.partition(b"\r\n\r\n")
+    return b"%b\r\nConnection: Upgrade%b\r\nUpgrade: h2c\r\n\r\n%b" % (head, also, body)
+
+
+@pytest.mark.parametrize("n_cut", [1, 7, 10**6])
+@pytest.mark.parametrize("also", [b"", b", close"])
+async def test_a_request_to_upgrade_is_answered_in_http_1_1(n_cut: int, also: bytes) -> None:
+    """With its body, and so is the next one."""
     connection = Connection()
-    await connection.receive(b"GET /x HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n")
-    assert connection.statuses == [200]
-    assert connection.transport.is_closed
-    assert b"connection: close" in connection.transport.written
+    requests = GET, post(3) + b"abc", CHUNKED + b"4\r\nabcd\r\n0\r\n\r\n"
+    sent = b"".join(map(offering, requests)) + offering(post(5) + b"abcde", also)
+    for start in range(0, len(sent), n_cut):
+        await connection.receive(sent[start : start + n_cut])
+    assert connection.lengths == [0, 3, 4, 5]
+    assert connection.transport.is_closed == bool(also)
+
+
+@pytest.mark.parametrize("head", [post(9), post(9).replace(b"1.1", b"1.0"), CHUNKED])
+async def test_a_client_that_is_still_sending_can_read_its_answer_before_the_close(
+    head: bytes,
+) -> None:
+    connection = Connection(refusing)
+    await connection.receive(head.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+    await connection.receive(b"x" * 100_000)
+    assert connection.statuses == [413]
+    assert connection.ending == "open"
+    await connection.clock.advance(2.0)
+    assert connection.ending == "closed"
+    connection.protocol.connection_lost(None)
+    assert connection.clock.timers == []
 
 
 @pytest.fixture(scope="module")
