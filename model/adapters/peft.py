@@ -152,8 +152,9 @@ def _tensors(name: str, content: bytes) -> dict[str, _Stored]:
         header = parse_object(content[8 : 8 + length])
         header.pop("__metadata__", None)
         return {
-            key: _Stored(held["dtype"], held["shape"], numbers[slice(*held["data_offsets"])])
+            key: _Stored(held["dtype"], held["shape"], numbers[begin:end])
             for key, held in header.items()
+            for begin, end in [held["data_offsets"]]
         }
     except (ValueError, LookupError, TypeError) as error:
         raise _damaged(name, error) from None

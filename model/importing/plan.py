@@ -110,7 +110,7 @@ def _take(
         places = theirs.replace("*", layer).split("|")[: 2 if config.parallel_residual else 1]
         names = [f"{place}.{kind}" for place in places]
         wanted = next((name for name in names if name in held), names[0])
-        if wanted not in held and source.zeros_if_absent:
+        if wanted not in held and kind == "bias" and source.zeros_if_absent:
             return lambda: torch.zeros(shape)
         if wanted not in held:
             missing = f"the tensor {wanted!r} of {list(expected)}"

@@ -30,7 +30,7 @@ class Source:
     # Makes our tensor, or one that broadcasts to it, from those in the file.
     join: Callable[[list[Tensor], TransformerConfig], Tensor] = lambda tensors, _: tensors[0]
     in_float32: bool = False  # the result is float32 whatever the file's type
-    zeros_if_absent: bool = False
+    zeros_if_absent: bool = False  # of a bias
     weight_plus: float = 0.0  # added to a weight, and to no bias
     # In place of join, with one tensor in memory: returns the part of ours that the i-th becomes.
     part: Callable[[Tensor, int], Tensor] | None = None

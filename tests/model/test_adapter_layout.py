@@ -22,7 +22,7 @@ from tests.kit.random_models import make_config, make_decoder
 KINDS = ["llama", "gpt2", "gpt_neox", "gptj", "falcon", "phi", "phi3", "cohere", "mpt", "granite"]
 KINDS += ["codegen", "bloom", "hyperclovax", "deepseek_v2", "gemma2", "olmo clipped", "glm4_moe"]
 KINDS += ["internlm3", "minicpm3", "qwen2_moe", "lfm2", "qwen3_next", "bamba", "jamba", "falcon_h1"]
-KINDS += ["gemma3 beside vision"]
+KINDS += ["gemma3 beside vision", "hy_v3", "lfm3"]
 MAKERS: dict[str, Callable[[], Any]] = {kind: partial(make_model, kind) for kind in KINDS}
 MAKERS |= {"bert": partial(make_encoder, "bert")}
 MAKERS |= {kind: partial(make_encoder_decoder, kind) for kind in ("t5", "bart")}

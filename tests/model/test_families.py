@@ -454,6 +454,7 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
 # Keys and values that a message quotes.
 QUOTED: list[tuple[str, str, Any]] = [
     ("gpt2", "activation_function", "quick_gelu"),
+    ("gpt2", "activation_function", "xielu"),  # whose numbers only Apertus has
     ("gpt2", "scale_attn_by_inverse_layer_idx", True),
     ("gpt2", "add_cross_attention", True),
     ("gpt_neox", "hidden_act", "quick_gelu"),
@@ -469,6 +470,7 @@ QUOTED: list[tuple[str, str, Any]] = [
     ("stablelm", "qk_layernorm", True),
     ("falcon", "alibi", True),
     ("falcon", "parallel_attn", False),
+    ("modernbert-decoder", "rope_scaling", {"type": "linear", "factor": 2.0}),
     ("gemma", "hidden_activation", "relu"),
     ("gemma2", "hidden_activation", "relu"),
     ("gemma2", "use_bidirectional_attention", True),
@@ -516,6 +518,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("granite_swa", {"layer_rope_theta": [1.0] * 3}, "layer_rope_theta is .* in 24"),
     ("glm4_moe", {"head_dim": 128, "n_group": 3}, "n_expert_groups must be a part of 128 experts"),
+    ("ernie4_5_moe", {"moe_norm_min": 0.5}, "moe_norm_min is 0.5, .* only 1e-12"),
     ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func is 'softmax', .* only 'sigmoid'"),
     ("deepseek_v2", {"topk_method": "x"}, "topk_method is 'x', .* only 'greedy' or"),
     ("deepseek_v3", {"attention_bias": True}, "attention_bias is True, .* only False"),

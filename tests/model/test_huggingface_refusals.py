@@ -209,6 +209,21 @@ def test_a_folder_is_refused_in_one_line(name: str, folder: Path) -> None:
     assert str(folder) in str(caught.value)
 
 
+MATRICES = {"afmoe": "model.layers.1.self_attn.gate_proj", "lfm3": "model.layers.1.self_attn.g_proj"}
+MATRICES |= {"gpt_neox_japanese": "gpt_neox_japanese.layers.0.attention.dense"}
+
+
+@pytest.mark.parametrize("kind", MATRICES)
+def test_a_file_may_leave_out_a_bias_and_not_its_matrix(kind: str, tmp_path: Path) -> None:
+    folder, name = save_checkpoint(tmp_path, make_model(kind)), MATRICES[kind]
+    place = name.replace("g_proj", "gate_proj")  # in files
+    drop_tensor(f"{place}.bias")(folder)
+    load_checkpoint(folder)
+    drop_tensor(f"{place}.weight")(folder)
+    with pytest.raises(CheckpointError, match=rf"lacks the tensor '.*{name[-6:]}\.weight'"):
+        load_checkpoint(folder)
+
+
 KEYS = {
     "config.json": "architectures model_type bos_token_id eos_token_id hidden_act rope_parameters",
     "generation_config.json": "bos_token_id eos_token_id temperature top_k repetition_penalty",

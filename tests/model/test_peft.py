@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections.abc import Callable
@@ -169,6 +170,21 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
 def test_a_file_that_was_cut_off_is_refused(n_bytes: int, layout: Layout, folder: Path) -> None:
     file = folder / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:n_bytes])
+    with pytest.raises(AdapterError, match=r"adapter_model.safetensors is damaged"):
+        read(folder, layout)
+
+
+@pytest.mark.parametrize("offsets", [[0, 1024, 2], [0], ["0", "1024"], {}, None])
+def test_a_tensor_at_no_place_of_the_file_is_refused(
+    offsets: Any, layout: Layout, folder: Path
+) -> None:
+    file = folder / "adapter_model.safetensors"
+    content = file.read_bytes()
+    first = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:first])
+    header[Q]["data_offsets"] = offsets
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[first:])
     with pytest.raises(AdapterError, match=r"adapter_model.safetensors is damaged"):
         read(folder, layout)
 

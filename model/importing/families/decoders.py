@@ -11,7 +11,7 @@ from dataclasses import replace
 from operator import itemgetter
 
 from kvasir.model.configuration.parts import Projection
-from kvasir.model.importing.families.encoders import ENCODERS
+from kvasir.model.importing.families.encoders import ENCODERS, MODERNBERT_ONLY
 from kvasir.model.importing.families.family import Family
 from kvasir.model.importing.families.gpts import GPTS, always_four_times, four_times
 from kvasir.model.importing.families.llamas.first_mambas import FIRST_MAMBAS
@@ -154,7 +154,7 @@ DECODERS: dict[str, Family] = GPTS | LLAMAS | MIXTURES | LATENTS | _HYBRIDS | {
     "modernbert-decoder": replace(
         _MODERNBERT, architectures=("ModernBertDecoderForCausalLM", "ModernBertDecoderModel"),
         tokens=(50281, 50282),
-        only={"classifier_activation": ("gelu",), "classifier_bias": (False,)},
+        only=MODERNBERT_ONLY,
         names={**_MODERNBERT.names, "sliding_window": "local_attention|sliding_window"},
         defaults=_MODERNBERT.defaults | {"tie_word_embeddings": True, "decoder_bias": True},
         fields={**_MODERNBERT.fields, "causal": True, "head_bias": itemgetter("decoder_bias"),

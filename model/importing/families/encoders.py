@@ -42,6 +42,11 @@ _BERT = {"hidden_act": "gelu", "rms_norm_eps": 1e-12}
 _BERT_NAMES = {"rms_norm_eps": "layer_norm_eps"}
 _NOT_CAUSAL = {"is_causal": (False,), "is_decoder": (False,)}
 _BERT_ONLY = _NOT_CAUSAL | {"position_embedding_type": ("absolute", None)}
+MODERNBERT_ONLY: dict[str, tuple[Any, ...]] = {
+    "classifier_bias": (False,),
+    "classifier_activation": ("gelu",),
+    "rope_scaling": (None,),  # transformers scales windows by it, too
+}
 _BERT_MODULES = in_layers(
     "encoder.layer.*.",
     qkv=stacked(*(f"attention.self.{part}" for part in ("query", "key", "value"))),
@@ -129,7 +134,7 @@ ENCODERS: dict[str, Family] = {
         names={"hidden_act": "hidden_activation", "rms_norm_eps": "norm_eps",
                "sliding_window": "local_attention", "rope_theta": "global_rope_theta",
                "rope_local_base_freq": "local_rope_theta"},
-        only=_NOT_CAUSAL | {"classifier_bias": (False,), "classifier_activation": ("gelu",)},
+        only=_NOT_CAUSAL | MODERNBERT_ONLY,
         fields={"causal": False, "norm": "layernorm", "embedding_norm": True,
                 "layers_without_attention_norm": (0,)},
         windowed=_modernbert_windows,

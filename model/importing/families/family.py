@@ -20,7 +20,7 @@ MOST_LAYERS = 10_000
 _ABSENT = object()
 _GELU_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh")
 _PLAIN = {"gelu": "gelu", "gelu_python": "gelu", **dict.fromkeys(_GELU_TANH, "gelu_tanh")}
-_PLAIN |= {"silu": "silu", "swish": "silu"} | {name: name for name in ("relu", "relu2", "xielu")}
+_PLAIN |= {"silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2"}
 _GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_python": "geglu"}
 _GATED |= dict.fromkeys(_GELU_TANH, "geglu_tanh")
 _BESIDE = re.compile(r"(?<=_proj)_(?=bias$)|(?<=dense)_(?=bias$)")

@@ -173,8 +173,8 @@ LLAMAS: dict[str, Family] = {
         | {"qkv": turned_back(t.QKV), "up": "mlp.fc1", "down": "mlp.fc2"}),
     "apertus": t.llama(
         "Apertus", (131072, 4096, 14336, 32, 32, None, 65536), (1, 2), t.ATTENTION_BIAS, t.UNGATED,
-        t.HEAD_NORMS,
-        keys={"hidden_act": "xielu", "rms_norm_eps": 1e-5, "rope_theta": 12000000.0,
+        t.HEAD_NORMS, only={"hidden_act": ("xielu",)}, fields={"feed_forward": "xielu"},
+        keys={"rms_norm_eps": 1e-5, "rope_theta": 12000000.0,
               "rope_parameters": _LLAMA3 | {"factor": 8.0}},
         layers={"attention_norm": "attention_layernorm",
                 "feed_forward_norm": "feedforward_layernorm",

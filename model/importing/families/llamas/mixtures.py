@@ -175,7 +175,8 @@ MIXTURES: dict[str, Family] = {
     "hy_v3": t.llama(
         "HYV3", (120832, 4096, 13312, 80, 64, 8, 131072), (None, None), t.BIASES, t.HEAD_NORMS,
         e.experts(192, 8, 1536, router="mlp.router.gate", normalize_expert_shares=True), e.TYPES,
-        e.BIASED, e.shared_expert("mlp.shared_mlp", count="num_shared_experts"),
+        e.BIASED, e.shared_expert("mlp.shared_experts", count="num_shared_experts"),
+        former_names={"shared_mlp": "shared_experts"},
         keys={"rms_norm_eps": 1e-5, "rope_theta": 11158840.0, "head_dim": 128,
               "num_shared_experts": 1, "routed_scaling_factor": 2.826, "first_k_dense_replace": 1},
         names={"routed_scaling_factor": "router_scaling_factor"},
@@ -203,7 +204,8 @@ MIXTURES: dict[str, Family] = {
               "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1,
               "moe_layer_interval": 1},
         names={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
-        only={"use_bias": (False,)}, fields={"choice_bias": "scores", "dense_layers": _ernie_dense},
+        only={"use_bias": (False,), "moe_norm_min": (1e-12,)},
+        fields={"choice_bias": "scores", "dense_layers": _ernie_dense},
         layers={"choice_bias": without_first_axis("mlp.moe_statics.e_score_correction_bias")}),
     "flint": t.llama(
         "Flint", (150144, 2048, 6144, 49, 32, 4, 262144), (None, None), t.ATTENTION_BIAS,
