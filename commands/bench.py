@@ -168,7 +168,8 @@ def bench_steps(
     as_json: Json = False,
 ) -> None:
     """Draw a server's last steps: whose prompts they computed when, and whose streams went on."""
-    with loading(quiet=as_json), one_line_errors():
+    with one_line_errors(), ProgressBar(quiet=as_json) as progress:
+        progress(f"drawing {out.name}", 0, 0)
         from kvasir.loadtest.steps import draw_steps, read_steps, rows_of
 
         steps = read_steps(server, api_key, model)

@@ -40,7 +40,7 @@ _PURPOSES = {
     "cpu": "serve, generate, explain on the CPU",
     "cuda": "the same on an NVIDIA GPU, in place of cpu",
     "webgpu": "the same on any GPU that WebGPU reaches",
-    "train": "train, import, export, eval",
+    "train": "train, export, merge, eval",
     "hub": "pull hf://…",
     "oci": "pull oci://…",
     "s3": "pull s3://…",

@@ -47,7 +47,7 @@ class Values:
 
     @cached_property
     def has_linears(self) -> bool:
-        """Tell whether some product is one of ours already."""
+        """True if some product is one of ours already."""
         return any(node.op_type in LINEARS for node in self.nodes)
 
     def operator(self, name: str) -> str:

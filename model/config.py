@@ -242,28 +242,28 @@ class TransformerConfig:
 
     @property
     def turns_outside(self) -> bool:
-        """Tell whether heads are turned before attention's operator gets them."""
+        """True if heads are turned before attention's operator gets them."""
         return self.qk_norm_after_rotary or self.latents is not None
 
     @property
     def has_plain_head_norms(self) -> bool:
-        """Tell whether RMSNorms over each head of queries and keys are last before attention."""
+        """True if RMSNorms over each head of queries and keys are last before attention."""
         other = self.qk_norm_across_heads or self.qk_norm_after_rotary or self.qkv_clip
         return self.qk_norm and self.qk_norm_kind == "rmsnorm" and not other
 
     @property
     def has_head_norm_bias(self) -> bool:
-        """Tell whether norms of queries and keys add a bias."""
+        """True if norms of queries and keys add a bias."""
         return self.qk_norm_kind == "layernorm" and self.norm_bias
 
     @property
     def has_learned_positions(self) -> bool:
-        """Tell whether positions have learned embeddings."""
+        """True if positions have learned embeddings."""
         return self.position in ("learned", "learned_relative")
 
     @property
     def has_relative_bias(self) -> bool:
-        """Tell whether distances have learned biases."""
+        """True if distances have learned biases."""
         return self.position in ("relative", "learned_relative")
 
     def rotates(self, layer: int) -> bool:

@@ -65,7 +65,7 @@ RULES = {
     "server.engine.adapters": ("model.adapters", "kernels"),
     "server.engine.grammar": ("model.platform",),
     "server.engine": (*WITHOUT_TORCH, "kernels"),
-    "server.state": ("model.platform", "server.errors"),
+    "server.state": ("server.errors",),
     "server.telemetry": ("model.platform", "server.errors", "server.engine"),
     "server.text": (*WITHOUT_TORCH, "server.engine.grammar"),
     "server.batches": (*SHARED, "server.state"),

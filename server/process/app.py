@@ -153,7 +153,7 @@ def secret_of(settings: Settings, name: Literal["salt", "state_url"]) -> str | N
 def _state(settings: Settings) -> State:
     """Return the state of this server, or of all replicas.
 
-    Raises StartupError for an URL that cannot be read, or if the package for it is missing.
+    Raises StartupError for a URL that cannot be read, or if the package for it is missing.
     """
     n_bytes, url = int(settings.stored_responses_memory), secret_of(settings, "state_url")
     if url is None:

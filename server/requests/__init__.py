@@ -1,4 +1,4 @@
 """Everything between a protocol and the engine: typed requests, admission, deadlines, streams.
 
-Imports `server.engine`, `server.text`, `server.telemetry`, settings and errors.
+Imports `server.engine`, `server.state`, `server.text`, `server.telemetry`, settings and errors.
 """

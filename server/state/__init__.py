@@ -1,5 +1,5 @@
 """State that the replicas of a fleet share, or that a server alone keeps in its memory.
 
 Tokens and requests of callers, stored responses, and who streams a response now. Imports errors
-and model/platform only.
+only.
 """

@@ -33,9 +33,9 @@ def away() -> UnavailableError:
 
 
 class Link:
-    """Redis at an URL: once a reply fails to come, nobody waits until `keep` has had one.
+    """Redis at a URL: once a reply fails to come, nobody waits until `keep` has had one.
 
-    Raises StartupError for an URL that cannot be read.
+    Raises StartupError for a URL that cannot be read.
     """
 
     def __init__(self, url: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -101,6 +102,15 @@ def test_a_file_named_outright_ignores_the_patterns(tmp_path: Path) -> None:
     write_files(tmp_path, {"a.txt": "a", ".hidden": "h"})
     assert read(tmp_path / "a.txt", include=("*.py",), exclude=("*",)).texts == ["a"]
     assert read(tmp_path / ".hidden").texts == ["h"]
+
+
+def test_a_folder_of_lines_of_json_is_refused(tmp_path: Path) -> None:
+    """Its chats would be learned as text, braces and all; files that are named are parsed."""
+    folder = write_files(tmp_path, {"f/chats.jsonl": '{"messages": []}\n', "f/deep/b.jsonl": "{}"})
+    with pytest.raises(CorpusError, match=re.escape(f"{folder}/f/*.jsonl")):
+        read(folder / "f")
+    write_files(folder, {"f/a.txt": "a"})
+    assert len(read(folder / "f").texts) == 3
 
 
 def test_hidden_files_and_folders_are_read_only_when_they_are_named(tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ def read_corpus(
 
     include and exclude are shell patterns on paths relative to a folder; a file among `paths` is
     always read, and no file twice. A binary file inside a folder is left out and counted. Raises
-    CorpusError for a binary, missing or unreadable path, and for a corpus without text.
+    CorpusError for a binary, missing or unreadable path, a folder of JSONL alone, and a corpus
+    without text.
     """
     texts: list[str] = []
     seen: set[Path] = set()  # a document read twice would be trained on and held out
@@ -54,7 +55,11 @@ def read_corpus(
     for path in paths:
         if not path.exists():
             raise CorpusError(f"{path} does not exist")
-        for file in [path] if path.is_file() else sorted(_walk(path, include, exclude)):
+        files = [path] if path.is_file() else sorted(_walk(path, include, exclude))
+        if path.is_dir() and files and all(file.suffix == ".jsonl" for file in files):
+            mend = f"to learn chats, pairs or labels, name the files: {path / '*.jsonl'}"
+            raise CorpusError(f"{path} has only JSONL, and a folder is read as text; {mend}")
+        for file in files:
             if file.resolve() in seen:
                 continue
             seen.add(file.resolve())
