@@ -46,7 +46,7 @@ NO_OPS: dict[str, list[Any]] = {
     for name in names.split()
 }
 
-# What does here what other servers' fields do.
+# Fields of other servers, and ours that do the same.
 _SCHEMA = "response_format (in /v1/responses text.format, in /v1/messages output_config.format)"
 _LENGTH = "max_tokens (in /v1/responses max_output_tokens)"
 USED_HERE = {

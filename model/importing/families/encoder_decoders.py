@@ -99,7 +99,7 @@ def _bart_names(side: str) -> dict[str, str]:
 
 
 def _marian_sinusoids(n_positions: int, d_model: int) -> Tensor:
-    """Vaswani et al. 2017, section 3.5, with all sines before all cosines."""
+    """Make the table of Vaswani et al. 2017, section 3.5, with all sines before all cosines."""
     pairs = torch.arange(0, d_model, 2, dtype=torch.float64) / d_model
     return halves(torch.outer(torch.arange(n_positions, dtype=torch.float64), 10000.0**-pairs))
 
