@@ -72,7 +72,8 @@ def of_adapter(base: object) -> str:
     """Return what is wrong with an adapter, for a line that begins with its name."""
     return (
         f"is a LoRA adapter of {base or 'another model'}, not a model; merge it into that with: "
-        f"kvasir merge {base or 'MODEL'} ADAPTER --out DIR"
+        f"kvasir merge {base or 'MODEL'} ADAPTER --out DIR; or serve it beside that: kvasir serve "
+        f"{base or 'MODEL'} --adapter NAME=ADAPTER"
     )
 
 

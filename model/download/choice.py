@@ -80,7 +80,7 @@ def _checkpoint(
     for name in (CONFIG_FILE, *tokenizer):
         if name not in names:
             raise DownloadError(
-                f"{reference} has no {name}, which import needs; save the model with transformers: "
+                f"{reference} has no {name}, which export needs; save the model with transformers: "
                 "save_pretrained(FOLDER) of the model and of its AutoTokenizer"
             )
     return [*weights, *tokenizer, *filter(_TEXTS.fullmatch, names)]
