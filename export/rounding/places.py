@@ -8,7 +8,7 @@ function as it is. What rounding loses depends on it: Xiao et al., "SmoothQuant"
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +36,8 @@ class Place:
     """Activations of n_channels, by the names of the parameters that make and that read them.
 
     group: the channels that come one after the other, as often as `repeats` says, before the next
-    ones: those of a head of values, for each head of queries that reads them.
+    ones: those of a head of values, for each head of queries that reads them. squares: activations
+    grow as the squares of what is made; factors are powers of four then.
     """
 
     makers: tuple[Maker, ...]
@@ -44,6 +45,7 @@ class Place:
     n_channels: int
     group: int = 1
     repeats: int = 1
+    squares: bool = False
 
     def columns(self, factors: Factors) -> Factors:
         """Return the factor of each column that reads a channel, from those of channels."""
@@ -57,13 +59,14 @@ class Place:
         """
         columns = self.columns(factors)
         result = {name: _along(columns, -1, shapes[name]) for name in self.readers}
+        made = 1.0 / (np.sqrt(factors) if self.squares else factors)
         for name, first, step in self.makers:
             if name.endswith(_OF_HEADS):
-                result[name] = (1.0 / factors).reshape(shapes[name][0], 1, -1)
+                result[name] = made.reshape(shapes[name][0], 1, -1)
                 continue
             axis = -2 if name.endswith("weight") and len(shapes[name]) > 1 else -1
             outputs = np.ones(shapes[name][axis], dtype=np.float32)
-            outputs[first : first + step * self.n_channels : step] = 1.0 / factors
+            outputs[first : first + step * self.n_channels : step] = made
             result[name] = _along(outputs, axis, shapes[name])
         return result
 
@@ -73,13 +76,23 @@ def places(config: TransformerConfig) -> Iterator[Place]:
     shapes = parameter_shapes(config)
     if config.encoder is not None:
         yield from _of_blocks(config.encoder, shapes, "encoder.")
-        if config.encoder.norm_placement != "post":
-            ends = (".cross_attention.key_value.weight", ".recurrence.start.weight")
-            readers = [name for name in shapes if name.endswith(ends)]
-            yield _after_norm(config.encoder, shapes, "encoder.norm", *readers)
+        ends = (".cross_attention.key_value.weight", ".recurrence.start.weight")
+        readers = [name for name in shapes if name.endswith(ends)]
+        yield _after_norm(config.encoder, shapes, _last_norm(config.encoder, "encoder."), *readers)
     yield from _of_blocks(config, shapes, "")
-    if {"head.weight", "norm.weight"} <= shapes.keys():  # no projection is between them
-        yield _after_norm(config, shapes, "norm", "head.weight")
+    last = _last_norm(config, "")
+    if config.head_projection is not None:
+        yield _after_norm(config, shapes, last, "norm.1.linear.weight")
+        last = "norm.1.norm"
+    if {"head.weight", f"{last}.weight"} <= shapes.keys():
+        yield _after_norm(config, shapes, last, "head.weight")
+
+
+def _last_norm(config: TransformerConfig, prefix: str) -> str:
+    """Return the norm that makes what a network's blocks show: the last block's or one after it."""
+    if config.norm_placement == "post":
+        return f"{prefix}blocks.{config.n_layer - 1}.feed_forward_norm"
+    return f"{prefix}norm" if config.head_projection is None else f"{prefix}norm.0"
 
 
 def _of_blocks(config: TransformerConfig, shapes: Shapes, prefix: str) -> Iterator[Place]:
@@ -117,8 +130,9 @@ def _of_blocks(config: TransformerConfig, shapes: Shapes, prefix: str) -> Iterat
                 yield _between(
                     shapes, f"{feed}.{up}", f"{feed}.{down}", config.d_ff, 1, config.d_ff
                 )
-            case "relu":
-                yield _between(shapes, f"{feed}.{up}", f"{feed}.{down}", 0, 1, config.d_ff)
+            case "relu" | "relu2" as kind:
+                place = _between(shapes, f"{feed}.{up}", f"{feed}.{down}", 0, 1, config.d_ff)
+                yield replace(place, squares=kind == "relu2")
 
 
 def _of_attention(

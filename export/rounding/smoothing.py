@@ -181,17 +181,18 @@ def choose_factors(
         per_channel(x.square().mean(dim=0), Tensor.mean).sqrt(),
     ]
     for size, power in [(sizes[0], 0.0), *product(sizes, _POWERS)]:
-        candidate = _factors(size, weight_reach, power)
+        candidate = _factors(size, weight_reach, power, squares=place.squares)
         if (found := error(torch.from_numpy(place.columns(candidate)))) < best:
             best, factors = found, candidate
     return factors
 
 
-def _factors(largest: Tensor, weight_reach: Tensor, power: float) -> Factors:
+def _factors(largest: Tensor, weight_reach: Tensor, power: float, *, squares: bool) -> Factors:
     """Return k_j, of which the geometric mean is about 1; 1 where either is silent."""
     loud = (largest > _SMALLEST * largest.max()) & (weight_reach > _SMALLEST * weight_reach.max())
     logs = power * largest.log2() - (1.0 - power) * weight_reach.log2()
+    step = 2.0 if squares else 1.0
     if loud.any():
         logs -= logs[loud].mean().round()
-    factors: Factors = logs.round().exp2().where(loud, torch.ones(())).numpy()
+    factors: Factors = (step * (logs / step).round()).exp2().where(loud, torch.ones(())).numpy()
     return factors

@@ -159,6 +159,10 @@ class LayeredDecoder:
         """Return the vectors of each row's tokens after the last norm, [tokens, d_model]."""
         return [self.normed(hidden) for hidden in self.run(rows, progress, watch=watch)]
 
+    def watched_norm(self, watch: Watch) -> AbstractContextManager[None]:
+        """Watch what `normed` computes."""
+        return watch(self._decoder.norm, "norm.")
+
     @torch.inference_mode()
     def normed(self, hidden: Tensor) -> Tensor:
         """Return what the head reads of last outputs [tokens, d_model]."""

@@ -106,8 +106,9 @@ class Verifier:
             activations.describe(self._calibrates_on, described)
             tied = self._decoder.config.tied_embeddings
             head = "embedding.weight" if tied else "head.weight"
-            for row in calibrated:
-                activations.add(head, self._decoder.normed(self._hidden[row]))
+            with self._decoder.watched_norm(activations.watch):
+                for row in calibrated:
+                    activations.add(head, self._decoder.normed(self._hidden[row]))
 
     @property
     def calibration_row(self) -> Ids:

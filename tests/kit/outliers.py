@@ -21,7 +21,8 @@ def make_outliers(network: nn.Module, config: TransformerConfig, seed: int = 0) 
     for place in places(config):
         chosen = generator.permutation(place.n_channels)[: max(1, place.n_channels // _SHARE)]
         factors = np.ones(place.n_channels, dtype=np.float32)
-        factors[chosen] = 0.5 ** generator.integers(*_EXPONENTS, size=len(chosen))
+        exponents = generator.integers(*_EXPONENTS, size=len(chosen))
+        factors[chosen] = 0.5 ** (exponents & ~1 if place.squares else exponents)
         with torch.no_grad():
             for name, multiplier in place.multipliers(factors, shapes).items():
                 parameters[name].mul_(torch.from_numpy(multiplier))
