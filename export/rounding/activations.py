@@ -31,7 +31,9 @@ class Activations:
         self._folder = folder
         self.largest: dict[str, Tensor] = {}  # magnitudes, [n_in] each
         self._kept = defaultdict[str, list[Tensor]](list)
-        self.columns: dict[str, Tensor] = {}  # [n_in] each, by which inputs are divided
+        self._experts = defaultdict[str, list[Tensor]](list)  # of each token that is kept
+        # By which inputs are divided, [n_in] or, for each expert, [n_experts, n_in].
+        self.columns: dict[str, Tensor] = {}
         # By parameter: what multiplies it to smooth them.
         self.multipliers = defaultdict[str, list[NDArray[np.float32]]](list)
         self.report: dict[str, Any] = {}  # for the manifest
@@ -52,17 +54,19 @@ class Activations:
                     hooks.enter_context(part.register_forward_pre_hook(note))
             yield
 
-    def _note(self, name: str, _: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        self.add(name, arguments[0])
+    def _note(self, name: str, _: nn.Module, arguments: tuple[Any, ...]) -> None:
+        self.add(name, *arguments)
 
-    def add(self, name: str, x: Tensor) -> None:
-        """Take activations [..., n_in] into account."""
+    def add(self, name: str, x: Tensor, expert: int = 0) -> None:
+        """Take activations [..., n_in] into account; expert: that reads them."""
         x = x.detach().flatten(0, -2)
         if len(x):
             largest = x.abs().amax(dim=0).cpu()
             self.largest[name] = torch.maximum(largest, self.largest.get(name, largest))
+            x = x[::_EVERY] if self._folder is None else x
+            self._experts[name].append(torch.full((len(x),), expert))
             if self._folder is None:
-                self._kept[name].append(x[::_EVERY].to("cpu", torch.bfloat16, copy=True))
+                self._kept[name].append(x.to("cpu", torch.bfloat16, copy=True))
                 return
             with (self._folder / name).open("ab") as file:
                 x.to("cpu", torch.bfloat16).view(torch.int16).numpy().tofile(file)
@@ -75,17 +79,24 @@ class Activations:
                     f"what {name} reads is not finite or too large; the model cannot be rounded"
                 )
 
-    def tokens(self, name: str) -> Tensor:
-        """Return some tokens, [tokens, n_in]."""
+    def tokens(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return some tokens, [tokens, n_in], and the number of the expert that reads each."""
         kept = self._read(name)
-        return kept[:: -(-len(kept) // _TOKENS)].float()
+        step = -(-len(kept) // _TOKENS)
+        return kept[::step].float(), self.experts(name)[::step]
 
     def inputs(self, name: str) -> Tensor | None:
         """Return all tokens as the product reads them, [tokens, n_in]; None without a folder."""
         if self._folder is None or name not in self.largest:
             return None
-        x = self._read(name).float()
-        return x / self.columns[name] if name in self.columns else x
+        x, columns = self._read(name).float(), self.columns.get(name)
+        if columns is None:
+            return x
+        return x / (columns if columns.dim() == 1 else columns[self.experts(name)])
+
+    def experts(self, name: str) -> Tensor:
+        """Return the number of the expert that reads each token that is kept; 0 without experts."""
+        return torch.cat(self._experts[name])
 
     def _read(self, name: str) -> Tensor:
         if self._folder is None:

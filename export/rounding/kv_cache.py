@@ -8,8 +8,8 @@ are aliased as before. Where prompts of int4 have int8 weights, branches hold wh
 The int8 scale is 1, because each channel's scale is folded into the weights: those that make keys
 and values are divided by a 127th of the channel's largest magnitude in a sample of tokens, and
 those of queries and of attention's output are multiplied by as much. Magnitudes beyond the
-sample's are clipped. A key's rotary pair counts as a whole, because its channels trade places as
-positions grow.
+sample's are clipped. A pair of a key's channels that turns after it is divided counts as a whole:
+they trade places as positions grow.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from kvasir.export.rewrite import PROMPT, constant, copy_node
 from kvasir.export.rounding.quantize import products
@@ -42,17 +43,16 @@ class KVScales:
     """The worth of an int8 step of each channel's keys and values, from all that are observed."""
 
     def __init__(self, config: TransformerConfig) -> None:
-        # Channels before those that are turned in pairs.
+        self._config = config
+        # Channels before those of which pairs are turned.
         self._n_still = 0 if config.latents is None else config.latents.rank
-        self._rotates = config.position == "rotary"
         self._largest = torch.zeros(config.n_layer, 2, config.n_kv_head, config.head_dim)
 
     def observe(self, layer: int, _: int, cache: LayerCache) -> None:
         """Take a row's keys and values [n_kv_head, tokens, head_dim] into account."""
         keys, values = cache
-        if self._rotates:  # sqrt(x_c² + x_c'²) for both channels of every pair
-            still, turned = keys.tensor_split([self._n_still], dim=-1)
-            keys = torch.cat((still, torch.hypot(*turned.chunk(2, dim=-1)).repeat(1, 1, 2)), dim=-1)
+        still, rest = keys.tensor_split([self._n_still], dim=-1)
+        keys = torch.cat((still, lengths_of_pairs(self._config, layer, rest)), dim=-1)
         if self._n_still:  # the cache has one of both
             values = keys
         # A NaN or an infinity is for verification to find.
@@ -64,6 +64,19 @@ class KVScales:
         """Return float [2 * n_layer, n_kv_head, head_dim], each layer's keys, then values."""
         steps = (self._largest.flatten(0, 1) / 127.0).clamp(min=_SMALLEST_SCALE)
         return steps.numpy().astype(np.float32)
+
+
+def lengths_of_pairs(config: TransformerConfig, layer: int, heads: Tensor) -> Tensor:
+    """Return sizes [..., head_dim] of a layer's queries or keys, which turning does not change.
+
+    Both channels of a pair that turns after factors apply have sqrt(x_c² + x_c'²).
+    """
+    if not config.rotates(layer) or config.qk_norm_after_rotary:
+        return heads.abs()
+    halves = heads.abs().chunk(2, dim=-1)
+    lengths, n_pairs = torch.hypot(*halves), (config.rotary_dim or config.head_dim) // 2
+    turns = torch.arange(lengths.shape[-1], device=heads.device) < n_pairs
+    return torch.cat([torch.where(turns, lengths, half) for half in halves], dim=-1)
 
 
 def scale_kv_channels(weights: Weights, config: TransformerConfig, scales: Floats) -> None:

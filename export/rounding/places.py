@@ -37,7 +37,8 @@ class Place:
 
     group: the channels that come one after the other, as often as `repeats` says, before the next
     ones: those of a head of values, for each head of queries that reads them. squares: activations
-    grow as the squares of what is made; factors are powers of four then.
+    grow as the squares of what is made; factors are powers of four then. n_experts: each of these
+    makes and reads channels of its own, and has factors of its own or the same as the others.
     """
 
     makers: tuple[Maker, ...]
@@ -46,16 +47,25 @@ class Place:
     group: int = 1
     repeats: int = 1
     squares: bool = False
+    n_experts: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the most factors that there can be."""
+        return (self.n_channels,) if self.n_experts is None else (self.n_experts, self.n_channels)
 
     def columns(self, factors: Factors) -> Factors:
         """Return the factor of each column that reads a channel, from those of channels."""
+        if factors.ndim > 1:
+            return factors
         columns: Factors = factors.reshape(-1, self.group).repeat(self.repeats, axis=0).ravel()
         return columns
 
     def multipliers(self, factors: Factors, shapes: Shapes) -> dict[str, Factors]:
-        """Return what parameters are multiplied by to divide activations by factors [n_channels].
+        """Return what parameters are multiplied by to divide activations by factors.
 
-        They broadcast to the parameters, whose shapes are given.
+        factors: [n_channels] or, of each expert, [n_experts, n_channels]. Results broadcast to the
+        parameters, whose shapes are given.
         """
         columns = self.columns(factors)
         result = {name: _along(columns, -1, shapes[name]) for name in self.readers}
@@ -65,8 +75,8 @@ class Place:
                 result[name] = made.reshape(shapes[name][0], 1, -1)
                 continue
             axis = -2 if name.endswith("weight") and len(shapes[name]) > 1 else -1
-            outputs = np.ones(shapes[name][axis], dtype=np.float32)
-            outputs[first : first + step * self.n_channels : step] = made
+            outputs = np.ones((*made.shape[:-1], shapes[name][axis]), dtype=np.float32)
+            outputs[..., first : first + step * self.n_channels : step] = made
             result[name] = _along(outputs, axis, shapes[name])
         return result
 
@@ -121,7 +131,9 @@ def _of_blocks(config: TransformerConfig, shapes: Shapes, prefix: str) -> Iterat
             yield _between(shapes, f"{cross}.key_value", f"{cross}.output", n_values, 1, *groups)
         match config.feed_forward if f"{feed}.{down}.weight" in shapes else None:
             case "swiglu" | "geglu" | "geglu_tanh" if is_mixture:
-                yield _between(shapes, f"{feed}.{up}", f"{feed}.{down}", 1, 2, config.d_expert or 0)
+                sizes = 1, 2, config.d_expert or 0
+                place = _between(shapes, f"{feed}.{up}", f"{feed}.{down}", *sizes)
+                yield replace(place, n_experts=config.n_experts)
                 if (shared := config.d_shared_expert) is not None:
                     yield _between(
                         shapes, f"{feed}.shared.up", f"{feed}.shared.down", shared, 1, shared
@@ -200,7 +212,12 @@ def _makers(shapes: Shapes, module: str, first: int, step: int) -> tuple[Maker, 
 
 
 def _along(values: Factors, axis: int, shape: tuple[int, ...]) -> Factors:
-    """Return values as an array that broadcasts along an axis of a shape, counted from the end."""
+    """Return values as an array that broadcasts along an axis of a shape, counted from the end.
+
+    values: [n] or, for each part of the first axis, [parts, n].
+    """
     sizes = [1] * len(shape)
-    sizes[axis] = len(values)
+    sizes[axis] = values.shape[-1]
+    if values.ndim > 1:
+        sizes[0] = len(values)
     return values.reshape(sizes)

@@ -33,6 +33,7 @@ from kvasir.export.rounding.formulas import (
     quantize_rows,
     restore_blocks,
 )
+from kvasir.export.rounding.keys import balance_keys
 from kvasir.export.rounding.mixing import is_mixed, mix, mix_weights
 from kvasir.export.rounding.places import Factors, Place, places
 from kvasir.model.config import TransformerConfig
@@ -42,9 +43,10 @@ from kvasir.model.platform.progress import Progress, no_progress, with_progress
 from kvasir.model.tensor_files import LazyWeights
 
 _POWERS = (0.3, 0.5, 0.7, 0.85, 1.0)
-_ROWS = 128  # of each matrix that products are measured on
+_ROWS, _OF_EXPERT = 128, 16  # rows of each matrix that products are measured on
 _FEWER = 4  # of the tokens, for the size of outputs
 _SMALLEST = 1e-6  # of the largest magnitude: channels below it count as silent
+_IN_FLOATS = ("router.weight", "shared_gate.weight")  # end names of matrices that are not rounded
 
 Change = Callable[[Tensor], Tensor]
 
@@ -112,6 +114,11 @@ def smooth(
         )
     ]
     activations.report |= {"places": len(chosen), "smoothed": 0}
+    of_texts = {"": config} if config.pooling else {"encoder.": config.encoder}
+    for prefix, network in of_texts.items():
+        if network is not None:
+            for name, multiplier in balance_keys(network, weights, activations, prefix):
+                scaled[name].append(multiplier)
     for place in with_progress(chosen, "smoothing outliers", progress):
         factors = choose_factors(place, weights, activations, device, precision)
         if factors is not None:
@@ -119,7 +126,7 @@ def smooth(
             for name, multiplier in place.multipliers(factors, shapes).items():
                 scaled[name].append(multiplier)
                 if name in place.readers:
-                    activations.columns[name] = torch.from_numpy(multiplier).ravel()
+                    activations.columns[name] = torch.from_numpy(place.columns(factors))
 
     def read(name: str) -> Tensor:
         weight = weights[name]
@@ -139,34 +146,80 @@ def choose_factors(
     device: Device,
     precision: str,
 ) -> Factors | None:
-    """Return a place's factors [n_channels] with the least error; None to leave it as it is.
+    """Return a place's factors with the least error; None to leave it as it is.
 
-    A place stays as it is if int4 finds a matrix that was rounded so before: it would lose that.
+    They are [n_channels] or, where experts lose less with factors of their own, of the place's
+    `shape`. A place stays as it is if int4 finds a matrix that was rounded so before: it would lose
+    that.
     """
-    x = activations.tokens(place.readers[0])
+    first = place.readers[0]
+    x, experts = activations.tokens(first)
+    stored = {name: weights[name] for name in place.readers}
+    matrices = (matrix for name, matrix in stored.items() if not name.endswith(_IN_FLOATS))
+    if precision == "int4" and any(map(_is_in_blocks, matrices)):
+        return None
+    measure = partial(_least_error, place, device, precision)
+    if place.n_experts is None:
+        return measure(stored, x, activations.largest[first])[1]
+    lost, factors = measure(stored, x, activations.largest[first], experts)
+    balance = _balance(place, weights[place.makers[0].name], stored[first])
+    stored = {name: m * balance[:, None].to(m.dtype) for name, m in stored.items()}
+    x = x / balance[experts]
+    lost_balanced, more = measure(stored, x, x.abs().amax(dim=0), experts)
+    if lost_balanced < lost:
+        factors = balance.numpy() * (1.0 if more is None else more)
+    return factors
+
+
+def _is_in_blocks(matrix: Tensor) -> bool:
+    """Tell whether 4 bits hold rows of a matrix to the bit."""
+    rows = _some_rows(matrix)
+    return torch.equal(_in_blocks(rows, bits=4), rows)
+
+
+def _least_error(
+    place: Place,
+    device: Device,
+    precision: str,
+    stored: Mapping[str, Tensor],
+    x: Tensor,
+    largest: Tensor,
+    experts: Tensor | None = None,
+) -> tuple[float, Factors | None]:
+    """Return the least error of any factors [n_channels], and these; None for ones.
+
+    stored: the place's readers by name. x: tokens [tokens, n_in]. largest: magnitudes of all
+    tokens, [n_in]. experts: the one that reads each token, where readers are experts' alone.
+    """
     matrices, widest = list[tuple[Tensor, list[Rounding]]](), torch.zeros(x.shape[1])
-    for name in place.readers:
-        stored = weights[name].flatten(0, -2)
-        for part in stored.split(2**12):
+    for name, matrix in stored.items():
+        for part in matrix.flatten(0, -2).split(2**12):
             rows = part.float()
             outputs = (x[::_FEWER] @ rows.t()).square().mean(dim=0).sqrt()
             reach = rows.abs() / outputs.clamp(min=SMALLEST_SCALE)[:, None]
             widest = torch.maximum(widest, reach.amax(dim=0))
-        if not name.endswith(("router.weight", "shared_gate.weight")):
-            some = stored[:: -(-len(stored) // _ROWS)].float()
-            if precision == "int4" and torch.equal(_in_blocks(some, bits=4), some):
-                return None
+        if not name.endswith(_IN_FLOATS):
+            if experts is None:
+                some = _some_rows(matrix)
+            else:  # [n_experts, rows, n_in]
+                some = torch.stack([_some_rows(of_one, _OF_EXPERT) for of_one in matrix])
             matrices.append((some, roundings(device, precision, name, x.shape[1])))
+
+    def multiply(tokens: Tensor, rows: Tensor) -> Tensor:
+        return tokens @ rows.t() if experts is None else (rows[experts] @ tokens[..., None])[..., 0]
 
     def error(columns: Tensor) -> float:
         total = 0.0
         for matrix, of_matrix in matrices:
-            exact = x @ matrix.t()
-            of_outputs = exact.square().mean(dim=0).clamp(min=SMALLEST_SCALE)
-            of_tokens = (exact.square() / of_outputs).mean(dim=1).clamp(min=SMALLEST_SCALE)
+            exact = multiply(x, matrix)
+            squares = exact.square()
+            # An expert reads too few tokens to tell the size of each output.
+            of_outputs = squares.mean(dim=0) if experts is None else squares.mean()
+            of_outputs = of_outputs.clamp(min=SMALLEST_SCALE)
+            of_tokens = (squares / of_outputs).mean(dim=1).clamp(min=SMALLEST_SCALE)
             for of_activations, of_weights in of_matrix:
-                rounded = of_activations(x / columns) @ of_weights(matrix * columns).t()
-                errors = (rounded - exact).square() / of_outputs
+                rows = of_weights((matrix * columns).flatten(0, -2)).view_as(matrix)
+                errors = (multiply(of_activations(x / columns), rows) - exact).square() / of_outputs
                 total += (errors.mean(dim=1) / of_tokens).mean().item()
         return total
 
@@ -177,14 +230,33 @@ def choose_factors(
     best = error(torch.ones(x.shape[1]))
     factors: Factors | None = None
     sizes = [
-        per_channel(activations.largest[place.readers[0]], Tensor.amax),
+        per_channel(largest, Tensor.amax),
         per_channel(x.square().mean(dim=0), Tensor.mean).sqrt(),
     ]
     for size, power in [(sizes[0], 0.0), *product(sizes, _POWERS)]:
         candidate = _factors(size, weight_reach, power, squares=place.squares)
         if (found := error(torch.from_numpy(place.columns(candidate)))) < best:
             best, factors = found, candidate
-    return factors
+    return best, factors
+
+
+def _some_rows(matrix: Tensor, n: int = _ROWS) -> Tensor:
+    rows = matrix.flatten(0, -2)
+    return rows[:: -(-len(rows) // n)].float()
+
+
+def _balance(place: Place, making: Tensor, reading: Tensor) -> Tensor:
+    """Return factors [n_experts, n_channels] that leave experts none of their own.
+
+    k_j = (|row j of what makes| / |column j of what reads|)^1/2 of an expert, over the geometric
+    mean of all experts'. A sample of tokens has too few of each expert's to tell.
+    """
+    _, first, step = place.makers[0]
+    rows = torch.stack([expert[first::step].float().norm(dim=1) for expert in making])
+    columns = torch.stack([expert.float().norm(dim=0) for expert in reading])
+    of_rows, of_columns = (norms.clamp(min=SMALLEST_SCALE).log2() for norms in (rows, columns))
+    logs = (of_rows - of_columns) / 2.0
+    return (logs - logs.mean(dim=0)).round().exp2()
 
 
 def _factors(largest: Tensor, weight_reach: Tensor, power: float, *, squares: bool) -> Factors:

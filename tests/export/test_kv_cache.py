@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,6 +71,28 @@ def test_a_scale_reaches_as_far_as_the_sample(changes: dict[str, object]) -> Non
             left, right = np.split(scales[block], 2, axis=1)
             assert (left == right).all()
             assert (left * 127 <= 1.001 * np.hypot(*np.split(reach, 2, axis=1))).all()
+
+
+@pytest.mark.parametrize("changes", [
+    {"rotary_dim": 8},
+    {"layers_without_rotary": (1,)},
+    {"qk_norm": True, "qk_norm_after_rotary": True},
+])  # fmt: skip
+def test_a_channel_of_keys_that_turns_no_more_has_a_scale_of_its_own(
+    changes: dict[str, Any],
+) -> None:
+    """However large it is, no other channel loses."""
+    decoder, channel = make_decoder(make_config(**changes)), 5
+    before, attention = measure_scales(decoder), decoder.get_submodule("blocks.1.attention")
+    first = decoder.config.n_head * decoder.config.head_dim
+    with torch.no_grad():
+        if decoder.config.qk_norm:
+            attention.get_parameter("key_norm.weight")[0, channel] *= 64.0
+        else:
+            attention.get_parameter("qkv.weight")[first + channel] *= 64.0
+    expected = before.copy()
+    expected[2, 0, channel] *= 64.0
+    np.testing.assert_allclose(measure_scales(decoder), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])

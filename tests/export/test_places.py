@@ -52,9 +52,9 @@ def outputs(model: Transformer, seed: int = 1, n_rows: int = 2) -> Tensor:
 
 
 def random_factors(place: Place, i: int) -> np.ndarray[Any, Any]:
-    """Powers of two: a product with them is exact."""
-    exponents = np.random.default_rng(i).integers(-3, 4, size=place.n_channels) * 2
-    return np.ldexp(np.ones(place.n_channels, dtype=np.float32), exponents)
+    """Powers of four: a product with them, and with their roots, is exact."""
+    exponents = np.random.default_rng(i).integers(-3, 4, size=place.shape) * 2
+    return np.ldexp(np.ones(place.shape, dtype=np.float32), exponents)
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS.keys())

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,15 +28,24 @@ from kvasir.export.verification.pair_plan import SamplePairs
 from kvasir.export.verification.segments import SegmentedGraph
 from kvasir.export.verification.vectors import observe_vectors, verify_vectors
 from kvasir.export.verification.verify import Verifier
+from kvasir.kernels.library import FILE, Library
 from kvasir.loadtest.random_model import dummy_tokenizer
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import ENCODER_GRAPH_FILE, GRAPH_FILE
 from kvasir.model.network.feed_forward import ExpertLinear
 from kvasir.model.network.transformer import Transformer
 from tests.export.test_places import MODELS, outputs
-from tests.kit.encoders import MODERN
+from tests.kernels.graphs import needs_library
+from tests.kit.encoders import (
+    BERT,
+    LAST_TOKEN,
+    MODERN,
+    expected_vectors,
+    make_text,
+    open_runner,
+)
 from tests.kit.outliers import make_outliers
-from tests.kit.random_models import make_config, make_decoder
+from tests.kit.random_models import SHAPE, RandomModel, make_config, make_decoder
 from tests.kit.short_samples import shorten_samples
 
 short_samples = pytest.fixture(scope="module", autouse=True)(shorten_samples)
@@ -165,6 +175,40 @@ def test_outliers_cost_vectors_at_most_half_as_much_again(tmp_path: Path) -> Non
     assert losses[1] <= 1.5 * losses[0]
 
 
+@needs_library
+@pytest.mark.parametrize("shape", [BERT, MODERN, LAST_TOKEN], ids=["bert", "modernbert", "qwen3"])
+def test_what_is_large_in_queries_and_small_in_keys_costs_vectors_at_most_half_as_much_again(
+    shape: dict[str, Any], tmp_path: Path
+) -> None:
+    """Our own operators round both."""
+    config, channels, losses = make_config(**shape), [3, 3 + SHAPE["head_dim"] // 2], list[float]()
+    for factor in (1.0, 64.0):
+        network, activations = make_decoder(config), Activations()
+        weights = network.state_dict()
+        for layer in range(config.n_layer):
+            attention, n_head = f"blocks.{layer}.attention", config.n_head
+            if config.qk_norm:
+                weights[f"{attention}.query_norm.weight"][:, channels] *= factor
+                weights[f"{attention}.key_norm.weight"][:, channels] /= factor
+                continue
+            for kind in ("weight", "bias")[: 1 + config.qkv_bias]:
+                heads = weights[f"{attention}.qkv.{kind}"].unflatten(0, (-1, config.head_dim))
+                heads[:n_head, channels] *= factor
+                heads[n_head : n_head + config.n_kv_head, channels] /= factor
+        tokenizer = dummy_tokenizer(config.vocab_size)
+        observe_vectors(config, weights, tokenizer, activations)
+        smoothed = smooth(config, weights, activations, "cpu", "int8")
+        model = RandomModel(network, tmp_path / GRAPH_FILE)
+        export_encoder_graph(config, smoothed, model.graph, "int8")
+        runner = open_runner(model, library=Library(FILE).resolved())
+        texts = [make_text(model, i) for i in range(20)]
+        expected = np.stack([expected_vectors(model, text)[0] for text in texts])
+        cosines = (np.stack(runner.run(texts)) * expected).sum(axis=1)
+        cosines /= np.linalg.norm(expected, axis=1) * np.linalg.norm(runner.run(texts), axis=1)
+        losses.append(1.0 - float(cosines.mean()))
+    assert losses[1] <= 1.5 * losses[0]
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "gemma", "qwen3 mixture"])
 def test_inputs_are_divided_as_columns_are_multiplied(name: str, tmp_path: Path) -> None:
     """By factors, and by the scales of keys and values: products are what they were, but scaled."""
@@ -181,10 +225,13 @@ def test_inputs_are_divided_as_columns_are_multiplied(name: str, tmp_path: Path)
         x, raw = weights.inputs(product), Activations.inputs(undivided(activations), product)
         assert x is not None
         assert raw is not None
-        made = x @ weights.read(product).flatten(0, -2).T
-        expected = raw @ before[product].flatten(0, -2).T
-        of_rows = (made * expected).sum(dim=0) / expected.square().sum(dim=0)
-        torch.testing.assert_close(made, expected * of_rows, rtol=1e-3, atol=1e-4)
+        n_out, n_in = before[product].shape[-2:]
+        matrices = (m.view(-1, n_out, n_in) for m in (weights.read(product), before[product]))
+        for i, (after, prior) in enumerate(zip(*matrices, strict=True)):
+            own = activations.experts(product) == i
+            made, expected = x[own] @ after.T, raw[own] @ prior.T
+            of_rows = (made * expected).sum(dim=0) / expected.square().sum(dim=0)
+            torch.testing.assert_close(made, expected * of_rows, rtol=1e-3, atol=1e-4)
 
 
 def undivided(activations: Activations) -> Activations:

@@ -19,10 +19,11 @@ def make_outliers(network: nn.Module, config: TransformerConfig, seed: int = 0) 
     generator, shapes = np.random.default_rng(seed), parameter_shapes(config)
     parameters = dict(network.named_parameters())
     for place in places(config):
-        chosen = generator.permutation(place.n_channels)[: max(1, place.n_channels // _SHARE)]
-        factors = np.ones(place.n_channels, dtype=np.float32)
-        exponents = generator.integers(*_EXPONENTS, size=len(chosen))
-        factors[chosen] = 0.5 ** (exponents & ~1 if place.squares else exponents)
+        factors = np.ones(place.shape, dtype=np.float32)
+        for of_channels in factors.reshape(-1, place.n_channels):  # of each expert
+            chosen = generator.permutation(place.n_channels)[: max(1, place.n_channels // _SHARE)]
+            exponents = generator.integers(*_EXPONENTS, size=len(chosen))
+            of_channels[chosen] = 0.5 ** (exponents & ~1 if place.squares else exponents)
         with torch.no_grad():
             for name, multiplier in place.multipliers(factors, shapes).items():
                 parameters[name].mul_(torch.from_numpy(multiplier))
