@@ -137,7 +137,8 @@ class BoundedConnection(HttpToolsProtocol):
             self._declined = without_offer(self.parser, self.url, self.headers)
             return
         super().on_headers_complete()
-        self.cycle.transport = AnswerTransport(self.transport, self._close)
+        answering: Any = AnswerTransport(self.transport, self._close)
+        self.cycle.transport = answering
         if self.parser.get_http_version() < "1.1":
             end_by_close(self.cycle)
         if self._unanswered is None:
