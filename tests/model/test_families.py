@@ -30,8 +30,11 @@ with warnings.catch_warnings():
     from transformers import AutoConfig
 
 
+ALL = DECODERS | ENCODERS | ENCODER_DECODERS
+
+
 def config_of(family: str, **values: Any) -> TransformerConfig:
-    return DECODERS[family].config(values, bos_token_id=None, eos_token_ids=[])
+    return ALL[family].config(values, bos_token_id=None, eos_token_ids=[])
 
 
 # Preset: family, and the keys of its published config.json that say something about the decoder.
@@ -317,9 +320,6 @@ def test_the_older_style_of_rotary_parameters_is_the_same(name: str) -> None:
     assert config_of(family, **old) == config_of(family, **new)
 
 
-ALL = DECODERS | ENCODERS | ENCODER_DECODERS
-
-
 def test_the_documents_list_every_decoder() -> None:
     page = (Path(__file__).parents[2] / "docs/checkpoints.md").read_text()
     section = page.partition("## Decoders")[2].partition("\n## ")[0]
@@ -470,13 +470,16 @@ QUOTED: list[tuple[str, str, Any]] = [
     ("stablelm", "qk_layernorm", True),
     ("falcon", "alibi", True),
     ("falcon", "parallel_attn", False),
-    ("modernbert-decoder", "rope_scaling", {"type": "linear", "factor": 2.0}),
+    ("modernbert", "rope_scaling", {"type": "linear", "factor": 2.0}),
     ("gemma", "hidden_activation", "relu"),
     ("gemma2", "hidden_activation", "relu"),
     ("gemma2", "use_bidirectional_attention", True),
+    ("gemma3_text", "attn_logit_softcapping", 50.0),  # transformers has the key, and no use of it
 ]
+ANOTHER_GELU = {"feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu"}
 YARN_SCALING = {"type": "yarn", "factor": 2.0}
 MOE = {"num_local_experts": 0, "layer_types": ["mamba"] * 32}
+HALF_TURNED = {"full_attention": {"rope_type": "default", "partial_rotary_factor": 0.5}}
 LINEAR_WINDOWS = {"sliding_attention": {"rope_type": "linear"}}
 # Keys, and what a message says of them.
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -506,7 +509,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("phi3", {"rope_scaling": LONGROPE | {"type": "yarn"}}, "rope_scaling is 'yarn'"),
     ("gemma3_text", {"rope_parameters": {"full_attention": 1}}, "rope_parameters is 1"),
     ("gemma3_text", {"rope_parameters": LINEAR_WINDOWS}, "of sliding_attention is 'linear'"),
+    ("lfm3", {"rope_parameters": HALF_TURNED}, "partial_rotary_factor is 0.5"),
     ("cohere2", {"use_qk_norm": True}, "use_qk_norm is True"),
+    ("t5", ANOTHER_GELU, "dense_act_fn is 'gelu', .* only 'gelu_new' with .*'gated-gelu'"),
     ("nanochat", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling is 'yarn'"),
     ("llama4_text", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling is 'yarn'"),
     ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi is False, .* only True"),

@@ -209,7 +209,10 @@ def test_a_folder_is_refused_in_one_line(name: str, folder: Path) -> None:
     assert str(folder) in str(caught.value)
 
 
-MATRICES = {"afmoe": "model.layers.1.self_attn.gate_proj", "lfm3": "model.layers.1.self_attn.g_proj"}
+MATRICES = {
+    "afmoe": "model.layers.1.self_attn.gate_proj",
+    "lfm3": "model.layers.1.self_attn.g_proj",
+}
 MATRICES |= {"gpt_neox_japanese": "gpt_neox_japanese.layers.0.attention.dense"}
 
 

@@ -41,6 +41,9 @@ def _t5_feed_forward(options: Options) -> str:
     computed_kinds = [name for name, ours in _T5_KINDS.items() if ours]
     if kind not in computed_kinds:
         raise refuse("feed_forward_proj", kind, "only " + " or ".join(map(repr, computed_kinds)))
+    activation = "gelu_new" if kind == "gated-gelu" else kind.removeprefix("gated-")
+    if (given := options["dense_act_fn"]) not in (None, activation):
+        raise refuse("dense_act_fn", given, f"only {activation!r} with feed_forward_proj {kind!r}")
     return str(_T5_KINDS[kind])
 
 
@@ -144,6 +147,7 @@ _T5_ENCODER = Family(
     architectures=("T5ForConditionalGeneration", "T5WithLMHeadModel"),
     shape=(32128, 512, 2048, 6, 8, None, 512), tokens=(None, None),
     defaults={"head_dim": 64, "rms_norm_eps": 1e-6, "feed_forward_proj": "relu",
+              "dense_act_fn": None,
               "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128},
     names=_T5_NAMES, only=_NOT_ALONE,
     fields=_T5_FIELDS | _ENCODER,

@@ -51,12 +51,13 @@ def rotary_fields(options: Options, scalings: tuple[str, ...]) -> dict[str, Any]
     if options.get("rotary_dim") is not None:
         of_all = options.whole("rotary_dim") / width
     fraction = rope.number("partial_rotary_factor", of_all)
-    if "partial_rotary_factor" not in options and fraction != 1:
+    kind = rope.get("rope_type") or rope.get("type")
+    of_pairs = kind == "proportional"  # which has factors of those that do not turn, too
+    is_read = "partial_rotary_factor" in options and (of_pairs or "proportional" not in scalings)
+    if not is_read and fraction != 1:
         raise refuse("partial_rotary_factor", fraction, "this family only with 1.0")
     if fraction > 1:
         raise refuse("partial_rotary_factor", fraction, "at most 1.0")
-    kind = rope.get("rope_type") or rope.get("type")
-    of_pairs = kind == "proportional"  # which has factors of those that do not turn, too
     turned = width if of_pairs else int(width * fraction)
     fields: dict[str, Any] = {
         "rope_theta": rope.number("rope_theta") * _ntk_factor(rope, turned),

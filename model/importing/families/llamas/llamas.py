@@ -213,11 +213,10 @@ LLAMAS: dict[str, Family] = {
     "gemma3_text": t.llama(
         "Gemma3", (262208, 2304, 9216, 26, 8, 4, 131072), (2, 1), _GEMMA, _SOFTCAPS,
         t.NORMS_BEFORE_AND_AFTER, _GEMMA_LAST, t.HEAD_NORMS, t.windows(4096, _gemma3_windows),
-        body="Gemma3Text", prefixes=t.WITHIN,
+        body="Gemma3Text", prefixes=t.WITHIN, without=("attn_logit_softcapping",),
         keys={"rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
               "sliding_window_pattern": None, "_sliding_window_pattern": None,
-              "use_bidirectional_attention": False, "final_logit_softcapping": None,
-              "attn_logit_softcapping": None},
+              "use_bidirectional_attention": False, "final_logit_softcapping": None},
         fields={"causal": lambda options: not options["use_bidirectional_attention"]},
         layers={"query_norm": repeated_for_heads(plus_one("self_attn.q_norm")),
                 "key_norm": repeated_for_heads(plus_one("self_attn.k_norm"))}),
