@@ -107,6 +107,9 @@ def export_checkpoint(
         check_bits(bits, is_calibrated_int4=rounds and (device, precision) == ("cpu", "int4"))
     if calibrate is not None and not (smooths and precision in BITS):
         raise ValueError(f"{calibrate} is for rounding weights; leave it out, or round them by it")
+    if not replaces and (out / MANIFEST_FILE).is_file():
+        mend = "replace it with --force, or choose another --out"
+        raise FileExistsError(f"{out} is a model directory; {mend}")
     progress("reading the checkpoint", 0, 0)
     checkpoint = load_checkpoint(source, max_model_len)
     config = checkpoint.config

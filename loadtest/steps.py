@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode
 from urllib.request import Request, urlopen
 
@@ -36,6 +36,8 @@ def read_steps(url: str, api_key: str | None, model: str | None) -> list[dict[st
             steps: list[dict[str, Any]] = json.load(answer)["steps"]
     except HTTPError as error:
         raise ValueError(error_message(error.read())) from None
+    except URLError as error:
+        raise ValueError(f"no answer from {url}: {error.reason}") from None
     if not any(step["prompts"] or step["streams"] for step in steps):
         raise ValueError(f"{url} has computed no text yet")
     return steps

@@ -28,6 +28,7 @@ from kvasir.model.config import TransformerConfig
 from kvasir.model.configuration.fields import ConfigError
 from kvasir.model.directory import (
     CONFIG_FILE,
+    MANIFEST_FILE,
     TOKENIZER_FILE,
     load_config_and_tokenizer,
     newest_checkpoint,
@@ -94,8 +95,9 @@ class Checkpoint:
 def find_checkpoint(directory: Path) -> Path:
     """Return the directory, or a training run's newest step. Raises CheckpointError for neither."""
     if (newest := newest_checkpoint(directory)) is None:
+        lack = "holds no checkpoint, nor a Hugging Face model"
         raise CheckpointError(
-            f"{directory} holds no checkpoint, nor a Hugging Face model; "
+            f"{directory} {lack if directory.exists() else 'does not exist'}; "
             f"make one with: kvasir train CORPUS --out {directory}"
         )
     return newest
@@ -161,7 +163,8 @@ def load_checkpoint(source: Path, max_model_len: int | None = None) -> Checkpoin
         return checkpoint
     if not 2 <= max_model_len <= config.max_model_len:
         raise CheckpointError(
-            f"max_model_len must be from 2 to the model's own {config.max_model_len}"
+            f"max_model_len must be from 2 to the model's own {config.max_model_len}, not "
+            f"{max_model_len}"
         )
     if config.has_learned_positions:
         makers = {name: partial(weights.__getitem__, name) for name in weights}
@@ -203,6 +206,9 @@ def _open_published(source: Path) -> Checkpoint:
 
 def _open_directory(directory: Path) -> Checkpoint:
     path = find_checkpoint(directory)
+    if (path / MANIFEST_FILE).is_file() and not (path / WEIGHTS_FILE).is_file():
+        wrong = "is a model directory, which is served; name what it was exported from"
+        raise CheckpointError(f"{path} {wrong}")
     if (path / ADAPTER_FILE).is_file() and (wrong := find_mistake(path)):  # of a run
         raise CheckpointError(wrong)
     try:

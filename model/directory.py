@@ -175,10 +175,10 @@ def load_model_dir(directory: Path) -> ModelDirectory:
     Raises ModelDirectoryError.
     """
     if not directory.is_dir():
-        source, out = ("CHECKPOINT", directory) if not directory.exists() else (directory, "FOLDER")
-        problem = (
-            f"{directory} is not a directory; make one with: kvasir export {source} --out {out}"
-        )
+        problem = f"{directory} is not a directory; make one with: {_export_command(directory)}"
+        if not directory.exists():
+            command = _export_command("CHECKPOINT", directory)
+            problem = f"{directory} does not exist; make one with: {command}"
         raise ModelDirectoryError(find_mistake(directory) or problem)
     try:
         manifest = _read_manifest(directory / MANIFEST_FILE)
@@ -199,6 +199,10 @@ def load_model_dir(directory: Path) -> ModelDirectory:
         reason = f"{directory} cannot be loaded: {error}"
         raise ModelDirectoryError(f"{reason}; export the model again") from None
     return ModelDirectory(directory, config, manifest, tokenizer, *extras)
+
+
+def _export_command(source: object, out: object = "FOLDER") -> str:
+    return f"kvasir export {source} --out {out}"
 
 
 def _check_files(directory: Path, hashes: Mapping[str, str]) -> None:
@@ -235,11 +239,13 @@ def _check_external_data(graph: Path, manifest: Manifest) -> None:
 
 def _read_manifest(path: Path) -> Manifest:
     if not path.is_file():
-        raise ModelDirectoryError(
-            find_mistake(path.parent)
-            or f"{path.parent} has no {path.name}, so it is not a model directory; make one with: "
-            f"kvasir export {path.parent} --out FOLDER"
-        )
+        folder, inside = path.parent, min(path.parent.glob(f"*/{MANIFEST_FILE}"), default=None)
+        problem = f"{folder} has no {path.name}, so it is not a model directory"
+        problem += f"; make one with: {_export_command(folder)}"
+        if inside is not None:
+            problem = f"{folder} holds model directories; name one, as {inside.parent}"
+            problem += f", or serve all: kvasir serve --models-dir {folder}"
+        raise ModelDirectoryError(find_mistake(folder) or problem)
     try:
         values = parse_object(read_limited(path))
         version = values.get("format_version")

@@ -13,6 +13,7 @@ from kvasir.model.platform.suggestions import nearest
 
 _GENAI_FILE = "genai_config.json"  # of ONNX Runtime GenAI
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_ADDRESS = re.compile(r"[\w.-]+:\d+(/.*)?")
 _POINTER = b"version https://git-lfs.github.com/"
 _LONGEST_HEADER = 100 * 10**6  # bytes, of the format
 _MOST_NAMES = 1000  # beside a path that does not exist, compared with its own
@@ -63,6 +64,8 @@ def _advice_on_missing(source: Path) -> str | None:
             f"{source} does not exist; name a GGUF file that is there, or one of Hugging Face's "
             f"hub: hf://ORG/NAME/{source.name}"
         )
+    if _ADDRESS.fullmatch(str(source)):
+        return f"{source} does not exist; a server is http://{source}"
     if _HUB_ID.fullmatch(str(source)):
         return f"{source} does not exist; a model of Hugging Face's hub is hf://{source}"
     return None

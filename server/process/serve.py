@@ -197,7 +197,8 @@ def bind(host: str, port: int) -> socket.socket:
             (host, port), family=family, backlog=2048, dualstack_ipv6=is_any
         )
     except OSError as error:
-        cause = f"cannot listen on {host} port {port}: {error.strerror or error}"
+        reason = (error.strerror or str(error)).partition(" (while ")[0]
+        cause = f"cannot listen on {host} port {port}: {reason}; choose another host or port"
         if error.errno == errno.EADDRINUSE:
             cause = f"port {port} is in use on {host}; stop what listens there, or choose another"
         raise StartupError(cause) from None

@@ -278,7 +278,8 @@ def test_commands_in_one_line_each(
     assert (found["manifest"], found["measured"]) == (made["verification"], None)
     assert json.loads(kvasir("eval", advised, "--against", run, "--json"))["measured"]
     assert "name their checkpoint: --against" in kvasir("eval", advised, "--text", "x", fails=True)
-    assert "is not empty" in kvasir("export", run, "--out", exported, fails=True)
+    assert "--force" in kvasir("export", run, "--out", exported, fails=True)
+    assert "is a model directory" in kvasir("export", exported, "--out", out, fails=True)
     assert "has no manifest.json" in kvasir("export", run, "--out", run, "--force", fails=True)
     assert "no precision 'int3'" in kvasir(
         "export", run, "--out", out, "--precision", "int3", fails=True
@@ -289,8 +290,8 @@ def test_commands_in_one_line_each(
             "export", run, "--out", out, *options, fails=True
         )
     assert "holds no checkpoint" in kvasir("export", run.parent, "--out", out, fails=True)
-    assert "is not a directory" in kvasir("eval", run.parent / "absent", fails=True)
-    assert "is not a directory" in kvasir("generate", run.parent / "absent", "prompt", fails=True)
+    assert "does not exist" in kvasir("eval", run.parent / "absent", fails=True)
+    assert "does not exist" in kvasir("generate", run.parent / "absent", "prompt", fails=True)
     other = run.parent / "other"
     save_checkpoint(
         other, 1, make_decoder(make_config(), seed=2), train_tokenizer([TEXT], 300), {}, {}

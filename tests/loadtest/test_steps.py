@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 from typer.testing import CliRunner, Result
 
 from kvasir.__main__ import app
 from kvasir.loadtest.steps import Row, rows_of
+from kvasir.server.process.serve import bind
 from tests.kit.fake_runner import FakeRunner
 from tests.kit.live import KEY, live
 from tests.kit.serving import VOCAB_SIZE
@@ -31,6 +33,14 @@ def test_a_live_server_is_drawn(tmp_path: Path) -> None:
     assert drawn.exit_code == 0, drawn.output
     assert json.loads(drawn.stdout)["sequences"] == 2
     assert out.stat().st_size > 1000
+
+
+def test_a_server_that_is_away_is_named() -> None:
+    with closing(bind("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    refused = bench(url)
+    assert refused.exit_code == 1
+    assert url in refused.stderr
 
 
 def test_each_sequence_has_a_row_of_its_steps() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import onnx
 import pytest
 
-from kvasir.model.directory import ModelDirectoryError, hash_files, load_model_dir
+from kvasir.model.directory import MANIFEST_FILE, ModelDirectoryError, hash_files, load_model_dir
 from kvasir.model.tokenizer import train_tokenizer
 from tests.kit.random_models import make_config
 from tests.kit.serving import fake_manifest
@@ -193,7 +193,13 @@ def test_a_file_that_cannot_be_read_is_one_line(
 
 
 def test_no_directory_at_all(tmp_path: Path) -> None:
-    with pytest.raises(
-        ModelDirectoryError, match="is not a directory; make one with: kvasir export"
-    ):
+    with pytest.raises(ModelDirectoryError, match="does not exist; make one with: kvasir export"):
         load_model_dir(tmp_path / "absent")
+
+
+def test_a_folder_of_model_directories(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / MANIFEST_FILE).touch()
+    with pytest.raises(ModelDirectoryError, match=f"{tmp_path}/a, or .* --models-dir {tmp_path}$"):
+        load_model_dir(tmp_path)

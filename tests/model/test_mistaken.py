@@ -47,6 +47,7 @@ ADAPTER = {
         ({}, "mm", "mm does not exist; did you mean m\\?"),
         ({}, "a/b.gguf", "does not exist; name a GGUF file that is there, or one of.*/b.gguf"),
         ({}, "org/name", "does not exist; a model of Hugging Face's hub is hf://org/name"),
+        ({}, "localhost:8000", "does not exist; a server is http://localhost:8000"),
     ],
 )
 @pytest.mark.parametrize("read", [load_checkpoint, load_model_dir])

@@ -95,7 +95,7 @@ PROJECTED = '--set pooling={"kind":"cls","projections":[{"d_out":3}]}'
         ("texts --tokenizer nowhere.json", "nowhere.json does not exist"),
         ("texts --tokenizer texts/one.txt", "texts/one.txt is not a tokenizer"),
         ("texts --include *.rs", "no text in texts"),
-        ("texts --init nowhere", "nowhere holds no checkpoint"),
+        ("texts --init nowhere", "nowhere does not exist"),
         ("texts --init hf://name", "hf://name is not of the form hf://org/name"),
         (
             "texts --init x --preset tiny --tokenizer t --set dropout=0.1 --set n_layer=2",

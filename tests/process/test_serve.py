@@ -236,8 +236,8 @@ def test_a_graph_that_the_runtime_refuses_is_one_line(directory: Path) -> None:
     [
         (lambda path: (path / WEIGHTS_FILE).write_bytes(b"x"), ".", "does not match its hash"),
         (lambda path: (path / GRAPH_FILE).unlink(), ".", f"{GRAPH_FILE} is missing"),
-        (str, "none", "is not a directory"),
-        (str, "..", "not a model directory"),
+        (str, "none", "does not exist"),
+        (str, "..", "holds model directories"),
     ],
 )
 def test_a_bad_model_directory_is_refused(
@@ -271,7 +271,7 @@ def test_addresses_that_cannot_be_listened_on_are_refused() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(StartupError, match=f"port {port} is in use on 127.0.0.1"):
             serve.bind("127.0.0.1", port)
-    with pytest.raises(StartupError, match=r"cannot listen on 192\.0\.2\.1 port 0"):
+    with pytest.raises(StartupError, match=r"cannot listen on 192\.0\.2\.1 port 0: [^(]*$"):
         serve.bind("192.0.2.1", 0)
 
 
