@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from kvasir.model.onnx.runtime import onnxruntime
 
 Choice = Literal["auto", "off", "scalar", "avx2", "avx512", "neon"]
-CHOICES: tuple[Choice, ...] = get_args(Choice)
 
 FILE = Path(__file__).with_name("libkvasir.so")
 _TIMEOUT = 60.0  # seconds of the trial, which takes less than one

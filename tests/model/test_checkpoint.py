@@ -291,5 +291,5 @@ def test_a_shorter_decoder_computes_the_same(position: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("length", [1, 97])
 def test_a_length_that_the_decoder_cannot_have_is_refused(length: int, tmp_path: Path) -> None:
     save(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="max_model_len must be from 2 to the model's own 96, not "):
+    with pytest.raises(CheckpointError, match=f"from 2 to the model's own 96, not {length}"):
         load_checkpoint(tmp_path, max_model_len=length)

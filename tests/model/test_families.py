@@ -478,7 +478,6 @@ QUOTED: list[tuple[str, str, Any]] = [
 ]
 ANOTHER_GELU = {"feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu"}
 YARN_SCALING = {"type": "yarn", "factor": 2.0}
-MOE = {"num_local_experts": 0, "layer_types": ["mamba"] * 32}
 HALF_TURNED = {"full_attention": {"rope_type": "default", "partial_rotary_factor": 0.5}}
 LINEAR_WINDOWS = {"sliding_attention": {"rope_type": "linear"}}
 # Keys, and what a message says of them.
