@@ -114,11 +114,10 @@ def smooth(
         )
     ]
     activations.report |= {"places": len(chosen), "smoothed": 0}
-    of_texts = {"": config} if config.pooling else {"encoder.": config.encoder}
-    for prefix, network in of_texts.items():
-        if network is not None:
-            for name, multiplier in balance_keys(network, weights, activations, prefix):
-                scaled[name].append(multiplier)
+    of_texts, prefix = (config, "") if config.pooling else (config.encoder, "encoder.")
+    if of_texts is not None:
+        for name, multiplier in balance_keys(of_texts, weights, activations, prefix):
+            scaled[name].append(multiplier)
     for place in with_progress(chosen, "smoothing outliers", progress):
         factors = choose_factors(place, weights, activations, device, precision)
         if factors is not None:
