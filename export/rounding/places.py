@@ -8,7 +8,7 @@ function as it is. What rounding loses depends on it: Xiao et al., "SmoothQuant"
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +46,7 @@ class Place:
     n_channels: int
     group: int = 1
     repeats: int = 1
+    _: KW_ONLY
     squares: bool = False
     n_experts: int | None = None
 
@@ -69,7 +70,7 @@ class Place:
         """
         columns = self.columns(factors)
         result = {name: _along(columns, -1, shapes[name]) for name in self.readers}
-        made = 1.0 / (np.sqrt(factors) if self.squares else factors)
+        made = np.reciprocal(np.sqrt(factors) if self.squares else factors)
         for name, first, step in self.makers:
             if name.endswith(_OF_HEADS):
                 result[name] = made.reshape(shapes[name][0], 1, -1)

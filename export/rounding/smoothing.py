@@ -166,7 +166,7 @@ def choose_factors(
     x = x / balance[experts]
     lost_balanced, more = measure(stored, x, x.abs().amax(dim=0), experts)
     if lost_balanced < lost:
-        factors = balance.numpy() * (1.0 if more is None else more)
+        factors = balance.numpy() if more is None else balance.numpy() * more
     return factors
 
 
