@@ -207,8 +207,8 @@ def _open_published(source: Path) -> Checkpoint:
 def _open_directory(directory: Path) -> Checkpoint:
     path = find_checkpoint(directory)
     if (path / MANIFEST_FILE).is_file() and not (path / WEIGHTS_FILE).is_file():
-        wrong = "is a model directory, which is served; name what it was exported from"
-        raise CheckpointError(f"{path} {wrong}")
+        reason = "is a model directory, which is served; name what it was exported from"
+        raise CheckpointError(f"{path} {reason}")
     if (path / ADAPTER_FILE).is_file() and (wrong := find_mistake(path)):  # of a run
         raise CheckpointError(wrong)
     try:
