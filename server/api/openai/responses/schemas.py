@@ -209,7 +209,7 @@ class ResponsesBody(schemas.SamplingFields):
         Literal[False], _only(False, instead="stream the response, or wait for it")
     ] = Field(False, description="Responses in the background are not served.")
     metadata: Annotated[dict[str, Any], AfterValidator(_check_size)] | None = Field(
-        None, description="Returned with the response."
+        None, description="Returned with the response: at most 128 KiB of JSON."
     )
     user: str | None = Field(None, max_length=1024, description="Returned with the response.")
     cache_salt: CacheSalt = ""
