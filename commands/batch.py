@@ -70,7 +70,7 @@ def batch(
     if output != _PIPE:
         values = counts.model_dump() | {"usage": usage.model_dump(), "seconds": seconds}
         tokens = f"{usage.input_tokens:,} tokens in, {usage.output_tokens:,} out"
-        show(as_json, values, f"{counts.completed:,} answers in {seconds:.1f} s: {tokens}")
+        show(as_json, values, f"answered {counts.completed:,} in {seconds:.1f} s: {tokens}")
     if counts.failed:
         where = "" if output == _PIPE else f"; {failures} has their errors"
         fail(f"{counts.failed} of {counts.total} requests failed{where}")
