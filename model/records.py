@@ -95,9 +95,13 @@ class Verification(Record):
     own: Verification | None = None
 
     @property
+    def _lost(self) -> float:
+        return self.mean_kl or 1.0 - (self.mean_cosine or 1.0)
+
+    @property
     def verdict(self) -> str:
         """A sentence on what is lost, by those operators that lose more."""
-        if self.own is not None and (self.own.mean_kl or 0.0) > (self.mean_kl or 0.0):
+        if self.own is not None and self.own._lost > self._lost:
             return self.own.verdict
         if self.mean_cosine is not None:
             return (

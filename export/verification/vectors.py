@@ -25,10 +25,11 @@ from kvasir.export.verification.plan import SampleText, affordable_tokens
 from kvasir.export.verification.verify import MAX_LOGIT_ERROR, MOST_OF_NOISE, VerificationError
 from kvasir.model.config import TransformerConfig
 from kvasir.model.network.skeleton import build_decoder, count_parameters
-from kvasir.model.onnx.runtime import open_cpu_session
+from kvasir.model.onnx.runtime import onnxruntime, open_cpu_session
 from kvasir.model.packing import HIDDEN_OUTPUT, TYPES_INPUT, VECTORS_OUTPUT, pack
 from kvasir.model.platform.progress import Progress, no_progress
 from kvasir.model.records import Verification
+from kvasir.server.engine.packed import find_text_session
 
 # Least cosines of both vectors: of every text for fp32, else the mean.
 _LEAST_COSINE = {"fp32": 0.99999, "int8": 0.995}
@@ -57,32 +58,53 @@ def verify_vectors(
     weights: by the network's names. Raises VerificationError for a graph that differs too much.
     """
     assert config.pooling is not None
-    labels = config.pooling.labels
     n_pairs = affordable_tokens(count_parameters(config), _FEWEST, _MOST)
     texts = _docstrings(0, n_pairs)
     ids = _ids(config, tokenizer, texts)
-    expected, hidden = _run(_in_torch(config, weights), ids, "running PyTorch", progress)
-    actual, made = _run(_in_onnx(path), ids, "running ONNX Runtime", progress)
-    cosines = _cosines(hidden, made) if labels else _cosines(expected, actual)
+    reference = _run(_in_torch(config, weights), ids, "running PyTorch", progress)
+    expected, labels = reference[0], config.pooling.labels
+    has_pairs, limit = bool(texts) and not labels, MAX_LOGIT_ERROR
+
+    def compare(session: onnxruntime.InferenceSession) -> Verification:
+        made = _run(_in_onnx(session), ids, "running ONNX Runtime", progress)
+        return _compare(reference, made, is_classifier=bool(labels), has_pairs=has_pairs)
+
+    figures = compare(open_cpu_session(path))
+    if precision == "fp32" and figures.max_logit_error > limit:
+        in_float64 = _in_torch(config, weights, torch.float64)
+        exact, _ = _run(in_float64, ids, "running PyTorch in float64", progress)
+        limit = max(limit, MOST_OF_NOISE * float(np.abs(expected - exact).max() / exact.std()))
+    _check(figures, precision, limit)
+    if precision == "int8" and (session := find_text_session(path)) is not None:
+        own = compare(session)
+        _check(own, precision, limit)
+        figures = figures.model_copy(update={"own": own})
+    return Verification.model_validate(figures.model_dump(exclude_unset=True))
+
+
+def _compare(
+    reference: tuple[Floats, Floats],
+    made: tuple[Floats, Floats],
+    *,
+    is_classifier: bool,
+    has_pairs: bool,
+) -> Verification:
+    """Return a graph's figures, unchecked; both arguments are of `_run`."""
+    (expected, hidden), (actual, of_tokens) = reference, made
+    cosines = _cosines(hidden, of_tokens) if is_classifier else _cosines(expected, actual)
     figures: dict[str, Any] = {
         "max_logit_error": float(np.abs(actual - expected).max() / expected.std()),
         "greedy_agreement": float((actual.argmax(axis=1) == expected.argmax(axis=1)).mean()),
         "mean_cosine": float(cosines.mean()),
         "least_cosine": float(cosines.min()),
-        "positions": len(ids),
+        "positions": len(expected),
     }
-    if texts and not labels:
+    if has_pairs:
         in_torch, in_onnx = _found(expected), _found(actual)
         figures |= {"retrieval_torch": in_torch.mean(), "retrieval_onnx": in_onnx.mean()}
         figures["retrieval_error"] = np.sqrt((in_torch != in_onnx).mean() / len(in_torch))
         figures["text"] = _PAIRS
-    limit = MAX_LOGIT_ERROR
-    if precision == "fp32" and figures["max_logit_error"] > limit:
-        in_float64 = _in_torch(config, weights, torch.float64)
-        exact, _ = _run(in_float64, ids, "running PyTorch in float64", progress)
-        limit = max(limit, MOST_OF_NOISE * float(np.abs(expected - exact).max() / exact.std()))
-    _check(Verification.model_construct(**figures), precision, limit)
-    return Verification(**figures)
+    return Verification.model_construct(**figures)
 
 
 def observe_vectors(
@@ -162,8 +184,7 @@ def _in_torch(
     return encode
 
 
-def _in_onnx(path: Path) -> Encode:
-    session = open_cpu_session(path)
+def _in_onnx(session: onnxruntime.InferenceSession) -> Encode:
     has_types = TYPES_INPUT in {value.name for value in session.get_inputs()}
 
     def encode(batch: list[list[int]]) -> tuple[Floats, Floats]:

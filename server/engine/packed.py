@@ -138,6 +138,14 @@ def find_packed_model(
     return partial(DeviceModel, session, bind_blocks=bind_cpu_blocks), BLOCK_SIZE
 
 
+def find_text_session(graph: Path) -> onnxruntime.InferenceSession | None:
+    """Return a session of operators of our own, for a graph over whole texts; None without them."""
+    library = _find_library()
+    if isinstance(library, str):
+        return None
+    return open_session(graph, usable_cpus(), library=library)
+
+
 class MemoryBlocks(KVBlocks):
     """Blocks in the CPU's memory, of which free ones give their pages back."""
 
