@@ -17,6 +17,8 @@ import onnx_ir
 from numpy.typing import NDArray
 from onnx_ir.analysis import analyze_implicit_usage
 
+from kvasir.kernels.fuse import fuse
+from kvasir.kernels.library import Library
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import (
     CACHE_OUTPUTS,
@@ -30,7 +32,9 @@ from kvasir.model.directory import (
 )
 from kvasir.model.onnx.runtime import onnxruntime, open_cpu_session
 from kvasir.model.packing import SOURCE_OUTPUT, encode_sources
+from kvasir.model.platform.machine import usable_cpus
 from kvasir.model.platform.progress import Progress, no_progress, with_progress
+from kvasir.server.engine.session import open_session
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -105,10 +109,15 @@ class _Segment(NamedTuple):
 
 
 class SegmentedGraph:
-    """A graph of `export.graphs.decoder`, whose weights are read a segment at a time."""
+    """A graph of `export.graphs.decoder`, whose weights are read a segment at a time.
 
-    def __init__(self, path: Path, config: TransformerConfig) -> None:
-        self._config, self._folder = config, path.parent
+    library: of the operators to use in place of ONNX Runtime's; None is none.
+    """
+
+    def __init__(
+        self, path: Path, config: TransformerConfig, library: Library | None = None
+    ) -> None:
+        self._config, self._folder, self._library = config, path.parent, library
         self._encoder = path.with_name(ENCODER_GRAPH_FILE)
         self._model = onnx_ir.load(path)
         self._segments = _cut(self._model.graph)
@@ -154,7 +163,8 @@ class SegmentedGraph:
         """Return what the decoder reads of the sources of each case."""
         if not any(case.sources for case in cases):
             return [{} for _ in cases]
-        session, encoded, config = open_cpu_session(self._encoder), list[Arrays](), self._config
+        session = open_session(self._encoder, usable_cpus(), library=self._library)
+        encoded, config = list[Arrays](), self._config
         names = cache_names(SOURCE_OUTPUT, config.n_source_layer)
         for case in with_progress(cases, "encoding in ONNX Runtime", progress):
             made = encode_sources(session, [source.tolist() for source in case.sources])
@@ -219,8 +229,13 @@ class SegmentedGraph:
             if (name := str(value.name)) in segment.takes:
                 _set_type(value, [arrays[name] for arrays in pending])
         model = onnx_ir.to_proto(onnx_ir.Model(part, ir_version=self._model.ir_version))
-        entries = {_FOLDER_OPTION: self._folder}
-        return open_cpu_session(model.SerializeToString(), entries=entries)
+        entries, library = {_FOLDER_OPTION: self._folder}, self._library
+        if library is None:
+            return open_cpu_session(model.SerializeToString(), entries=entries)
+        fused, _ = fuse(model)
+        return open_cpu_session(
+            fused.SerializeToString(), entries=entries, library=library.register
+        )
 
 
 def _cut(graph: onnx_ir.Graph) -> list[_Segment]:

@@ -115,7 +115,11 @@ def open_packed_runner(
     )
 
 
-_find_library = cache(partial(load, "auto", None))
+@cache
+def own_library() -> Library | None:
+    """Return the library of operators of our own; None where they cannot be used."""
+    library = load("auto", None)
+    return None if isinstance(library, str) else library
 
 
 def find_packed_model(
@@ -125,8 +129,8 @@ def find_packed_model(
 
     None where operators of our own do not compute it, or are not there.
     """
-    library = _find_library()
-    if isinstance(library, str) or config.recurrence is not None:
+    library = own_library()
+    if library is None or config.recurrence is not None:
         return None
     from kvasir.kernels.graph import Mismatch  # noqa: PLC0415  imports onnx
     from kvasir.kernels.page import BLOCK_SIZE, page  # noqa: PLC0415  imports onnx
@@ -136,14 +140,6 @@ def find_packed_model(
     except Mismatch:
         return None
     return partial(DeviceModel, session, bind_blocks=bind_cpu_blocks), BLOCK_SIZE
-
-
-def find_text_session(graph: Path) -> onnxruntime.InferenceSession | None:
-    """Return a session of operators of our own, for a graph over whole texts; None without them."""
-    library = _find_library()
-    if isinstance(library, str):
-        return None
-    return open_session(graph, usable_cpus(), library=library)
 
 
 class MemoryBlocks(KVBlocks):
