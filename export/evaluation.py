@@ -7,6 +7,7 @@ from pathlib import Path
 from kvasir.export.graphs.decoder import load_weights
 from kvasir.export.graphs.source import load_both_weights
 from kvasir.export.rounding.formulas import BITS
+from kvasir.export.verification.own_operators import own_graph
 from kvasir.export.verification.paged_session import PagedSession
 from kvasir.export.verification.samples import make_sample
 from kvasir.export.verification.segments import SegmentedGraph
@@ -18,7 +19,6 @@ from kvasir.model.directory import Device, Manifest, load_model_dir
 from kvasir.model.platform.progress import Progress, no_progress
 from kvasir.model.records import Verification
 from kvasir.model.tensor_files import hash_weights
-from kvasir.server.engine.packed import own_library
 
 
 def verify_directory(
@@ -93,7 +93,7 @@ def measure(
     on_cpu = device == "cpu"
     graph = SegmentedGraph(path, config) if on_cpu else PagedSession.open(path, config, device)
     figures = verifier.verify(graph.logits, progress)
-    own = _own_graph(path, config) if on_cpu and precision in BITS else None
+    own = own_graph(path, config) if on_cpu and precision in BITS else None
     if own is not None:
         figures = figures.model_copy(update={"own": verifier.verify(own.logits, progress)})
     is_far = precision == "fp32" and figures.max_logit_error > MAX_LOGIT_ERROR
@@ -104,14 +104,6 @@ def measure(
     except VerificationError as error:
         return figures, error
     return figures, None
-
-
-def _own_graph(path: Path, config: TransformerConfig) -> PagedSession | SegmentedGraph | None:
-    """Return a graph by operators of our own, as it is served; None where they cannot be used."""
-    if (packed := PagedSession.find(path, config)) is not None:
-        return packed
-    library = own_library()
-    return None if library is None else SegmentedGraph(path, config, library)
 
 
 def check_encoder(

@@ -52,7 +52,10 @@ RULES = {
     "model.template": ("model.directory", "model.platform"),
     "model": ("model.network",),
     "kernels": ("model.onnx",),
-    # Verifies a graph as it is served.
+    # Verify a graph as it is served.
+    "export.verification.own_operators": (
+        *("export.verification", "kernels", "model", "server.engine"),
+    ),
     "export.verification.paged_session": ("export.verification", "model", "server.engine"),
     "export.rewrite": ("model.platform",),
     "export.rounding": ("model", "export.rewrite"),

@@ -7,18 +7,17 @@ all cases before the next is loaded, since their tokens are given. An encoder be
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import onnx
 import onnx_ir
 from numpy.typing import NDArray
 from onnx_ir.analysis import analyze_implicit_usage
 
-from kvasir.kernels.fuse import fuse
-from kvasir.kernels.library import Library
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import (
     CACHE_OUTPUTS,
@@ -32,16 +31,14 @@ from kvasir.model.directory import (
 )
 from kvasir.model.onnx.runtime import onnxruntime, open_cpu_session
 from kvasir.model.packing import SOURCE_OUTPUT, encode_sources
-from kvasir.model.platform.machine import usable_cpus
 from kvasir.model.platform.progress import Progress, no_progress, with_progress
-from kvasir.server.engine.session import open_session
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
 Arrays = dict[str, NDArray[Any]]  # by the graph's names
 
 _GRAPH = onnx_ir.AttributeType.GRAPH
-_FOLDER_OPTION = "session.model_external_initializers_file_folder_path"
+FOLDER_OPTION = "session.model_external_initializers_file_folder_path"
 
 
 class Step(NamedTuple):
@@ -108,16 +105,24 @@ class _Segment(NamedTuple):
         return [name for name in self.hands_on if name not in self.takes]
 
 
+def open_stock(model: onnx.ModelProto, folder: Path) -> onnxruntime.InferenceSession:
+    """Open a graph by ONNX Runtime's operators; folder: of its weights."""
+    return open_cpu_session(model.SerializeToString(), entries={FOLDER_OPTION: folder})
+
+
 class SegmentedGraph:
     """A graph of `export.graphs.decoder`, whose weights are read a segment at a time.
 
-    library: of the operators to use in place of ONNX Runtime's; None is none.
+    opens: opens the segments, and an encoder.
     """
 
     def __init__(
-        self, path: Path, config: TransformerConfig, library: Library | None = None
+        self,
+        path: Path,
+        config: TransformerConfig,
+        opens: Callable[[onnx.ModelProto, Path], onnxruntime.InferenceSession] = open_stock,
     ) -> None:
-        self._config, self._folder, self._library = config, path.parent, library
+        self._config, self._folder, self._opens = config, path.parent, opens
         self._encoder = path.with_name(ENCODER_GRAPH_FILE)
         self._model = onnx_ir.load(path)
         self._segments = _cut(self._model.graph)
@@ -163,8 +168,9 @@ class SegmentedGraph:
         """Return what the decoder reads of the sources of each case."""
         if not any(case.sources for case in cases):
             return [{} for _ in cases]
-        session = open_session(self._encoder, usable_cpus(), library=self._library)
-        encoded, config = list[Arrays](), self._config
+        model = onnx.load(self._encoder, load_external_data=False)
+        session, encoded = self._opens(model, self._folder), list[Arrays]()
+        config = self._config
         names = cache_names(SOURCE_OUTPUT, config.n_source_layer)
         for case in with_progress(cases, "encoding in ONNX Runtime", progress):
             made = encode_sources(session, [source.tolist() for source in case.sources])
@@ -229,13 +235,7 @@ class SegmentedGraph:
             if (name := str(value.name)) in segment.takes:
                 _set_type(value, [arrays[name] for arrays in pending])
         model = onnx_ir.to_proto(onnx_ir.Model(part, ir_version=self._model.ir_version))
-        entries, library = {_FOLDER_OPTION: self._folder}, self._library
-        if library is None:
-            return open_cpu_session(model.SerializeToString(), entries=entries)
-        fused, _ = fuse(model)
-        return open_cpu_session(
-            fused.SerializeToString(), entries=entries, library=library.register
-        )
+        return self._opens(model, self._folder)
 
 
 def _cut(graph: onnx_ir.Graph) -> list[_Segment]:

@@ -21,17 +21,15 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from kvasir.export.rounding.activations import Activations
+from kvasir.export.verification.own_operators import own_session
 from kvasir.export.verification.plan import SampleText, affordable_tokens
 from kvasir.export.verification.verify import MAX_LOGIT_ERROR, MOST_OF_NOISE, VerificationError
 from kvasir.model.config import TransformerConfig
 from kvasir.model.network.skeleton import build_decoder, count_parameters
 from kvasir.model.onnx.runtime import onnxruntime, open_cpu_session
 from kvasir.model.packing import HIDDEN_OUTPUT, TYPES_INPUT, VECTORS_OUTPUT, pack
-from kvasir.model.platform.machine import usable_cpus
 from kvasir.model.platform.progress import Progress, no_progress
 from kvasir.model.records import Verification
-from kvasir.server.engine.packed import own_library
-from kvasir.server.engine.session import open_session
 
 # Least cosines of both vectors: of every text for fp32, else the mean.
 _LEAST_COSINE = {"fp32": 0.99999, "int8": 0.995}
@@ -77,8 +75,8 @@ def verify_vectors(
         exact, _ = _run(in_float64, ids, "running PyTorch in float64", progress)
         limit = max(limit, MOST_OF_NOISE * float(np.abs(expected - exact).max() / exact.std()))
     _check(figures, precision, limit)
-    if precision == "int8" and (library := own_library()) is not None:
-        own = compare(open_session(path, usable_cpus(), library=library))
+    if precision == "int8" and (session := own_session(path)) is not None:
+        own = compare(session)
         _check(own, precision, limit)
         figures = figures.model_copy(update={"own": own})
     return Verification.model_validate(figures.model_dump(exclude_unset=True))

@@ -10,8 +10,9 @@ import onnx
 import pytest
 
 from kvasir.export.evaluation import measure
+from kvasir.export.verification.own_operators import open_own
 from kvasir.export.verification.plan import SampleText
-from kvasir.export.verification.segments import Case, SegmentedGraph, Step
+from kvasir.export.verification.segments import Case, SegmentedGraph, Step, open_stock
 from kvasir.export.verification.verify import Verifier
 from kvasir.kernels.library import FILE, Library
 from kvasir.loadtest.random_model import dummy_tokenizer
@@ -47,7 +48,8 @@ def check_segments(model: RandomModel, library: Library | None = None) -> None:
     cases = make_cases(model.config.vocab_size, model.config.max_model_len)
     opens = partial(open_session, threads=usable_cpus(), library=library)
     whole = GraphSession(model.graph, model.config, opens)
-    segmented = SegmentedGraph(model.graph, model.config, library)
+    opens_part = open_stock if library is None else partial(open_own, library)
+    segmented = SegmentedGraph(model.graph, model.config, opens_part)
     assert len(segmented._segments) == model.config.n_layer + 2
     steps = [step for case in cases for step in case.steps]
     expected = [logits for case in cases for logits in whole.run_case(case)]
