@@ -13,7 +13,9 @@ from kvasir.kernels.fuse import fuse
 from kvasir.kernels.library import Library
 from kvasir.model.config import TransformerConfig
 from kvasir.model.onnx.runtime import onnxruntime, open_cpu_session
+from kvasir.model.platform.machine import usable_cpus
 from kvasir.server.engine.packed import own_library
+from kvasir.server.engine.session import open_session
 
 
 def own_graph(path: Path, config: TransformerConfig) -> PagedSession | SegmentedGraph | None:
@@ -27,15 +29,13 @@ def own_graph(path: Path, config: TransformerConfig) -> PagedSession | Segmented
 def own_session(path: Path) -> onnxruntime.InferenceSession | None:
     """Return a session of a graph over whole texts; None where our operators cannot be used."""
     library = own_library()
-    if library is None:
-        return None
-    return open_own(library, onnx.load(path, load_external_data=False), path.parent)
+    return None if library is None else open_session(path, usable_cpus(), library=library)
 
 
 def open_own(
     library: Library, model: onnx.ModelProto, folder: Path
 ) -> onnxruntime.InferenceSession:
-    """Open a graph; folder: of its weights."""
+    """Open a part of a graph; folder: of its weights."""
     fused, _ = fuse(model)
     entries = {FOLDER_OPTION: folder}
     return open_cpu_session(fused.SerializeToString(), entries=entries, library=library.register)
