@@ -101,7 +101,7 @@ def _memory(loaded: ModelDirectory) -> list[str]:
         from kvasir.server.engine.packed import open_decoder
     except ModuleNotFoundError:  # _notes tells
         return []
-    found = None if manifest.precision == "fp32" else load("auto", None)
+    found = load("auto", None)
     library = found if isinstance(found, Library) else None
     kv = open_decoder(loaded.graph_path, config, library, max_num_seqs=1).kv
     computed = f"{model.name}: ONNX Runtime computes its attention and recurrences, over rows"

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from kvasir.export.graphs.decoder import load_weights
 from kvasir.export.graphs.source import load_both_weights
-from kvasir.export.rounding.formulas import BITS
 from kvasir.export.verification.own_operators import own_graph
 from kvasir.export.verification.paged_session import PagedSession
 from kvasir.export.verification.samples import make_sample
@@ -93,14 +92,13 @@ def measure(
     on_cpu = device == "cpu"
     graph = SegmentedGraph(path, config) if on_cpu else PagedSession.open(path, config, device)
     figures = verifier.verify(graph.logits, progress)
-    own = own_graph(path, config) if on_cpu and precision in BITS else None
+    own = own_graph(path, config) if on_cpu else None
     if own is not None:
         figures = figures.model_copy(update={"own": verifier.verify(own.logits, progress)})
-    is_far = precision == "fp32" and figures.max_logit_error > MAX_LOGIT_ERROR
     try:
-        check(figures, precision, verifier.float32_error(progress) if is_far else 0.0)
-        if figures.own is not None:
-            check(figures.own, precision)
+        for measured in filter(None, (figures, figures.own)):
+            is_far = precision == "fp32" and measured.max_logit_error > MAX_LOGIT_ERROR
+            check(measured, precision, verifier.float32_error(progress) if is_far else 0.0)
     except VerificationError as error:
         return figures, error
     return figures, None

@@ -197,25 +197,21 @@ void multiply_all(const typename P::Input* q, size_t stride, const Weights& weig
         multiply_all<P, rows, panels, Weights, done + some>(q, stride, weights, count, sums);
 }
 
-// R queries of a stretch, and a section of the positions.
-template <class P, int R>
-class Tile {
-public:
-    Tile(const Heads& heads, const Caches& caches, const Places& places, const Stretch& stretch, size_t kv_head, size_t from,
-         const RoundedRows& queries, size_t query)
-        : heads(heads), caches(caches), places(places), from(from) {
-        q = static_cast<const Input*>(queries.values) + query * heads.size;
+// The scores of R queries of a stretch in a section of the positions.
+template <int R>
+class Scores {
+protected:
+    Scores(const Heads& heads, const Stretch& stretch, size_t kv_head, size_t from, size_t query) : heads(heads), from(from) {
         for (int r = 0; r < R; ++r) {
             const size_t token = (query + r) / heads.group(), head = kv_head * heads.group() + (query + r) % heads.group();
             position[r] = stretch.position + token;
             at[r] = (stretch.token + token) * heads.count + head;
             slope[r] = heads.slopes ? heads.slopes[head] * log2_e : 0.0f;
-            factor[r] = queries.scales[query + r] * heads.scale;
-            excess[r] = P::zero_point * queries.sums[query + r];
             bias[r] = heads.biases ? heads.biases + (head * heads.bias_width + position[r]) * heads.bias_width : nullptr;
             end[r] = lesser(heads.end_seen(position[r], stretch.length), from + section_tokens);
             begin[r] = heads.first_seen(position[r]);
             begin[r] = begin[r] < from ? from : begin[r];
+            most[r] = all(-infinity);
         }
         // Later queries begin and end later.
         start = begin[0] / lane_count * lane_count;
@@ -223,11 +219,56 @@ public:
         stop = (end[R - 1] + lane_count - 1) / lane_count * lane_count;
     }
 
+    bool sees(int r) const { return begin[r] < end[r]; }
+
+    // Take a query's scores of 16 positions from t on; those of positions that it does not attend to are -infinity.
+    void take(int r, size_t t, Floats value) {
+        if (heads.softcap != 0.0f)
+            value = all(heads.softcap * log2_e) * tanh(value * all(1.0f / heads.softcap));
+        if (heads.slopes)
+            value = fma(all(slope[r]), lanes_from(t) - all(float(position[r])), value);
+        if (bias[r])
+            value = fma(load(bias[r] + t, heads.bias_width - t), all(log2_e), value);
+        if (t < begin[r] || t + lane_count > end[r]) {
+            const Floats least = all(-infinity);
+            value = if_less(lanes_from(t), all(float(end[r])), value, least);
+            value = if_less(lanes_from(t), all(float(begin[r])), least, value);
+        }
+        most[r] = greater(most[r], value);
+        store(scores[r] + t - start, value);
+    }
+
+    const Heads& heads;
+    const size_t from;   // the first position of the section
+    size_t start, stop;  // whole groups of positions that any query attends to
+    size_t group;        // the first of them
+
+    // Of each query:
+    size_t position[R], at[R], begin[R], end[R];
+    const float* bias[R];
+    float slope[R];
+    Floats most[R];
+    Factors factors[R];
+    alignas(64) float scores[R][section_tokens];
+};
+
+// The same over keys and values of 8 bits.
+template <class P, int R>
+class Tile : Scores<R> {
+public:
+    Tile(const Heads& heads, const Caches& caches, const Places& places, const Stretch& stretch, size_t kv_head, size_t from,
+         const RoundedRows& queries, size_t query)
+        : Scores<R>(heads, stretch, kv_head, from, query), caches(caches), places(places) {
+        q = static_cast<const Input*>(queries.values) + query * heads.size;
+        for (int r = 0; r < R; ++r) {
+            factor[r] = queries.scales[query + r] * heads.scale;
+            excess[r] = P::zero_point * queries.sums[query + r];
+        }
+    }
+
     void attend(const Softmax& softmax) {
         if (start >= stop)
             return;
-        for (Floats& largest : most)
-            largest = all(-infinity);
         size_t t = start;
         for (; t + P::panels * lane_count <= stop; t += P::panels * lane_count)
             score<P::panels>(t);
@@ -245,10 +286,10 @@ public:
 private:
     using Input = typename P::Input;
     static_assert(P::panels <= 2);
+    using Scores<R>::at, Scores<R>::factors, Scores<R>::from, Scores<R>::group, Scores<R>::heads, Scores<R>::most;
+    using Scores<R>::scores, Scores<R>::sees, Scores<R>::start, Scores<R>::stop, Scores<R>::take;
 
-    bool sees(int r) const { return begin[r] < end[r]; }
-
-    // Compute scores from a position on; those of positions that a query does not attend to are -infinity.
+    // Compute scores from a position on.
     template <int panels>
     void score(size_t t) {
         Ints whole[R][panels];
@@ -256,22 +297,8 @@ private:
         multiply_all<P>(q, heads.size, KeyGroups<P>{caches.keys, places.byte + i}, heads.size, whole);
         for (int p = 0; p < panels; ++p, t += lane_count) {
             const Floats scale = load(caches.key_scales + places.token[i + p]);
-            for (int r = 0; r < R; ++r) {
-                Floats value = to_floats(whole[r][p] - all(excess[r])) * (scale * all(factor[r]));
-                if (heads.softcap != 0.0f)
-                    value = all(heads.softcap * log2_e) * tanh(value * all(1.0f / heads.softcap));
-                if (heads.slopes)
-                    value = fma(all(slope[r]), lanes_from(t) - all(float(position[r])), value);
-                if (bias[r])
-                    value = fma(load(bias[r] + t, heads.bias_width - t), all(log2_e), value);
-                if (t < begin[r] || t + lane_count > end[r]) {
-                    const Floats least = all(-infinity);
-                    value = if_less(lanes_from(t), all(float(end[r])), value, least);
-                    value = if_less(lanes_from(t), all(float(begin[r])), least, value);
-                }
-                most[r] = greater(most[r], value);
-                store(scores[r] + t - start, value);
-            }
+            for (int r = 0; r < R; ++r)
+                take(r, t, to_floats(whole[r][p] - all(excess[r])) * (scale * all(factor[r])));
         }
     }
 
@@ -343,22 +370,13 @@ private:
         }
     }
 
-    const Heads& heads;
     const Caches& caches;
     const Places& places;
-    const size_t from;   // the first position of the section
-    const Input* q;      // [R][D]
-    size_t start, stop;  // whole groups of positions that any query attends to
-    size_t group;        // the first of them
+    const Input* q;  // [R][D]
 
     // Of each query:
-    size_t position[R], at[R], begin[R], end[R];
-    const float* bias[R];
-    float slope[R], factor[R], steps[R];
+    float factor[R], steps[R];
     int32_t excess[R], excess_probabilities[R * planes<P>];
-    Floats most[R];
-    Factors factors[R];
-    alignas(64) float scores[R][section_tokens];
     alignas(64) Input probabilities[R * planes<P>][section_tokens];
 };
 

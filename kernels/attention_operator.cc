@@ -54,8 +54,12 @@ public:
                 places[op.inputs[i]] = int(i);
         if (has(Op::cosines) != has(Op::sines))
             node.refuse("the inputs cos and sin have to be there together");
-        if (has(Op::values) != has(Op::value_scales))
+        if (op.has_floats && (has(Op::key_scales) || has(Op::value_scales) || has(Op::values) != op.has_blocks))
+            node.refuse("keys and values of floats have to be there together, without scales");
+        if (!op.has_floats && has(Op::values) != has(Op::value_scales))
             node.refuse("the inputs values and value_scales have to be there together");
+        if (op.has_blocks && !op.has_floats && !has(Op::key_scales))
+            node.refuse("the input key_scales has to be there");
         fixed.shared = op.has_blocks && !has(Op::values);
     }
 
@@ -104,15 +108,16 @@ private:
         const Shape& shape = given.shape;
         if (shape.size() != 4 || shape[1] != int64_t(heads.kv_count) || shape[2] < 16 || shape[2] % 16 != 0 ||
             !is_head_size(size_t(shape[3])))
-            refuse("keys is " + describe(given) + "; it has to be int8 [N, " + std::to_string(heads.kv_count) +
-                   ", B, D] of B and D that are multiples of 16, D at most " + std::to_string(most_head_size));
+            refuse("keys is " + describe(given) + "; it has to be " + (op.has_floats ? "float" : "int8") + " [N, " +
+                   std::to_string(heads.kv_count) + ", B, D] of B and D that are multiples of 16, D at most " + std::to_string(most_head_size));
         heads.size = size_t(shape[3]);
         return shape;
     }
 
     // Room for the keys and values of whole texts, which no later run reads.
-    static Caches new_caches(const Heads& heads, size_t blocks) {
-        const size_t tokens = blocks * heads.kv_count * text_block_tokens, bytes = tokens * heads.size;
+    Caches new_caches(const Heads& heads, size_t blocks) const {
+        const size_t tokens = blocks * heads.kv_count * text_block_tokens;
+        const size_t bytes = tokens * heads.size * (op.has_floats ? sizeof(float) : 1);
         const size_t all_bytes = 2 * (bytes + tokens * sizeof(float));
         thread_local Lines room;
         if (room.size() * sizeof(CacheLine) < all_bytes)
@@ -127,6 +132,11 @@ private:
         const Shape scales{shape[0], shape[1], shape[2]};
         Caches caches{};
         caches.block_tokens = size_t(shape[2]);
+        if (op.has_floats) {
+            caches.keys = reinterpret_cast<uint8_t*>(kept<float>(run, Op::keys, "keys", shape));
+            caches.values = reinterpret_cast<uint8_t*>(kept<float>(run, Op::values, "values", shape));
+            return caches;
+        }
         caches.keys = kept<uint8_t>(run, Op::keys, "keys", shape);
         caches.key_scales = kept<float>(run, Op::key_scales, "key_scales", scales);
         caches.values = fixed.shared ? nullptr : kept<uint8_t>(run, Op::values, "values", shape);
@@ -365,31 +375,34 @@ private:
 
 const AttentionOperator& as_attention(const OrtCustomOp* op) { return *static_cast<const AttentionOperator*>(op); }
 
+ElementType of_caches(const OrtCustomOp* op) { return as_attention(op).has_floats ? element_float : element_int8; }
+
 }  // namespace
 
-AttentionOperator::AttentionOperator(const Runtime& runtime, const Path& path, bool has_blocks)
+AttentionOperator::AttentionOperator(const Runtime& runtime, const Path& path, bool has_blocks, bool has_floats)
     : runtime(runtime),
-      attention(path.attention),
+      attention(has_floats ? path.float_attention : path.attention),
       has_blocks(has_blocks),
-      name(has_blocks ? "Attention" : "TextAttention"),
+      has_floats(has_floats),
+      name(has_floats ? has_blocks ? "Attention32" : "TextAttention32" : has_blocks ? "Attention" : "TextAttention"),
       inputs(has_blocks ? block_inputs : text_inputs) {
     describe_operator<AttentionOperator, AttentionKernel>(*this);
     GetInputType = [](const OrtCustomOp* op, size_t index) {
         const Input input = as_attention(op).inputs[index];
-        return input == keys || input == values                      ? element_int8
+        return input == keys || input == values                      ? of_caches(op)
                : input == starts || input == pasts || input == table ? element_int32
                                                                      : element_float;
     };
     GetInputTypeCount = [](const OrtCustomOp* op) { return as_attention(op).inputs.size(); };
-    GetOutputType = [](const OrtCustomOp*, size_t index) {
-        return index == keys || index == values ? element_int8 : element_float;
+    GetOutputType = [](const OrtCustomOp* op, size_t index) {
+        return index == keys || index == values ? of_caches(op) : element_float;
     };
     GetOutputTypeCount = [](const OrtCustomOp* op) -> size_t { return as_attention(op).has_blocks ? value_scales + 1 : 1; };
     GetInputCharacteristic = [](const OrtCustomOp* op, size_t index) {
         const Input input = as_attention(op).inputs[index];
-        return input <= table && input != values && input != value_scales ? required : optional;
+        return input <= table && input != key_scales && input != values && input != value_scales ? required : optional;
     };
-    GetOutputCharacteristic = [](const OrtCustomOp*, size_t index) { return index < values ? required : optional; };
+    GetOutputCharacteristic = [](const OrtCustomOp*, size_t index) { return index < key_scales ? required : optional; };
 }
 
 }  // namespace kvasir

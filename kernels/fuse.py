@@ -1,7 +1,7 @@
-"""A graph's rounded products, and what surrounds them, as operators of the domain `kvasir`.
+"""A graph's products, and what surrounds them, as operators of the domain `kvasir`.
 
-Around a rounded product (`kernels.products`) are a norm or an activation, a bias and a residual.
-All of it becomes one node, `Linear`, or `Linear4` of weights in blocks of 4 bits. Inputs of both
+Around a product (`kernels.products`) are a norm or an activation, a bias and a residual. All of it
+becomes one node: `Linear`, `Linear4` of weights in blocks of 4 bits, or `Linear32` of floats. Inputs
 are x, the weight and its scales and, where not empty, a bias, the weight and the bias of a norm
 before the product, and a residual. An activation, which may be of a gate, comes before the norm,
 and mixing after both.
@@ -34,19 +34,26 @@ from kvasir.kernels.graph import (
     require,
     set_attributes,
 )
-from kvasir.kernels.products import head_product, int4_product, int8_product, mixing
+from kvasir.kernels.products import (
+    float_product,
+    head_product,
+    int4_product,
+    int8_product,
+    mixing,
+)
 from kvasir.kernels.recurrences import convolution, memory
 from kvasir.kernels.texts import STARTS, add_starts, attend_over_texts
 
-_PRODUCTS = ("MatMulIntegerToFloat", "MatMulNBits", "Einsum")
-_BIAS, _NORM, _NORM_BIAS, _RESIDUAL = 3, 4, 5, 6  # inputs of `Linear` and `Linear4`
+_PRODUCTS = ("MatMulIntegerToFloat", "MatMulNBits", "Einsum", "MatMul", "Gemm")
+_BIAS, _NORM, _NORM_BIAS, _RESIDUAL = 3, 4, 5, 6  # inputs of each
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The number of rounded products that were fused and, by their outputs, why others were not.
+    """The number of products that were fused and, by their outputs, why others were not.
 
-    Those with a matrix a head are among the latter, if they are left.
+    Those with a matrix a head are among the latter, if they are left; those that multiply a
+    constant, which is no matrix of weights, are not.
     """
 
     fused: int
@@ -75,7 +82,9 @@ def fuse(model: ModelProto) -> tuple[ModelProto, Report]:
     if STARTS in read:
         add_starts(graph)
     nodes = [node for part in parts(graph) for node in part.node]
-    left = {n.output[0]: reasons[n.output[0]] for n in nodes if n.op_type in _PRODUCTS}
+    constants = {tensor.name for tensor in graph.initializer}
+    products = (n for n in nodes if n.op_type in _PRODUCTS and n.input[0] not in constants)
+    left = {n.output[0]: reasons[n.output[0]] for n in products}
     report = Report(sum(node.op_type in LINEARS for node in nodes), left)
     if report.fused and all(opset.domain != DOMAIN for opset in fused.opset_import):
         fused.opset_import.append(make_opsetid(DOMAIN, 1))
@@ -161,7 +170,7 @@ def _norm(values: Values, norm: NodeProto) -> None:
 
 def _norm_alone(values: Values, norm: NodeProto) -> None:
     """Make a norm that is in no product, of a graph with some, a `Norm`."""
-    require(values.has_linears, "nothing is rounded")
+    require(values.has_linears, "no product is ours")
     kind, epsilon = _kind(norm)
     constants = [values.constants.get(name, TensorProto()) for name in norm.input[1:]]
     for constant in constants:
@@ -182,7 +191,7 @@ def _kind(norm: NodeProto) -> tuple[str, float]:
 
 def _length_one(values: Values, quotient: NodeProto) -> None:
     """Make vectors of length 1 by `Norm`, in a graph with products of ours."""
-    require(values.has_linears, "nothing is rounded")
+    require(values.has_linears, "no product is ours")
     x, lengths = inputs_of(quotient, 2)
     least = values.maker(values.maker(lengths, "Expand").input[0], "Clip")
     length = values.maker(least.input[0], "ReduceL2")
@@ -201,6 +210,7 @@ _Rule = Callable[[Values, NodeProto], None]
 _RULES: tuple[tuple[tuple[str, ...], _Rule], ...] = (
     (("MatMulIntegerToFloat",), int8_product),
     (("MatMulNBits",), int4_product),
+    (("MatMul", "Gemm"), float_product),
     (("Add",), _addition),
     (LINEARS, mixing),
     (LINEARS, _activation),

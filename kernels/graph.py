@@ -15,9 +15,9 @@ from onnx.helper import get_attribute_value, make_attribute
 from onnx.numpy_helper import to_array
 
 DOMAIN = "kvasir"  # of our operators
-LINEARS = ("Linear", "Linear4")
+LINEARS = ("Linear", "Linear4", "Linear32")
 NIBBLE_BLOCK = 32  # inputs for each scale of `Linear4`
-N_INPUTS = 7  # of both
+N_INPUTS = 7  # of each
 
 
 class Mismatch(Exception):  # noqa: N818  it is no error

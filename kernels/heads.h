@@ -1,4 +1,4 @@
-// Heads of attention over keys and values of 8 bits, and the table of functions that compute them.
+// Heads of attention over keys and values of 8 bits or of floats, and the table of functions that compute them.
 #pragma once
 
 #include <cstddef>
@@ -45,7 +45,8 @@ struct Heads {
     size_t group() const { return count / kv_count; }  // query heads that share a key and value
 };
 
-// A byte is the integer + 128; kernels/README.md draws the order within a block.
+// A byte is the integer + 128; kernels/README.md draws the order within a block. Of floats keys are
+// [N][G][B / 16][D][16] and values [N][G][B][D], without scales.
 struct Caches {
     size_t block_tokens;  // B, a multiple of 16
     uint8_t* keys;        // [N][G][B / 16][D / 4][16][4]
@@ -77,9 +78,10 @@ struct Softmax {
 };
 
 struct Attention {
-    size_t input_bytes;  // of a rounded query: 1, or 2 where products need 16 bits
+    size_t input_bytes;  // of a prepared query: 4 of floats, 1 of integers, or 2 where products need 16 bits
 
-    // Round the queries of a token from x [row_width], and append its keys and values. RoundedRows are [G][T][H / G].
+    // Round, if they are integers, the queries of a token from x [row_width], and append its keys and values. RoundedRows
+    // are [G][T][H / G].
     void (*append)(const Heads&, const Caches&, const float* x, const Stretch&, size_t token, size_t tokens,
                    const RoundedRows& queries);
 

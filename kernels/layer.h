@@ -32,13 +32,13 @@ struct Layer {
     const float* norm_weight;  // [K], or null for ones
     const float* norm_bias;    // [K], or null
     const uint8_t* weights;    // packed: kernels/README.md draws it
-    const float* scales;       // int8: [N]; 4 bits: [N / 16][blocks][16]; N padded to tiles
+    const float* scales;       // int8: [N]; 4 bits: [N / 16][blocks][16]; N padded to tiles; floats have none
     const float* bias;         // [N], padded, or null
 
     size_t row_width() const { return gated ? 2 * inputs : inputs; }
 };
 
-// Inputs rounded to int8: row m, block b has the values q * scales[m][b].
+// Inputs rounded to int8: row m, block b has the values q * scales[m][b]. Of floats the values alone.
 struct RoundedRows {
     void* values;   // [M][padded_inputs] of Product::input_bytes each; padding is 0
     float* scales;  // [M][blocks]
@@ -47,10 +47,10 @@ struct RoundedRows {
 
 // The functions for one format of weights on one instruction set.
 struct Product {
-    size_t input_bytes;  // of a rounded input: 1, or 2 where products need 16 bits
+    size_t input_bytes;  // of a prepared input: 4 of floats, 1 of integers, or 2 where products need 16 bits
     int zero_point;      // added to weights when they are packed, to make them unsigned
 
-    // Compute and round row m from x [row_width]; y is room for padded_inputs floats.
+    // Compute and, for integers, round row m from x [row_width]; y is room for padded_inputs floats.
     void (*prepare)(const Layer&, const float* x, float* y, const RoundedRows&, size_t m);
 
     // Compute columns [column, column + tile_columns) of rows [first, last) into out [M][N];

@@ -33,6 +33,19 @@ struct Call {
     float* out;
 };
 
+// Add what is beside a product of a row and 16 columns, and store it.
+inline void finish(const Call& call, size_t m, size_t column, Floats value) {
+    const Layer& layer = call.layer;
+    if (column >= layer.outputs)
+        return;
+    if (layer.bias)
+        value = value + load(layer.bias + column);
+    const size_t at = m * layer.outputs + column, count = layer.outputs - column;
+    if (call.residual)
+        value = value + load(call.residual + at, count);
+    store(call.out + at, value, count);
+}
+
 // Compute R rows from m and P panels of 16 columns from a panel.
 template <class P, int R>
 void multiply_tile(const Call& call, size_t m, size_t panel) {
@@ -60,23 +73,13 @@ void multiply_tile(const Call& call, size_t m, size_t panel) {
             }
         }
     }
-    for (int p = 0; p < P::panels; ++p) {
-        const size_t column = (panel + p) * lane_count;
-        if (column >= layer.outputs)
-            break;
-        const size_t count = layer.outputs - column;
+    for (int p = 0; p < P::panels; ++p)
         for (int r = 0; r < R; ++r) {
-            Floats result = value[r][p];
+            const size_t column = (panel + p) * lane_count;
             if (!P::scales_blocks)
-                result = result * load(layer.scales + column);
-            if (layer.bias)
-                result = result + load(layer.bias + column);
-            const size_t at = (m + r) * layer.outputs + column;
-            if (call.residual)
-                result = result + load(call.residual + at, count);
-            store(call.out + at, result, count);
+                value[r][p] = value[r][p] * load(layer.scales + column);
+            finish(call, m + r, column, value[r][p]);
         }
-    }
 }
 
 // Compute rows [m, last), R at a time; what is left, R - 1 at a time.
@@ -100,6 +103,54 @@ void multiply(const Layer& layer, const RoundedRows& rows, size_t first, size_t 
 template <class P>
 constexpr Product product() {
     return {sizeof(typename P::Input), P::zero_point, prepare<typename P::Input>, multiply<P>};
+}
+
+// Compute R rows from m and N panels of 16 columns from a panel: each output is a sum over the inputs in order.
+template <int R, int N>
+void multiply_float_tile(const Call& call, size_t m, size_t panel) {
+    const Layer& layer = call.layer;
+    const float* const weights = reinterpret_cast<const float*>(layer.weights) + panel * layer.inputs * lane_count;
+    const float* const x = static_cast<const float*>(call.rows.values) + m * layer.padded_inputs;
+    Floats sums[R][N];
+    unrolled<R>([&](auto r) { unrolled<N>([&](auto p) { sums[r][p] = all(0.0f); }); });
+    for (size_t k = 0; k < layer.inputs; ++k) {
+        Floats weight[N];
+        unrolled<N>([&](auto p) { weight[p] = load(weights + (p * layer.inputs + k) * lane_count); });
+        unrolled<R>([&](auto r) {
+            const Floats input = all(x[r * layer.padded_inputs + k]);
+            unrolled<N>([&](auto p) { sums[r][p] = fma(input, weight[p], sums[r][p]); });
+        });
+    }
+    unrolled<R>([&](auto r) {
+        unrolled<N>([&](auto p) { finish(call, m + r, (panel + p) * lane_count, sums[r][p]); });
+    });
+}
+
+// Compute `count` rows from m, which are at most R.
+template <int R, int N>
+void multiply_float_rows(const Call& call, size_t m, size_t count, size_t panel) {
+    if (count == R)
+        return multiply_float_tile<R, N>(call, m, panel);
+    if constexpr (R > 1)
+        multiply_float_rows<R - 1, N>(call, m, count, panel);
+}
+
+// Product::multiply of floats, N panels and at most R rows at a time, nearly as many each time.
+template <int R, int N>
+void multiply_packed_floats(const Layer& layer, const RoundedRows& rows, size_t first, size_t last, size_t column,
+                            const float* residual, float* out) {
+    const Call call{layer, rows, residual, out};
+    const size_t count = last - first, tiles = (count + R - 1) / R;
+    for (size_t panel = column / lane_count; panel < (column + tile_columns) / lane_count; panel += N)
+        for (size_t i = 0; i < tiles; ++i) {
+            const size_t m = first + i * count / tiles;
+            multiply_float_rows<R, N>(call, m, first + (i + 1) * count / tiles - m, panel);
+        }
+}
+
+template <int R, int N>
+constexpr Product float_product() {
+    return {sizeof(float), 0, prepare_floats, multiply_packed_floats<R, N>};
 }
 
 // Path::multiply_floats, R rows at a time. Each is a sum over k in order, whatever rows are beside it.

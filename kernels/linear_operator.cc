@@ -44,7 +44,11 @@ public:
         layer.epsilon = node.number("epsilon", -1.0f);
         if (layer.norm != Norm::none && !(layer.epsilon >= 0.0f))
             node.refuse("the attribute epsilon has to be there, and at least 0, where norm is");
-        op.has_nibbles ? take_nibbles(node) : take_bytes(node);
+        switch (op.weights) {
+        case Weights::bytes: take_bytes(node); break;
+        case Weights::nibbles: take_nibbles(node); break;
+        case Weights::floats: take_floats(node); break;
+        }
 
         layer.mixed = node.flag("mixed");
         if (layer.mixed && layer.inputs % mixed_parts != 0)
@@ -159,6 +163,20 @@ private:
         layer.scales = reinterpret_cast<const float*>(scale_values.data());
     }
 
+    void take_floats(const Node& node) {
+        const Tensor given = node.constant(weight, "weight");
+        const bool transposed = node.flag("transposed");
+        if (given.type != element_float || given.shape.size() != 2)
+            node.refuse("weight is " + describe(given) + "; it has to be float of two dimensions");
+        if (node.has_input(scales))
+            node.refuse("weights of floats have no scales");
+        set_shape(node, size_t(given.shape[transposed]), size_t(given.shape[!transposed]));
+        layer.blocks = 1;
+        weights = pack_floats(layer, given.floats(), transposed);
+        give_back(given.data, given.count() * sizeof(float));
+        layer.weights = weights.data()->bytes;
+    }
+
     void take_nibbles(const Node& node) {
         const Tensor given = node.constant(weight, "weight");
         if (given.type != element_uint8 || given.shape.size() != 3 || given.shape[2] != nibble_block / 2)
@@ -216,23 +234,28 @@ private:
 
 }  // namespace
 
-LinearOperator::LinearOperator(const Runtime& runtime, const Path& path, bool has_nibbles)
+LinearOperator::LinearOperator(const Runtime& runtime, const Path& path, Weights weights)
     : runtime(runtime),
       path(path),
-      product(has_nibbles ? path.nibbles : path.bytes),
-      has_nibbles(has_nibbles),
-      name(has_nibbles ? "Linear4" : "Linear") {
+      weights(weights),
+      product(weights == Weights::bytes ? path.bytes : weights == Weights::nibbles ? path.nibbles : path.floats),
+      name(weights == Weights::bytes ? "Linear" : weights == Weights::nibbles ? "Linear4" : "Linear32") {
     describe_operator<LinearOperator, LinearKernel>(*this);
     GetInputType = [](const OrtCustomOp* op, size_t index) {
-        const bool is_nibbles = static_cast<const LinearOperator*>(op)->has_nibbles;
+        const Weights weights = static_cast<const LinearOperator*>(op)->weights;
         if (index >= adapters)
             return element_int64;
-        if (index == scales && is_nibbles)
+        if (index == scales && weights == Weights::nibbles)
             return element_any;  // float or float16
-        return index != weight ? element_float : is_nibbles ? element_uint8 : element_int8;
+        if (index != weight || weights == Weights::floats)
+            return element_float;
+        return weights == Weights::nibbles ? element_uint8 : element_int8;
     };
     GetInputTypeCount = [](const OrtCustomOp*) -> size_t { return input_count; };
-    GetInputCharacteristic = [](const OrtCustomOp*, size_t index) { return index <= scales ? required : optional; };
+    GetInputCharacteristic = [](const OrtCustomOp* op, size_t index) {
+        const bool has_scales = static_cast<const LinearOperator*>(op)->weights != Weights::floats;
+        return index <= weight || (index == scales && has_scales) ? required : optional;
+    };
 }
 
 }  // namespace kvasir

@@ -1,4 +1,4 @@
-// The operators kvasir.Linear and kvasir.Linear4, on one path.
+// The operators kvasir.Linear, kvasir.Linear4 and kvasir.Linear32, on one path.
 #pragma once
 
 #include "ort_abi.h"
@@ -6,13 +6,15 @@
 
 namespace kvasir {
 
+enum class Weights { bytes, nibbles, floats };
+
 struct LinearOperator : OrtCustomOp {
-    LinearOperator(const Runtime&, const Path&, bool has_nibbles);
+    LinearOperator(const Runtime&, const Path&, Weights);
 
     const Runtime& runtime;
     const Path& path;
+    const Weights weights;
     const Product& product;
-    const bool has_nibbles;
     const char* const name;
 };
 

@@ -25,6 +25,19 @@ Lines pack_bytes(const Layer& layer, const int8_t* weights, bool transposed, int
     return packed;
 }
 
+Lines pack_floats(const Layer& layer, const float* weights, bool transposed) {
+    Lines packed = lines_of(layer.inputs * padded_outputs(layer) * sizeof(float));
+    auto* const to = reinterpret_cast<float*>(packed.data());
+    const size_t step = transposed ? 1 : layer.outputs, column_step = transposed ? layer.inputs : 1;
+    for (size_t n0 = 0; n0 < layer.outputs; n0 += lane_count) {
+        const size_t columns = layer.outputs - n0 < lane_count ? layer.outputs - n0 : lane_count;
+        for (size_t k = 0; k < layer.inputs; ++k)
+            for (size_t n = 0; n < columns; ++n)
+                to[n0 * layer.inputs + k * lane_count + n] = weights[k * step + (n0 + n) * column_step];
+    }
+    return packed;
+}
+
 Lines pack_nibbles(const Layer& layer, const uint8_t* weights) {
     constexpr size_t block_bytes = nibble_block / 2;
     Lines packed = lines_of(layer.blocks * block_bytes * padded_outputs(layer));

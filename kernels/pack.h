@@ -9,6 +9,9 @@ namespace kvasir {
 // int8 weights, [K, N], or [N, K] if transposed.
 Lines pack_bytes(const Layer&, const int8_t* weights, bool transposed, int zero_point);
 
+// Float weights, [K, N], or [N, K] if transposed, as [N / 16][K][16].
+Lines pack_floats(const Layer&, const float* weights, bool transposed);
+
 // Weights of 4 bits [N, K / 32, 16], the low nibble first.
 Lines pack_nibbles(const Layer&, const uint8_t* weights);
 

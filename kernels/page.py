@@ -1,11 +1,12 @@
-"""A decoder's graph whose attention is over blocks of keys and values, by the operator `Attention`.
+"""A decoder's graph whose attention is over blocks of keys and values, as `Attention` or `Attention32`.
 
-The exported graph runs over rows, and has branches for prompts and for decoding, whose rows differ.
-The operator rounds keys and values itself, a token and head at a time, so one kind of run computes
-packed tokens of any sequences, prompts' and new ones alike. Inputs are those of
+The exported graph runs over rows; in int8 and int4 it has branches for prompts and for decoding,
+whose rows differ. The operator rounds keys and values itself, a token and head at a time, so one
+kind of run computes packed tokens of any sequences, prompts' and new ones alike. Inputs are those of
 `export.graphs.paged`; past_key_values.{i}.key and .value are int8 [blocks, n_kv_head, BLOCK_SIZE,
 head_dim], and the scales of their tokens .key_scales and .value_scales, float [blocks, n_kv_head,
-BLOCK_SIZE]. Outputs are logits, and the same blocks as present.{i}.…, to be aliased.
+BLOCK_SIZE]. In fp32 they are floats without scales. Outputs are logits, and the same blocks as
+present.{i}.…, to be aliased.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MOST_CHANNELS = 640  # of a head
 _DECODE = "decode"
 _TOKENS, _ROW, _AXIS = ("input_ids", "position_ids"), ".row", "row.axis"
 _RUN = ("cumulative_sequence_length", "past_seqlens", "block_table")
-_OF_FLOATS = ("MatMul", "Gemm", "MoE", "QMoE")
+_EXPERTS = ("MoE", "QMoE")
 _OF_ROWS = ("seqlens_k", "total_sequence_length", _DECODE)
 _FLOAT_ROWS = ("prompt_key_values.", "prompt_present.")
 # Inputs of GroupQueryAttention by their places.
@@ -39,9 +40,8 @@ _QKV, _KEYS, _COSINES, _SINES, _BIAS, _SINKS, _STEP = 0, 3, 7, 8, 10, 11, 12
 def page(model: ModelProto) -> ModelProto:
     """Return a model of packed tokens; the one given is not changed.
 
-    model: a decoder in int8 or int4, loaded without external data. Raises Mismatch for what the
-    operator does not compute: float keys and values, or scores with a bias; and for other products
-    than those of `fuse`, on which a token's neighbours have a bearing.
+    model: a decoder, loaded without external data. Raises Mismatch for what the operator does not
+    compute, scores with a bias, and for experts, on which a token's neighbours have a bearing.
     """
     paged = ModelProto()
     paged.CopyFrom(model)
@@ -50,10 +50,8 @@ def page(model: ModelProto) -> ModelProto:
     attentions = [node for node in nodes if node.op_type == "GroupQueryAttention"]
     if not attentions:
         raise Mismatch("the graph has no attention over rows")
-    constants = {tensor.name for tensor in graph.initializer}
     for node in nodes:
-        # Mixing multiplies a constant by a matrix of each token: neighbours have no part in it.
-        if node.op_type in _OF_FLOATS and node.input[0] not in constants:
+        if node.op_type in _EXPERTS:
             raise Mismatch(f"{node.op_type} gives a lone token other bits than one beside others")
     given = {value.name: value for value in graph.input}
     makers = {name: node for node in nodes for name in node.output}
@@ -93,7 +91,7 @@ def _decoding(graph: GraphProto) -> Iterator[NodeProto]:
 def _attend_over_blocks(
     node: NodeProto, given: dict[str, ValueInfoProto], makers: dict[str, NodeProto]
 ) -> list[str]:
-    """Make GroupQueryAttention over rows of int8 an `Attention`.
+    """Make GroupQueryAttention over rows an `Attention`, or `Attention32` if they are floats.
 
     Returns the names of its values before and after the run where these are its keys: they go.
     """
@@ -101,8 +99,7 @@ def _attend_over_blocks(
     keys, values = inputs[_KEYS : _KEYS + 2]
     options = attention_options(node) | {"window": attribute(node, "local_window_size", -1)}
     rows = given[keys].type.tensor_type
-    if rows.elem_type != TensorProto.INT8:
-        raise Mismatch("keys and values have no 8 bits")
+    of_floats = rows.elem_type == TensorProto.FLOAT
     if inputs[_BIAS]:
         raise Mismatch("scores have a bias")
     n_channels = rows.shape.dim[3].dim_value
@@ -113,12 +110,15 @@ def _attend_over_blocks(
     attended, *present = node.output
     unread: list[str] = []
     joined = makers.get(inputs[_QKV], node)
-    if joined.op_type == "Concat" and len({*joined.input[-2:]}) == 1:  # keys twice
+    is_twice = joined.op_type == "Concat" and len({*joined.input[-2:]}) == 1  # keys
+    if is_twice and not of_floats:
         del joined.input[-1]
         unread, cached[2:] = [values, present.pop()], ["", ""]
     made = [name for output in present for name in (output, f"{output}_scales")]
+    if of_floats:
+        cached[1] = cached[3] = made[1] = made[3] = ""
     node.Clear()
-    node.op_type, node.domain = "Attention", DOMAIN
+    node.op_type, node.domain = "Attention32" if of_floats else "Attention", DOMAIN
     node.input.extend([inputs[_QKV], *cached, *_RUN, *rotation, "", inputs[_SINKS]])
     node.output.extend([attended, *made])
     set_attributes(node, **options)
@@ -149,7 +149,9 @@ def _outputs(given: list[ValueInfoProto]) -> Iterator[ValueInfoProto]:
 
 def _blocks(rows: ValueInfoProto) -> Iterator[ValueInfoProto]:
     """Yield blocks in the place of rows, and their scales."""
-    _, heads, _, channels = (dim.dim_value for dim in rows.type.tensor_type.shape.dim)
+    given = rows.type.tensor_type
+    _, heads, _, channels = (dim.dim_value for dim in given.shape.dim)
     shape: list[str | int] = ["num_blocks", heads, BLOCK_SIZE]
-    yield make_tensor_value_info(rows.name, TensorProto.INT8, [*shape, channels])
-    yield make_tensor_value_info(f"{rows.name}_scales", TensorProto.FLOAT, shape)
+    yield make_tensor_value_info(rows.name, given.elem_type, [*shape, channels])
+    if given.elem_type == TensorProto.INT8:
+        yield make_tensor_value_info(f"{rows.name}_scales", TensorProto.FLOAT, shape)

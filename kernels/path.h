@@ -44,7 +44,9 @@ struct Path {
     const char* name;
     Product bytes;    // weights of int8
     Product nibbles;  // weights of 4 bits
-    Attention attention;
+    Product floats;   // weights of floats
+    Attention attention;        // keys and values of 8 bits
+    Attention float_attention;  // of floats
 
     // The norm of a layer: y [inputs] of x [inputs].
     void (*normalise)(const Layer&, const float* x, float* y);

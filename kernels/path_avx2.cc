@@ -22,6 +22,7 @@ namespace kvasir::avx2 {
 #include "low_rank.h"
 //
 #include "attention.h"
+#include "float_attention.h"
 }  // namespace kvasir::avx2
 
 namespace kvasir {
@@ -29,7 +30,9 @@ const Path avx2_path = {
     "avx2",
     avx2::product<avx2::BytesProduct>(),
     avx2::product<avx2::NibblesProduct>(),
+    avx2::float_product<6, 1>(),
     avx2::attention<avx2::BytesProduct>(),
+    avx2::float_attention<6>(),
     avx2::normalise,
     avx2::multiply_floats<4>,
     avx2::project,

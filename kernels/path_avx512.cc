@@ -23,6 +23,7 @@ namespace kvasir::avx512 {
 #include "low_rank.h"
 //
 #include "attention.h"
+#include "float_attention.h"
 }  // namespace kvasir::avx512
 
 namespace kvasir {
@@ -30,7 +31,9 @@ const Path avx512_path = {
     "avx512",
     avx512::product<avx512::BytesProduct>(),
     avx512::product<avx512::NibblesProduct>(),
+    avx512::float_product<12, 2>(),
     avx512::attention<avx512::BytesProduct>(),
+    avx512::float_attention<12>(),
     avx512::normalise,
     avx512::multiply_floats<4>,
     avx512::project,

@@ -23,6 +23,7 @@ namespace kvasir::neon {
 #include "low_rank.h"
 //
 #include "attention.h"
+#include "float_attention.h"
 }  // namespace kvasir::neon
 
 namespace kvasir {
@@ -30,7 +31,9 @@ const Path neon_path = {
     "neon",
     neon::product<neon::BytesProduct>(),
     neon::product<neon::NibblesProduct>(),
+    neon::float_product<6, 1>(),
     neon::attention<neon::BytesProduct>(),
+    neon::float_attention<6>(),
     neon::normalise,
     neon::multiply_floats<4>,
     neon::project,

@@ -16,6 +16,7 @@ namespace kvasir::scalar {
 #include "low_rank.h"
 //
 #include "attention.h"
+#include "float_attention.h"
 }  // namespace kvasir::scalar
 
 namespace kvasir {
@@ -23,7 +24,9 @@ const Path scalar_path = {
     "scalar",
     scalar::product<scalar::BytesProduct>(),
     scalar::product<scalar::NibblesProduct>(),
+    scalar::float_product<4, 1>(),
     scalar::attention<scalar::BytesProduct>(),
+    scalar::float_attention<4>(),
     scalar::normalise,
     scalar::multiply_floats<4>,
     scalar::project,

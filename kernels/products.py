@@ -1,4 +1,4 @@
-"""Rounded products as `Linear` and `Linear4`, and products of a matrix a head as `HeadLinear`.
+"""Products as `Linear`, `Linear4` and `Linear32`, and those of a matrix a head as `HeadLinear`.
 
 A linear layer in int8 is some eight nodes of ONNX Runtime's: the scale of each token, rounding, the
 product, and scales again; where what is rounded is mixed first (`export.rounding.mixing`), three
@@ -156,9 +156,25 @@ def before_mixing(values: Values, mixed: str) -> str:
     return x
 
 
+def float_product(values: Values, product: NodeProto) -> None:
+    """Make a product with a constant matrix of floats a `Linear32`."""
+    x, name, *bias = product.input
+    given = {option: attribute(product, option, 1.0) for option in ("alpha", "beta")}
+    require(given == {"alpha": 1.0, "beta": 1.0}, f"the product has factors: {given}")
+    require(not attribute(product, "transA", 0), "what is multiplied is transposed")
+    require(x not in values.constants, "a constant is multiplied")
+    weight = values.constants.get(name)
+    if weight is None or weight.data_type != TensorProto.FLOAT or len(weight.dims) != 2:
+        raise Mismatch(f"{name} is no constant matrix of floats")
+    transposed = attribute(product, "transB", 0)
+    if bias:
+        values.constant(bias[0], weight.dims[0 if transposed else 1])
+    _become(product, "Linear32", (x, name, "", *bias), transposed=transposed, mixed=0)
+
+
 def head_product(values: Values, product: NodeProto) -> None:
     """Make a product of floats with a matrix for each head `HeadLinear`, in a graph with ours."""
-    require(values.has_linears, "nothing is rounded")
+    require(values.has_linears, "no product is ours")
     weight = values.constants.get(product.input[1], TensorProto())
     is_of_heads = attribute(product, "equation") == b"...hi,hio->...ho"
     require(is_of_heads and len(weight.dims) == 3, "it is no product with a matrix for each head")

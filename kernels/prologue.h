@@ -114,9 +114,8 @@ void round_block(const float* y, size_t count, size_t padded, Input* q, float& s
     total = sum(totals);
 }
 
-// Product::prepare.
-template <class Input>
-void prepare(const Layer& layer, const float* x, float* y, const RoundedRows& rows, size_t m) {
+// Return what a product reads of x: x itself, or y, where something is done to it.
+inline const float* prologue(const Layer& layer, const float* x, float* y) {
     if (layer.activation != Activation::none || layer.gated) {
         activate(layer, x, y);
         x = y;
@@ -129,10 +128,23 @@ void prepare(const Layer& layer, const float* x, float* y, const RoundedRows& ro
         mix(layer, x, y);
         x = y;
     }
+    return x;
+}
+
+// Product::prepare of integers.
+template <class Input>
+void prepare(const Layer& layer, const float* x, float* y, const RoundedRows& rows, size_t m) {
+    x = prologue(layer, x, y);
     Input* const q = static_cast<Input*>(rows.values) + m * layer.padded_inputs;
     for (size_t b = 0; b < layer.blocks; ++b) {
         const size_t start = b * layer.block, at = m * layer.blocks + b;
         round_block(x + start, lesser(layer.block, layer.inputs - start), lesser(layer.block, layer.padded_inputs - start),
                     q + start, rows.scales[at], rows.sums[at]);
     }
+}
+
+// Product::prepare of floats, which stay as they are.
+inline void prepare_floats(const Layer& layer, const float* x, float* y, const RoundedRows& rows, size_t m) {
+    float* const to = static_cast<float*>(rows.values) + m * layer.padded_inputs;
+    memcpy(to, prologue(layer, x, y), layer.inputs * sizeof(float));
 }

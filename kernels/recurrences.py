@@ -21,7 +21,7 @@ _NEW_TOKENS = "n_new"  # an input of the graph
 
 def convolution(values: Values, node: NodeProto) -> None:
     """Make a convolution over a state and new tokens, and the state after these, one node."""
-    require(values.has_linears, "nothing is rounded")
+    require(values.has_linears, "no product is ours")
     x, weight, bias, before = inputs_of(node, 4)
     known = values.maker(before, "Slice").input[0]
     past, new = inputs_of(values.maker(known, "Concat"), 2)

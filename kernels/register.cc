@@ -42,23 +42,23 @@ std::string wanted_path(const Runtime& runtime, const OrtSessionOptions* options
 // The operators on one path; they outlive every session.
 struct Domain {
     Domain(const Runtime& runtime, const Path& path)
-        : linear(runtime, path, false),
-          linear4(runtime, path, true),
-          attention(runtime, path, true),
-          text_attention(runtime, path, false),
+        : linears{{runtime, path, Weights::bytes}, {runtime, path, Weights::nibbles}, {runtime, path, Weights::floats}},
+          attentions{{runtime, path, true, false}, {runtime, path, false, false}, {runtime, path, true, true},
+                     {runtime, path, false, true}},
           small{norm_operator(runtime, path), head_linear_operator(runtime, path), convolution_operator(runtime, path),
                 memory_operator(runtime, path)} {
         check(runtime.CreateCustomOpDomain("kvasir", &domain));
-        for (const OrtCustomOp* op : {static_cast<OrtCustomOp*>(&linear), static_cast<OrtCustomOp*>(&linear4),
-                                      static_cast<OrtCustomOp*>(&attention), static_cast<OrtCustomOp*>(&text_attention)})
-            check(runtime.CustomOpDomain_Add(domain, op));
+        for (const LinearOperator& op : linears)
+            check(runtime.CustomOpDomain_Add(domain, &op));
+        for (const AttentionOperator& op : attentions)
+            check(runtime.CustomOpDomain_Add(domain, &op));
         for (const PathOperator& op : small)
             check(runtime.CustomOpDomain_Add(domain, &op));
     }
 
     OrtCustomOpDomain* domain = nullptr;
-    LinearOperator linear, linear4;
-    AttentionOperator attention, text_attention;
+    const LinearOperator linears[3];
+    const AttentionOperator attentions[4];
     const PathOperator small[4];
 };
 

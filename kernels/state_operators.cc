@@ -11,22 +11,25 @@ namespace kvasir {
 
 namespace {
 
-void require_shape(const char* name, const Tensor& given, const Shape& wanted) {
+void require_shape(const char* op, const char* name, const Tensor& given, const Shape& wanted) {
     if (given.shape != wanted)
-        throw Refusal(std::string("kvasir: ") + name + " is " + describe(given) + "; its shape has to be " + describe(wanted));
+        throw Refusal(std::string("kvasir.") + op + ": " + name + " is " + describe(given) + "; its shape has to be " +
+                      describe(wanted));
 }
 
 // The tokens of each row that are new, [rows] of 0 to `tokens`.
-const int64_t* new_tokens(const Tensor& given, int64_t rows, int64_t tokens) {
-    require_shape("n_new", given, {rows});
+const int64_t* new_tokens(const char* op, const Tensor& given, int64_t rows, int64_t tokens) {
+    require_shape(op, "n_new", given, {rows});
     const auto* const counts = static_cast<const int64_t*>(given.data);
     for (int64_t i = 0; i < rows; ++i)
         if (counts[i] < 0 || counts[i] > tokens)
-            throw Refusal("kvasir: n_new has " + std::to_string(counts[i]) + " of " + std::to_string(tokens) + " tokens");
+            throw Refusal(std::string("kvasir.") + op + ": n_new has " + std::to_string(counts[i]) + " of " +
+                          std::to_string(tokens) + " tokens");
     return counts;
 }
 
 struct ConvolutionKernel {
+    static constexpr const char* op_name = "Convolution";
     enum Input : size_t { x, weight, bias, past, n_new, input_count };
     static constexpr size_t optional_input = bias;
 
@@ -43,7 +46,7 @@ struct ConvolutionKernel {
         weights = pad(by_tap.data(), by_tap.size());
         layer.weights = reinterpret_cast<const float*>(weights.data());
         if (node.has_input(bias)) {
-            require_shape("bias", node.constant(bias, "bias"), {given.shape[0]});
+            require_shape(op_name, "bias", node.constant(bias, "bias"), {given.shape[0]});
             biases = pad(node.constant(bias, "bias").floats(), channels);
             layer.bias = reinterpret_cast<const float*>(biases.data());
         }
@@ -53,11 +56,12 @@ struct ConvolutionKernel {
         const Tensor input = run.input(x), before = run.input(past);
         const size_t channels = layer.channels, kept = layer.kernel - 1;
         if (input.shape.size() != 3 || input.shape[2] != int64_t(channels))
-            throw Refusal("kvasir: x is " + describe(input) + "; its last dimension has to be " + std::to_string(channels));
+            throw Refusal("kvasir.Convolution: x is " + describe(input) + "; its last dimension has to be " +
+                          std::to_string(channels));
         const Shape shape{input.shape[0], int64_t(kept), int64_t(channels)};
-        require_shape("past", before, shape);
+        require_shape(op_name, "past", before, shape);
         const size_t tokens = size_t(input.shape[1]), blocks = layer.padded_channels / lane_count;
-        const int64_t* const counts = new_tokens(run.input(n_new), input.shape[0], input.shape[1]);
+        const int64_t* const counts = new_tokens(op_name, run.input(n_new), input.shape[0], input.shape[1]);
         float* const y = run.output<float>(0, input.shape);
         float* const present = run.output<float>(1, shape);
         run.in_shares(size_t(shape[0]) * blocks, tokens * layer.kernel * lane_count, [&](size_t task) {
@@ -81,6 +85,7 @@ struct ConvolutionKernel {
 };
 
 struct MemoryKernel {
+    static constexpr const char* op_name = "Memory";
     enum Input : size_t { query, key, value, past, decay, rate, n_new, input_count };
     static constexpr size_t optional_input = rate;
 
@@ -91,12 +96,12 @@ struct MemoryKernel {
         const Tensor before = run.input(past), given = run.input(value);
         const Shape& sizes = before.shape;
         if (sizes.size() != 4 || given.shape.size() != 3 || sizes[2] < 1 || sizes[2] > int64_t(most_keys))
-            throw Refusal("kvasir: past is " + describe(before) + " and value " + describe(given) +
+            throw Refusal("kvasir.Memory: past is " + describe(before) + " and value " + describe(given) +
                           "; they have to be float [rows, heads, keys, values], keys from 1 to " + std::to_string(most_keys) +
                           ", and [rows, tokens, heads * values]");
         const auto floats = [&](Input input, const char* name, int64_t width) {
             const Tensor read = run.input(input);
-            require_shape(name, read, {sizes[0], given.shape[1], width});
+            require_shape(op_name, name, read, {sizes[0], given.shape[1], width});
             return read.floats();
         };
         const Shape of_decays = run.input(decay).shape;
@@ -106,7 +111,7 @@ struct MemoryKernel {
         const Told told{floats(query, "query", sizes[1] * sizes[2]), floats(key, "key", sizes[1] * sizes[2]),
                         floats(value, "value", sizes[1] * sizes[3]), floats(decay, "decay", sizes[1] * int64_t(decays)),
                         has_rate ? floats(rate, "rate", sizes[1]) : nullptr};
-        const int64_t* const counts = new_tokens(run.input(n_new), sizes[0], given.shape[1]);
+        const int64_t* const counts = new_tokens(op_name, run.input(n_new), sizes[0], given.shape[1]);
         const size_t rows = size_t(sizes[0]), tokens = size_t(given.shape[1]), matrix = layer.keys * layer.values;
         float* const read = run.output<float>(0, given.shape);
         float* const present = run.output<float>(1, sizes);
@@ -149,11 +154,11 @@ PathOperator state_operator(const Runtime& runtime, const Path& path, const char
 }  // namespace
 
 PathOperator convolution_operator(const Runtime& runtime, const Path& path) {
-    return state_operator<ConvolutionKernel>(runtime, path, "Convolution");
+    return state_operator<ConvolutionKernel>(runtime, path, ConvolutionKernel::op_name);
 }
 
 PathOperator memory_operator(const Runtime& runtime, const Path& path) {
-    return state_operator<MemoryKernel>(runtime, path, "Memory");
+    return state_operator<MemoryKernel>(runtime, path, MemoryKernel::op_name);
 }
 
 }  // namespace kvasir

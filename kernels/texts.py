@@ -1,4 +1,4 @@
-"""Attention of packed texts in an encoder's graph, as the operator `TextAttention`.
+"""Attention of packed texts in an encoder's graph, as `TextAttention` or `TextAttention32`.
 
 The exported graph puts tokens into a row for each text, padded on the right, and takes them out of
 the rows that ONNX Runtime's operator makes. Ours reads packed tokens, and where each text starts.
@@ -31,7 +31,7 @@ _SEQLENS, _COSINES, _SINES, _BIAS, _SINKS = 5, 7, 8, 10, 11
 def attend_over_texts(values: Values, node: NodeProto) -> None:
     """Make GroupQueryAttention over rows of texts, and what makes and reads rows, one node.
 
-    What it attends to is then rounded to 8 bits, so a product has to round it as well.
+    What it attends to is rounded to 8 bits if the product that reads it rounds as well.
     """
     inputs = [*node.input, *[""] * (_SINKS + 1 - len(node.input))]
     qkv, rows = values.maker(inputs[0], "Gather").input
@@ -42,14 +42,16 @@ def attend_over_texts(values: Values, node: NodeProto) -> None:
     packed = values.reader(flat.output[0], "Gather")
     require(packed.input[1] == _PLACES, "the tokens are not packed again")
     options = attention_options(node)
-    n_in = values.sizes(values.reader(packed.output[0], *LINEARS))[0]
+    product = values.reader(packed.output[0], *LINEARS)
+    n_in, of_floats = values.sizes(product)[0], product.op_type == "Linear32"
     n_channels = n_in // options["heads"]
     require(
         n_channels % 16 == 0 and n_channels <= MOST_CHANNELS, f"{n_channels} channels of a head"
     )
     window, bias = _window(values, node, inputs[_BIAS])
     rotation = inputs[_COSINES : _SINES + 1] if attribute(node, "do_rotary", 0) else ["", ""]
-    packed.op_type, packed.domain = "TextAttention", DOMAIN
+    packed.op_type = "TextAttention32" if of_floats else "TextAttention"
+    packed.domain = DOMAIN
     packed.input[:] = [qkv, STARTS, *rotation, bias, inputs[_SINKS]]
     packed.attribute.clear()
     looks_ahead = 1 - attribute(node, "causal", 1)

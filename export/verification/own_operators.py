@@ -19,7 +19,7 @@ from kvasir.server.engine.session import open_session
 
 
 def own_graph(path: Path, config: TransformerConfig) -> PagedSession | SegmentedGraph | None:
-    """Return a decoder's graph in int8 or int4; None where our operators cannot be used."""
+    """Return a decoder's graph; None where our operators cannot be used."""
     if (packed := PagedSession.find(path, config)) is not None:
         return packed
     library = own_library()

@@ -98,8 +98,7 @@ def find_library(settings: Settings, model_dir: ModelDirectory) -> Library | Non
 
     A line in the log says why stock ones have to do.
     """
-    manifest = model_dir.manifest
-    if manifest.device != "cpu" or manifest.precision == "fp32":  # nothing could be replaced
+    if model_dir.manifest.device != "cpu":
         return None
     folder = settings.cache_dir
     if folder is None:

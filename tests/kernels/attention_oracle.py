@@ -1,4 +1,7 @@
-"""What `Attention` means, a token and a head at a time: slow and obvious, in float32 as written."""
+"""What `Attention` means, a token and a head at a time: slow and obvious, in float32 as written.
+
+Of keys and values of floats, which have scales of 1, it is `Attention32`.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,31 @@ _ONE, _LOG2_E = np.float32(1), np.float32(1.44269504)
 
 @dataclass
 class Caches:
-    """Integers and their scales in blocks, in the order of positions and elements."""
+    """Integers and their scales in blocks, or floats, in the order of positions and elements."""
 
-    keys: NDArray[np.int8]  # [N, G, B, D]
+    keys: NDArray[Any]  # [N, G, B, D]
     key_scales: FLOATS  # [N, G, B]
-    values: NDArray[np.int8]  # [N, G, B, D]
+    values: NDArray[Any]  # [N, G, B, D]
     value_scales: FLOATS  # [N, G, B]
+
+    @property
+    def are_floats(self) -> bool:
+        return self.keys.dtype == np.float32
 
     def copy(self) -> Caches:
         """Return caches that share no memory with these."""
         return replace(self, **{name: array.copy() for name, array in vars(self).items()})
 
     def packed(self) -> dict[str, NDArray[Any]]:
-        """Return the operator's inputs: 16 keys, or 4 values, lie side by side, 128 is added."""
+        """Return the operator's inputs: 16 keys, or 4 values, lie side by side, 128 is added.
+
+        Of floats 16 keys lie side by side.
+        """
         n, g, b, d = self.keys.shape
+        if self.are_floats:
+            turned = self.keys.reshape(n, g, b // 16, 16, d).swapaxes(3, 4)
+            keys = np.ascontiguousarray(turned).reshape(n, g, b, d)
+            return {"keys": keys, "values": self.values}
         keys = self.keys.reshape(n, g, b // 16, 16, d // 4, 4).swapaxes(3, 4)
         values = self.values.reshape(n, g, b // 4, 4, d).swapaxes(3, 4)
         return vars(self) | {
@@ -57,8 +71,12 @@ def _fma(a: Any, b: Any, c: Any) -> FLOATS:
     return exact
 
 
-def _round(x: FLOATS, most: np.float32) -> tuple[NDArray[np.int64], np.float32]:
-    """Return integers up to `most` and their scale."""
+def _round(
+    x: FLOATS, most: np.float32, caches: Caches
+) -> tuple[NDArray[Any], np.float32]:
+    """Return integers up to `most` and their scale; x itself where caches have floats."""
+    if caches.are_floats:
+        return x.astype(np.float64), _ONE
     scale = np.float32(np.abs(x).max() / most)
     if scale < np.finfo(np.float32).tiny:
         return np.zeros(x.shape, dtype=np.int64), np.float32(0)
@@ -106,8 +124,11 @@ def attention(
         for g in range(kv_heads):
             at = places.table[sequence, position // block], g, position % block
             key = _rotate(keys[token, g], position, constants, turn)
-            caches.keys[at], caches.key_scales[at] = _round(key, np.float32(127))
-            caches.values[at], caches.value_scales[at] = _round(values[token, g], np.float32(127))
+            for x, into, scales in (
+                (key, caches.keys, caches.key_scales),
+                (values[token, g], caches.values, caches.value_scales),
+            ):
+                into[at], scales[at] = _round(x, np.float32(127), caches)
     out = np.zeros((len(qkv), heads, size), dtype=np.float32)
     for token, sequence, position in tokens:
         seen = _seen(position, places, sequence, attributes)
@@ -126,16 +147,19 @@ def attention(
 
 
 def text_attention(
-    qkv: FLOATS, starts: INTS, constants: dict[str, FLOATS], attributes: dict[str, Any]
+    qkv: FLOATS,
+    starts: INTS,
+    constants: dict[str, FLOATS],
+    attributes: dict[str, Any],
+    dtype: type = np.int8,
 ) -> FLOATS:
-    """Return what is attended, [T, H D], by texts that nothing is kept of."""
+    """Return what is attended, [T, H D], by texts that nothing is kept of. dtype: of keys."""
     n, kv_heads = len(starts) - 1, attributes["kv_heads"]
     shape = (n, kv_heads, len(qkv), qkv.shape[1] // (attributes["heads"] + 2 * kv_heads))
-    integers, scales = np.zeros(shape, dtype=np.int8), np.zeros(shape[:3], dtype=np.float32)
+    numbers, scales = np.zeros(shape, dtype=dtype), np.zeros(shape[:3], dtype=np.float32)
     places = Places(starts, np.zeros(n, dtype=np.int32), np.arange(n, dtype=np.int32)[:, None])
-    return attention(
-        qkv, Caches(integers, scales, integers, scales), places, constants, attributes
-    )[0]
+    caches = Caches(numbers, scales, numbers, scales)
+    return attention(qkv, caches, places, constants, attributes)[0]
 
 
 def _seen(position: int, places: Places, sequence: int, attributes: dict[str, Any]) -> INTS:
@@ -152,9 +176,10 @@ def _scores(
     query: FLOATS, part: Caches, attributes: dict[str, Any], slope: Any, distance: Any
 ) -> FLOATS:
     """Return the scores [n] of a query [D] with n keys, in bits."""
-    rounded, step = _round(query, np.float32(127))
+    rounded, step = _round(query, np.float32(127), part)
     scale = np.float32(attributes.get("scale", 0) or _ONE / np.sqrt(np.float32(len(query))))
-    scores = (part.keys.astype(np.int64) @ rounded).astype(np.float32)
+    keys = part.keys.astype(rounded.dtype)
+    scores = (keys @ rounded).astype(np.float32)
     cap = np.float32(attributes.get("softcap", 0))
     scores = scores * (part.key_scales * (step * (scale if cap else scale * _LOG2_E)))
     if cap:
@@ -171,8 +196,9 @@ def _softmax(scores: FLOATS, part: Caches, seen: NDArray[Any], sink: Any) -> FLO
         here = seen // SECTION == section
         largest = scores[here].max()
         powers = np.exp2(scores[here] - largest)
-        probabilities, step = _round(powers * part.value_scales[here], MOST)
-        value = (probabilities @ part.values[here].astype(np.int64)).astype(np.float32) * step
+        probabilities, step = _round(powers * part.value_scales[here], MOST, part)
+        values = part.values[here].astype(probabilities.dtype)
+        value = (probabilities @ values).astype(np.float32) * step
         new = max(most, largest)
         kept, added = np.exp2(most - new), np.exp2(largest - new)
         mean = _fma(mean, kept, value * added)

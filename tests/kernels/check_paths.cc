@@ -63,12 +63,15 @@ static std::vector<float> draw_floats(size_t count) {
 // A random layer, and its results on one path.
 class LayerTrial {
 public:
-    explicit LayerTrial(bool has_nibbles) : has_nibbles(has_nibbles) {
+    enum Weights { bytes, nibbles, floats };
+
+    explicit LayerTrial(Weights kind) : kind(kind) {
+        const bool has_nibbles = kind == nibbles;
         layer.inputs = has_nibbles ? 32 * (1 + draw(9)) : 1 + draw(300);
         layer.outputs = 1 + draw(140);
         layer.padded_inputs = has_nibbles ? layer.inputs : round_up(layer.inputs, input_padding);
         layer.block = has_nibbles ? nibble_block : draw(2) ? layer.padded_inputs : 64 * (1 + draw(3));
-        layer.blocks = (layer.inputs + layer.block - 1) / layer.block;
+        layer.blocks = kind == floats ? 1 : (layer.inputs + layer.block - 1) / layer.block;
         layer.activation = Activation(draw(8));
         layer.gated = draw(2);
         layer.norm = Norm(draw(3));
@@ -78,6 +81,8 @@ public:
         weights.resize(has_nibbles ? layer.outputs * layer.inputs / 2 : layer.outputs * layer.inputs);
         for (uint8_t& byte : weights)
             byte = uint8_t(draw(256));
+        if (kind == floats)
+            float_weights = draw_floats(layer.outputs * layer.inputs);
         scales = draw_floats(layer.outputs * (has_nibbles ? layer.blocks : 1));
         bias = draw_floats(draw(2) ? layer.outputs : 0);
         norm_weight = draw_floats(draw(2) ? layer.inputs : 0);
@@ -87,12 +92,13 @@ public:
     }
 
     std::vector<float> run(const Path& path, bool at_end) const {
-        const Product& product = has_nibbles ? path.nibbles : path.bytes;
-        const auto* const bytes = reinterpret_cast<const int8_t*>(weights.data());
-        const Lines packed = has_nibbles ? pack_nibbles(layer, weights.data())
-                                         : pack_bytes(layer, bytes, false, product.zero_point);
+        const Product& product = kind == nibbles ? path.nibbles : kind == floats ? path.floats : path.bytes;
+        const auto* const whole = reinterpret_cast<const int8_t*>(weights.data());
+        const Lines packed = kind == nibbles  ? pack_nibbles(layer, weights.data())
+                             : kind == floats ? pack_floats(layer, float_weights.data(), rows % 2)
+                                              : pack_bytes(layer, whole, false, product.zero_point);
         const Lines packed_scales =
-            has_nibbles ? pack_block_scales(layer, scales.data()) : pad(scales.data(), scales.size());
+            kind == nibbles ? pack_block_scales(layer, scales.data()) : pad(scales.data(), scales.size());
         const Lines padded_bias = pad(bias.data(), bias.size());
         const Guarded weight_page(packed.data(), packed.size() * 64, at_end);
         const Guarded scale_page(packed_scales.data(), packed_scales.size() * 64, at_end);
@@ -123,17 +129,17 @@ public:
     }
 
 private:
-    const bool has_nibbles;
+    const Weights kind;
     Layer layer{};
     size_t rows;
     std::vector<uint8_t> weights;
-    std::vector<float> scales, bias, norm_weight, norm_bias, x, residual;
+    std::vector<float> float_weights, scales, bias, norm_weight, norm_bias, x, residual;
 };
 
 // Random tokens of one sequence: what they attend to, and the caches after that, on one path. A text has later tokens too.
 class AttentionTrial {
 public:
-    explicit AttentionTrial(bool is_text) {
+    AttentionTrial(bool is_text, bool has_floats) : has_floats(has_floats) {
         heads.kv_count = 1 + draw(2);
         heads.count = heads.kv_count * (1 + draw(is_text ? 3 : 9));
         heads.size = 16 * (1 + draw(6));
@@ -142,7 +148,7 @@ public:
         heads.window = draw(3) ? most_tokens : 1 + draw(400);
         heads.interleaved = draw(2);
         heads.rotated = 2 * draw(uint32_t(heads.size / 2 + 1));
-        heads.shared = !is_text && draw(3) == 0;
+        heads.shared = !is_text && draw(3) == 0 && !has_floats;
         stretch.position = draw(is_text ? 300 : 700);
         stretch.count = 1 + draw(12);
         length = stretch.position + stretch.count + (is_text ? draw(300) : 0);
@@ -155,6 +161,11 @@ public:
         bytes.resize(tokens * heads.size);
         for (uint8_t& byte : bytes)
             byte = uint8_t(draw(256));
+        if (has_floats) {
+            const std::vector<float> numbers = draw_floats(bytes.size());
+            bytes.resize(numbers.size() * sizeof(float));
+            memcpy(bytes.data(), numbers.data(), bytes.size());
+        }
         key_scales = draw_scales();
         value_scales = draw_scales();
         angles = draw_floats(length * heads.rotated / 2);
@@ -169,7 +180,7 @@ public:
 
     // Also add each section to the softmax directly, or alone and by join.
     std::vector<float> run(const Path& path, bool at_end) const {
-        const Attention& attention = path.attention;
+        const Attention& attention = has_floats ? path.float_attention : path.attention;
         const size_t queries = stretch.count * heads.count;
         const Guarded keys(bytes.data(), bytes.size(), at_end), values(bytes.data(), bytes.size(), at_end);
         const Guarded key_scale_page(key_scales.data(), tokens * 4, at_end);
@@ -247,6 +258,7 @@ private:
         return drawn;
     }
 
+    const bool has_floats;
     Heads heads{};
     Stretch stretch{};
     size_t length, block_tokens, tokens;
@@ -389,14 +401,15 @@ int main(int count, char** arguments) {
     for (const Candidate& candidate : candidates())
         if (candidate.is_usable)
             names += std::string(" ") + candidate.path.name;
-    for (uint64_t seed = 0; seed < 150; seed += step) {
+    for (uint64_t seed = 0; seed < 200; seed += step) {
         state = seed;
-        if (!agree(LayerTrial(seed % 2), ("layer " + std::to_string(seed)).c_str()))
+        const auto kind = seed < 150 ? LayerTrial::Weights(seed % 2) : LayerTrial::floats;
+        if (!agree(LayerTrial(kind), ("layer " + std::to_string(seed)).c_str()))
             return 1;
     }
-    for (uint64_t seed = 0; seed < 60; seed += step) {
+    for (uint64_t seed = 0; seed < 90; seed += step) {
         state = seed;
-        if (!agree(AttentionTrial(seed >= 45), ("attention " + std::to_string(seed)).c_str()))
+        if (!agree(AttentionTrial(seed % 60 >= 45 || seed >= 80, seed >= 60), ("attention " + std::to_string(seed)).c_str()))
             return 1;
     }
     for (uint64_t seed = 0; seed < 60; seed += step) {

@@ -52,19 +52,30 @@ ATTENTION_INPUTS = {
     "sinks": TensorProto.FLOAT,
 }
 CACHES = ("keys", "key_scales", "values", "value_scales")
+FLOAT_CACHES = ("keys", "values")  # of `Attention32`
 
 
 def attention_graph(
     attributes: dict[str, Any], constants: dict[str, Any], caches: Sequence[str] = CACHES
 ) -> bytes:
-    """Return a model of one `Attention`, whose outputs are y and new_ before a cache's name."""
-    variables = ["qkv", *caches, *list(ATTENTION_INPUTS)[5:8]]
-    names = [name if name in (*constants, *variables) else "" for name in ATTENTION_INPUTS]
-    outputs = {"y": TensorProto.FLOAT} | {f"new_{name}": ATTENTION_INPUTS[name] for name in caches}
-    node = helper.make_node("Attention", names, list(outputs), domain="kvasir", **attributes)
+    """Return a model of one `Attention`, whose outputs are y and new_ before a cache's name.
+
+    Of FLOAT_CACHES it is an `Attention32`.
+    """
+    types, operator = dict(ATTENTION_INPUTS), "Attention"
+    if caches == FLOAT_CACHES:
+        operator = "Attention32"
+        types |= dict.fromkeys(caches, TensorProto.FLOAT)
+    variables = ["qkv", *caches, *list(types)[5:8]]
+    names = [name if name in (*constants, *variables) else "" for name in types]
+    outputs = {"y": TensorProto.FLOAT} | {f"new_{name}": types[name] for name in caches}
+    made = ["y", *(f"new_{name}" if name in caches else "" for name in CACHES)]
+    while not made[-1]:
+        made.pop()
+    node = helper.make_node(operator, names, made, domain="kvasir", **attributes)
     inputs, results = (
         [helper.make_tensor_value_info(name, of_type, None) for name, of_type in values.items()]
-        for values in ({name: ATTENTION_INPUTS[name] for name in variables}, outputs)
+        for values in ({name: types[name] for name in variables}, outputs)
     )
     initializers = [numpy_helper.from_array(of, name) for name, of in constants.items()]
     body = helper.make_graph([node], "one", inputs, results, initializers)
@@ -74,10 +85,12 @@ def attention_graph(
 TEXT_INPUTS = ("qkv", "cumulative_sequence_length", "cos", "sin", "biases", "sinks")
 
 
-def text_graph(attributes: dict[str, Any], constants: dict[str, Any]) -> bytes:
-    """Return a model of one `TextAttention`."""
+def text_graph(
+    attributes: dict[str, Any], constants: dict[str, Any], operator: str = "TextAttention"
+) -> bytes:
+    """Return a model of one `TextAttention`, or of the operator for floats."""
     types = {"qkv": TensorProto.FLOAT, "cumulative_sequence_length": TensorProto.INT32}
-    return _one_node("TextAttention", TEXT_INPUTS, attributes, constants, types)
+    return _one_node(operator, TEXT_INPUTS, attributes, constants, types)
 
 
 def norm_graph(attributes: dict[str, Any], constants: dict[str, Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""What `Linear` and `Linear4` mean, in float64: slow and obvious."""
+"""What `Linear`, `Linear4` and `Linear32` mean, in float64: slow and obvious."""
 
 from __future__ import annotations
 
@@ -87,5 +87,24 @@ def linear(
         tolerance += (near * scale + 1e-5 * np.abs(part) + error) @ np.abs(rows)
     if constants["scales"].ndim == 1:
         output, tolerance = output * constants["scales"], tolerance * constants["scales"]
+    return _added(output, tolerance, constants)
+
+
+def float_linear(
+    x: DOUBLES, weight: NDArray[Any], constants: dict[str, Any], attributes: dict[str, Any]
+) -> tuple[DOUBLES, DOUBLES]:
+    """Return the same of a weight [K, N] of floats, which are not rounded."""
+    y, largest = prologue(x, attributes, constants)
+    if attributes.get("mixed"):
+        y, largest = mix(y), 8 * largest
+    matrix = weight.astype(float)
+    tolerance = (1e-5 * np.abs(y) + 2e-6 * largest) @ np.abs(matrix)
+    return _added(y @ matrix, tolerance, constants)
+
+
+def _added(
+    output: DOUBLES, tolerance: DOUBLES, constants: dict[str, Any]
+) -> tuple[DOUBLES, DOUBLES]:
+    """Add bias and residual to a product, and what they may be wrong by."""
     added = constants.get("bias", 0) + constants.get("residual", 0)
     return output + added, tolerance + 1e-6 * np.abs(added) + 1e-30

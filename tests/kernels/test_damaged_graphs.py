@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
+from kvasir.kernels.graph import LINEARS
 from tests.kernels import test_states as states
 from tests.kernels.graphs import (
     CACHES,
+    FLOAT_CACHES,
     attention_graph,
     graph,
     head_linear_graph,
@@ -33,8 +35,8 @@ NAME = "layer.7"
 TYPES = [np.float32, np.int8, np.uint8, np.int32, np.float64]
 INTEGERS = [-(2**63), -(2**31), -1, 0, 1, 2, 3, 16, 100, 2**31 - 1, 2**31, 2**63 - 1]
 FLOATS = [-1.0, 0.0, 1e-45, 3e38, float("inf"), float("nan")]
-OPERATORS = ["Linear", "Linear4", "Attention", "TextAttention", "Norm", "HeadLinear"]
-OPERATORS += ["Convolution", "Memory", "Other"]
+OPERATORS = [*LINEARS, "Attention", "TextAttention", "Attention32", "TextAttention32", "Norm"]
+OPERATORS += ["HeadLinear", "Convolution", "Memory", "Other"]
 ATTRIBUTES = ["transposed", "block", "gated", "interleaved", "mixed", "looks_ahead", "silu"]
 TEXTS = ["", "rms", "layer", "silu", "gelu", "x" * 1000]
 
@@ -62,6 +64,8 @@ def bases(generator: np.random.Generator) -> list[tuple[bytes, dict[str, Any]]]:
     attention = attention_graph({**HEADS, "window": 9, "softcap": 3.0}, tables)
     shared = {name: of for name, of in fitting().items() if not name.startswith("value")}
     shared["qkv"] = ones(3, 6 * 32)
+    of_floats = {name: of for name, of in fitting().items() if not name.endswith("scales")}
+    of_floats |= {name: ones(3, 2, 16, 32) for name in FLOAT_CACHES}
     rotation = {"cos": ones(20, 8), "sin": ones(20, 8)}
     of_texts = rotation | {"biases": ones(1, 4, 17, 17), "sinks": ones(4)}
     texts = {"qkv": ones(20, 8 * 32), "cumulative_sequence_length": ints(0, 3, 3, 20)}
@@ -74,6 +78,9 @@ def bases(generator: np.random.Generator) -> list[tuple[bytes, dict[str, Any]]]:
         (attention, fitting()),
         (attention_graph(HEADS, rotation, CACHES[:2]), shared),
         (text_graph({**HEADS, "window": 5, "looks_ahead": 1}, of_texts), texts),
+        (graph("Linear32", {"weight": ones(64, 20)} | around, attributes, tuple(x)), x),
+        (attention_graph({**HEADS, "window": 9}, tables, FLOAT_CACHES), of_floats),
+        (text_graph({**HEADS, "looks_ahead": 1}, of_texts, "TextAttention32"), texts),
         (norm_graph({"norm": "layer", "epsilon": 0.1}, {"weight": ones(64), "bias": ones(64)}), x),
         (head_linear_graph(ones(3, 64, 5)), {"x": ones(2, 3, 64)}),
         (states.graph("Convolution", states.TOKENS, taps, silu=1), dict(states.TOKENS)),

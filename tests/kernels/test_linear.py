@@ -1,4 +1,4 @@
-"""`Linear` and `Linear4` on every path of this machine: against NumPy, and against each other."""
+"""`Linear`, `Linear4` and `Linear32` on every path here: against NumPy, and each other."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from kvasir.kernels.graph import LINEARS
 from tests.kernels import oracle
 from tests.kernels.graphs import FLOATS, graph, needs_library, session, usable_paths
 
@@ -58,7 +59,7 @@ def layers(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("operator", ["Linear", "Linear4"])
+@pytest.mark.parametrize("operator", LINEARS)
 @given(layer=layers())
 @settings(max_examples=60, deadline=None)
 def test_every_path_computes_what_numpy_does(operator: str, layer: dict[str, Any]) -> None:
@@ -75,26 +76,32 @@ def test_every_path_computes_what_numpy_does(operator: str, layer: dict[str, Any
     constants: dict[str, Any] = {
         name: floats(random, size) for name, size in sizes.items() if name in present
     }
+    weight: NDArray[Any]
+    packed: NDArray[Any]
     if operator == "Linear4":
-        packed: NDArray[Any] = random.integers(0, 256, (outputs, inputs // 32, 16), dtype=np.uint8)
+        packed = random.integers(0, 256, (outputs, inputs // 32, 16), dtype=np.uint8)
         scales = (floats(random, outputs, inputs // 32) / 8).astype(layer["scales"])
         of_inputs = np.repeat(scales, 32, axis=1).T.astype(np.float32)
-        weight: NDArray[Any] = oracle.unpack_nibbles(packed) * of_inputs
-        block = 32
+        weight, block = oracle.unpack_nibbles(packed) * of_inputs, 32
+        constants["scales"] = scales
     else:
-        whole = random.integers(-128, 128, (inputs, outputs), dtype=np.int8)
-        packed = whole.T.copy() if layer["transposed"] else whole
-        scales = random.random(outputs, dtype=np.float32)
-        weight, block = whole, layer["block"] or inputs
-        attributes |= {"transposed": layer["transposed"], "block": layer["block"]}
-    constants |= {"weight": packed, "scales": scales}
+        weight, block = floats(random, inputs, outputs), layer["block"] or inputs
+        if operator == "Linear":
+            weight = random.integers(-128, 128, weight.shape, dtype=np.int8)
+            constants["scales"] = random.random(outputs, dtype=np.float32)
+            attributes["block"] = layer["block"]
+        packed = weight.T.copy() if layer["transposed"] else weight
+        attributes["transposed"] = layer["transposed"]
+    constants["weight"] = packed
     given = {"x": floats(random, rows, inputs * (1 + layer["gated"]))}
     if "residual" in present:
         given["residual"] = floats(random, rows, outputs)
     model = graph(operator, constants, attributes, tuple(given))
 
-    expected, tolerance = oracle.linear(
-        given["x"].astype(float), weight, constants | given, attributes, block
+    read = given["x"].astype(float), weight, constants | given, attributes
+    of_floats = operator == "Linear32"
+    expected, tolerance = (
+        oracle.float_linear(*read) if of_floats else oracle.linear(*read, block)
     )
     scalar = run(model, given, "scalar")
     assert (np.abs(scalar - expected) <= tolerance).all()
@@ -118,7 +125,7 @@ def test_scales_of_16_bits_are_those_numbers() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("operator", ["Linear", "Linear4"])
+@pytest.mark.parametrize("operator", LINEARS)
 def test_a_row_has_its_own_bits(operator: str, path: str) -> None:
     """Alone, among others, and for any number of threads."""
     random = np.random.default_rng(1)
@@ -126,6 +133,8 @@ def test_a_row_has_its_own_bits(operator: str, path: str) -> None:
     if operator == "Linear":
         constants = {"weight": random.integers(-127, 128, (576, 960), dtype=np.int8)}
         constants["scales"] = random.random(960, dtype=np.float32)
+    elif operator == "Linear32":
+        constants = {"weight": floats(random, 576, 960)}
     else:
         constants = {"weight": random.integers(0, 256, (960, 18, 16), dtype=np.uint8)}
         constants["scales"] = random.random((960, 18), dtype=np.float32)
@@ -157,18 +166,24 @@ def test_the_largest_integers_do_not_overflow(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("block", [0, 64])
-def test_a_row_that_is_not_finite_spoils_no_other(path: str, block: int) -> None:
+@pytest.mark.parametrize("block", [0, 64, None])
+def test_a_row_that_is_not_finite_spoils_no_other(path: str, block: int | None) -> None:
+    """block: None is without rounding."""
     random = np.random.default_rng(2)
-    weight = random.integers(-127, 128, (130, 20), dtype=np.int8)
-    constants: dict[str, Any] = {"weight": weight, "scales": np.ones(20, dtype=np.float32)}
-    model = graph("Linear", constants, PLAIN | {"block": block})
+    constants: dict[str, Any] = {"weight": floats(random, 130, 20)}
+    if block is None:
+        model = graph("Linear32", constants, PLAIN)
+    else:
+        weight = random.integers(-127, 128, (130, 20), dtype=np.int8)
+        constants = {"weight": weight, "scales": np.ones(20, dtype=np.float32)}
+        model = graph("Linear", constants, PLAIN | {"block": block})
     x = floats(random, 9, 130)
     clean = run(model, {"x": x}, path)
     x[2, 5], x[4, 129], x[7, 64] = np.nan, np.inf, -np.inf
     found = run(model, {"x": x}, path)
     spoilt = [2, 4, 7]
-    assert np.isnan(found[spoilt]).all()
+    assert not np.isfinite(found[spoilt]).any()
+    assert block is None or np.isnan(found[spoilt]).all()
     assert same_bits(np.delete(found, spoilt, 0), np.delete(clean, spoilt, 0))
 
 

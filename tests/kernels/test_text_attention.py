@@ -42,6 +42,7 @@ def encoders(draw: st.DrawFn) -> dict[str, Any]:
         "present": draw(st.sets(st.sampled_from(["rotation", "biases", "sinks"]))),
         "lengths": [*draw(st.lists(st.integers(0, 40), min_size=1, max_size=3)), *sections],
         "threads": draw(st.integers(1, 3)),
+        "dtype": draw(st.sampled_from([np.int8, np.float32])),
     }
 
 
@@ -63,8 +64,9 @@ def test_every_path_computes_what_numpy_does(encoder: dict[str, Any]) -> None:
     starts = np.cumsum([0, *lengths]).astype(np.int32)
     qkv = floats(random, starts[-1], (heads + 2 * kv_heads) * encoder["size"])
 
-    expected = text_attention(qkv, starts, constants, attributes)
-    model = text_graph(attributes, constants)
+    expected = text_attention(qkv, starts, constants, attributes, encoder["dtype"])
+    operator = "TextAttention32" if encoder["dtype"] == np.float32 else "TextAttention"
+    model = text_graph(attributes, constants, operator)
     scalar = run(session(model, "scalar"), qkv, starts)
     assert np.abs(scalar - expected).max(initial=0) <= 2e-4
     for path in PATHS:
@@ -73,14 +75,16 @@ def test_every_path_computes_what_numpy_does(encoder: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("bad", [0.0, np.nan])
-def test_neighbours_change_no_bits(path: str, bad: float) -> None:
+@pytest.mark.parametrize("operator", ["TextAttention", "TextAttention32"])
+def test_neighbours_change_no_bits(operator: str, path: str, bad: float) -> None:
     """Nor does one that is not finite."""
     random = np.random.default_rng(1)
     lengths = [1, 17, 16, 70, 2, 300, 5]
     starts = np.cumsum([0, *lengths]).astype(np.int32)
     qkv = floats(random, starts[-1], 8 * 32)
     qkv[starts[3] : starts[4], 130] += bad
-    opened = session(text_graph({"heads": 4, "kv_heads": 2, "looks_ahead": 1}, {}), path, 2)
+    attributes = {"heads": 4, "kv_heads": 2, "looks_ahead": 1}
+    opened = session(text_graph(attributes, {}, operator), path, 2)
     together = run(opened, qkv, starts)
     for i, length in enumerate(lengths):
         part = slice(starts[i], starts[i + 1])

@@ -153,6 +153,30 @@ class Linear4(OpRun):
         return (_finish((sums * of_rows[..., None] * of_columns).sum(axis=-2), bias, residual),)
 
 
+class Linear32(OpRun):
+    """Weights of floats [n_in, n_out], or [n_out, n_in] if transposed; nothing is rounded."""
+
+    op_domain = DOMAIN
+
+    def _run(
+        self,
+        x: Floats,
+        weight: Floats,
+        scales: None = None,
+        bias: Floats | None = None,
+        norm_weight: Floats | None = None,
+        norm_bias: Floats | None = None,
+        residual: Floats | None = None,
+        *,
+        transposed: int,
+        mixed: int,
+        **attributes: Any,
+    ) -> tuple[Floats]:
+        assert (scales, mixed) == (None, 0)
+        y = prepare(x, norm_weight, norm_bias, **attributes)
+        return (_finish(y @ (weight.T if transposed else weight), bias, residual),)
+
+
 class Norm(OpRun):
     """A norm over the last axis."""
 
@@ -222,6 +246,10 @@ class TextAttention(OpRun):
         return (np.concatenate(texts).astype(np.float32),)
 
 
+class TextAttention32(TextAttention):
+    """The same, of which the operator rounds nothing either."""
+
+
 def _finish(out: NDArray[Any], bias: Floats | None, residual: Floats | None) -> Floats:
     out = out.astype(np.float32)
     out = out if bias is None else out + bias
@@ -274,7 +302,8 @@ class FusedSession:
         self.model.CopyFrom(model)
         onnx.load_external_data_for_model(model, str(path.parent))
         stock = [type(name, (_Stock,), {"op_domain": domain}) for name, domain in _STOCK.items()]
-        own: list[type[OpRun]] = [Linear, Linear4, Norm, TextAttention, HeadLinear]
+        own: list[type[OpRun]] = [Linear, Linear4, Linear32, Norm, HeadLinear]
+        own += [TextAttention, TextAttention32]
         self._evaluator = ReferenceEvaluator(model, new_ops=[*own, *stock])
 
     def get_inputs(self) -> list[onnx.ValueInfoProto]:
