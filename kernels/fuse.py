@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from onnx import ModelProto, NodeProto, TensorProto
 from onnx.helper import make_opsetid
 
+from kvasir.kernels.experts import experts
 from kvasir.kernels.graph import (
     DOMAIN,
     LINEARS,
@@ -44,7 +45,7 @@ from kvasir.kernels.products import (
 from kvasir.kernels.recurrences import convolution, memory
 from kvasir.kernels.texts import STARTS, add_starts, attend_over_texts
 
-_PRODUCTS = ("MatMulIntegerToFloat", "MatMulNBits", "Einsum", "MatMul", "Gemm")
+_PRODUCTS = ("MatMulIntegerToFloat", "MatMulNBits", "Einsum", "MatMul", "Gemm", "MoE", "QMoE")
 _BIAS, _NORM, _NORM_BIAS, _RESIDUAL = 3, 4, 5, 6  # inputs of each
 
 
@@ -219,6 +220,7 @@ _RULES: tuple[tuple[tuple[str, ...], _Rule], ...] = (
     (("RMSNormalization", "LayerNormalization"), _norm_alone),
     (("Div",), _length_one),
     (("Einsum",), head_product),
+    (("MoE", "QMoE"), experts),
     (("CausalConvWithState",), convolution),
     (("LinearAttention",), memory),
 )

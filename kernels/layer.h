@@ -26,6 +26,7 @@ struct Layer {
     size_t blocks;  // the last one may be shorter
     Activation activation;
     bool gated;
+    float limit;  // of a gate, and of the size of what it gates, to which 1 is then added; 0 is none
     Norm norm;
     float epsilon;
     bool mixed;  // K is a multiple of mixed_parts

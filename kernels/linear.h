@@ -100,6 +100,12 @@ void multiply(const Layer& layer, const RoundedRows& rows, size_t first, size_t 
         multiply_rows<P, P::rows>(call, first, last, panel);
 }
 
+// A product whose weights have scales in blocks.
+template <class P>
+struct InBlocks : P {
+    static constexpr bool scales_blocks = true;
+};
+
 template <class P>
 constexpr Product product() {
     return {sizeof(typename P::Input), P::zero_point, prepare<typename P::Input>, multiply<P>};

@@ -30,7 +30,6 @@ MOST_CHANNELS = 640  # of a head
 _DECODE = "decode"
 _TOKENS, _ROW, _AXIS = ("input_ids", "position_ids"), ".row", "row.axis"
 _RUN = ("cumulative_sequence_length", "past_seqlens", "block_table")
-_EXPERTS = ("MoE", "QMoE")
 _OF_ROWS = ("seqlens_k", "total_sequence_length", _DECODE)
 _FLOAT_ROWS = ("prompt_key_values.", "prompt_present.")
 # Inputs of GroupQueryAttention by their places.
@@ -41,7 +40,7 @@ def page(model: ModelProto) -> ModelProto:
     """Return a model of packed tokens; the one given is not changed.
 
     model: a decoder, loaded without external data. Raises Mismatch for what the operator does not
-    compute, scores with a bias, and for experts, on which a token's neighbours have a bearing.
+    compute: scores with a bias.
     """
     paged = ModelProto()
     paged.CopyFrom(model)
@@ -50,9 +49,6 @@ def page(model: ModelProto) -> ModelProto:
     attentions = [node for node in nodes if node.op_type == "GroupQueryAttention"]
     if not attentions:
         raise Mismatch("the graph has no attention over rows")
-    for node in nodes:
-        if node.op_type in _EXPERTS:
-            raise Mismatch(f"{node.op_type} gives a lone token other bits than one beside others")
     given = {value.name: value for value in graph.input}
     makers = {name: node for node in nodes for name in node.output}
     unread = {name for node in attentions for name in _attend_over_blocks(node, given, makers)}

@@ -42,9 +42,10 @@ struct Told {
 
 struct Path {
     const char* name;
-    Product bytes;    // weights of int8
-    Product nibbles;  // weights of 4 bits
-    Product floats;   // weights of floats
+    Product bytes;        // weights of int8
+    Product block_bytes;  // the same with a scale for each block of weights
+    Product nibbles;      // weights of 4 bits
+    Product floats;       // weights of floats
     Attention attention;        // keys and values of 8 bits
     Attention float_attention;  // of floats
 

@@ -29,6 +29,7 @@ namespace kvasir {
 const Path avx2_path = {
     "avx2",
     avx2::product<avx2::BytesProduct>(),
+    avx2::product<avx2::InBlocks<avx2::BytesProduct>>(),
     avx2::product<avx2::NibblesProduct>(),
     avx2::float_product<6, 1>(),
     avx2::attention<avx2::BytesProduct>(),

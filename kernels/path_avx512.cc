@@ -30,6 +30,7 @@ namespace kvasir {
 const Path avx512_path = {
     "avx512",
     avx512::product<avx512::BytesProduct>(),
+    avx512::product<avx512::InBlocks<avx512::BytesProduct>>(),
     avx512::product<avx512::NibblesProduct>(),
     avx512::float_product<12, 2>(),
     avx512::attention<avx512::BytesProduct>(),

@@ -30,6 +30,7 @@ namespace kvasir {
 const Path neon_path = {
     "neon",
     neon::product<neon::BytesProduct>(),
+    neon::product<neon::InBlocks<neon::BytesProduct>>(),
     neon::product<neon::NibblesProduct>(),
     neon::float_product<6, 1>(),
     neon::attention<neon::BytesProduct>(),

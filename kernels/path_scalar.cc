@@ -23,6 +23,7 @@ namespace kvasir {
 const Path scalar_path = {
     "scalar",
     scalar::product<scalar::BytesProduct>(),
+    scalar::product<scalar::InBlocks<scalar::BytesProduct>>(),
     scalar::product<scalar::NibblesProduct>(),
     scalar::float_product<4, 1>(),
     scalar::attention<scalar::BytesProduct>(),

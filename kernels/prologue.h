@@ -5,9 +5,16 @@ template <Floats (*act)(Floats)>
 void activate(const Layer& layer, const float* x, float* y) {
     for (size_t k = 0; k < layer.inputs; k += lane_count) {
         const size_t count = layer.inputs - k;
-        Floats value = act(load(x + k, count));
-        if (layer.gated)
-            value = value * load(x + layer.inputs + k, count);
+        Floats value = load(x + k, count);
+        if (layer.limit > 0.0f) {
+            const Floats limit = all(layer.limit), least = all(-layer.limit), gated = load(x + layer.inputs + k, count);
+            const Floats cut = if_less(limit, gated, limit, if_less(gated, least, least, gated));
+            value = act(if_less(limit, value, limit, value)) * (cut + all(1.0f));
+        } else {
+            value = act(value);
+            if (layer.gated)
+                value = value * load(x + layer.inputs + k, count);
+        }
         store(y + k, value, count);
     }
 }

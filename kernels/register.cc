@@ -2,6 +2,7 @@
 #include <string>
 
 #include "attention_operator.h"
+#include "experts_operator.h"
 #include "linear_operator.h"
 #include "node.h"
 #include "path_operators.h"
@@ -43,12 +44,15 @@ std::string wanted_path(const Runtime& runtime, const OrtSessionOptions* options
 struct Domain {
     Domain(const Runtime& runtime, const Path& path)
         : linears{{runtime, path, Weights::bytes}, {runtime, path, Weights::nibbles}, {runtime, path, Weights::floats}},
+          experts{{runtime, path, Weights::bytes}, {runtime, path, Weights::nibbles}, {runtime, path, Weights::floats}},
           attentions{{runtime, path, true, false}, {runtime, path, false, false}, {runtime, path, true, true},
                      {runtime, path, false, true}},
           small{norm_operator(runtime, path), head_linear_operator(runtime, path), convolution_operator(runtime, path),
                 memory_operator(runtime, path)} {
         check(runtime.CreateCustomOpDomain("kvasir", &domain));
         for (const LinearOperator& op : linears)
+            check(runtime.CustomOpDomain_Add(domain, &op));
+        for (const ExpertsOperator& op : experts)
             check(runtime.CustomOpDomain_Add(domain, &op));
         for (const AttentionOperator& op : attentions)
             check(runtime.CustomOpDomain_Add(domain, &op));
@@ -58,6 +62,7 @@ struct Domain {
 
     OrtCustomOpDomain* domain = nullptr;
     const LinearOperator linears[3];
+    const ExpertsOperator experts[3];
     const AttentionOperator attentions[4];
     const PathOperator small[4];
 };

@@ -105,6 +105,13 @@ def head_linear_graph(weight: FLOATS) -> bytes:
     return _one_node("HeadLinear", ("x", "weight"), {}, {"weight": weight}, types)
 
 
+def experts_graph(operator: str, constants: dict[str, Any], limit: float = 0.0) -> bytes:
+    """Return a model of one `Experts`, `Experts4` or `Experts32`."""
+    types = {"x": TensorProto.FLOAT, "routes": TensorProto.FLOAT}
+    names = ("x", "routes", "up", "up_scales", "up_bias", "down", "down_scales", "down_bias")
+    return _one_node(operator, names, {"limit": limit}, constants, types)
+
+
 def _one_node(
     operator: str,
     names: tuple[str, ...],

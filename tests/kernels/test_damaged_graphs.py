@@ -15,11 +15,13 @@ import numpy as np
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
 from kvasir.kernels.graph import LINEARS
+from tests.kernels import test_experts as experts
 from tests.kernels import test_states as states
 from tests.kernels.graphs import (
     CACHES,
     FLOAT_CACHES,
     attention_graph,
+    experts_graph,
     graph,
     head_linear_graph,
     needs_library,
@@ -36,7 +38,7 @@ TYPES = [np.float32, np.int8, np.uint8, np.int32, np.float64]
 INTEGERS = [-(2**63), -(2**31), -1, 0, 1, 2, 3, 16, 100, 2**31 - 1, 2**31, 2**63 - 1]
 FLOATS = [-1.0, 0.0, 1e-45, 3e38, float("inf"), float("nan")]
 OPERATORS = [*LINEARS, "Attention", "TextAttention", "Attention32", "TextAttention32", "Norm"]
-OPERATORS += ["HeadLinear", "Convolution", "Memory", "Other"]
+OPERATORS += ["HeadLinear", "Convolution", "Memory", *experts.OPERATORS, "Other"]
 ATTRIBUTES = ["transposed", "block", "gated", "interleaved", "mixed", "looks_ahead", "silu"]
 TEXTS = ["", "rms", "layer", "silu", "gelu", "x" * 1000]
 
@@ -71,6 +73,13 @@ def bases(generator: np.random.Generator) -> list[tuple[bytes, dict[str, Any]]]:
     texts = {"qkv": ones(20, 8 * 32), "cumulative_sequence_length": ints(0, 3, 3, 20)}
     rated = states.MATRICES | {"rate": ones(2, 3, 2), "decay": -ones(2, 3, 8)}
     taps = {"weight": ones(5, 1, 3), "bias": ones(5)}
+    mixtures = [
+        (
+            experts_graph(operator, experts.mixture(generator, operator, (3, 32, 32, 64))),
+            experts.rows_of(generator, 5, 3, 32),
+        )
+        for operator in experts.OPERATORS
+    ]
     return [
         (linear, x),
         (linear_4, x),
@@ -86,6 +95,7 @@ def bases(generator: np.random.Generator) -> list[tuple[bytes, dict[str, Any]]]:
         (states.graph("Convolution", states.TOKENS, taps, silu=1), dict(states.TOKENS)),
         (states.graph("Memory", states.MATRICES, {}, scale=0.5), dict(states.MATRICES)),
         (states.graph("Memory", rated, {}), rated),
+        *mixtures,
     ]
 
 

@@ -50,7 +50,7 @@ from tests.model.variants import VARIANTS
 Floats = NDArray[np.float32]
 _N_PROMPT, _N_TOKENS = 12, 20
 IN_4_BITS = ("gpt2", "phi", "gemma", "gpt-oss")
-IN_32_BITS = ("gpt2", "phi", "gemma", "bloom")
+IN_32_BITS = ("gpt2", "phi", "gemma", "bloom", "gpt-oss")
 NORMS = {"LayerNormalization", "RMSNormalization"}
 ENCODERS = {"bert": BERT, "mpnet": MPNET, "modernbert": MODERN, "last token": LAST_TOKEN}
 

@@ -250,6 +250,71 @@ class TextAttention32(TextAttention):
     """The same, of which the operator rounds nothing either."""
 
 
+class Experts(OpRun):
+    """Rows that go to one expert each, of matrices [experts, n_out, n_in] in blocks of 32."""
+
+    op_domain = DOMAIN
+
+    def _run(
+        self,
+        x: Floats,
+        routes: Floats,
+        up: NDArray[Any],
+        up_scales: NDArray[Any] | None,
+        up_bias: Floats | None,
+        down: NDArray[Any],
+        down_scales: NDArray[Any] | None = None,
+        down_bias: Floats | None = None,
+        *,
+        limit: float,
+    ) -> tuple[Floats]:
+        rows = []
+        for row, expert in zip(x, routes.argmax(axis=1), strict=True):
+            bias = None if up_bias is None else up_bias[expert]
+            of = up[expert], None if up_scales is None else up_scales[expert]
+            hidden = self.product(row, *of, bias)
+            gate, gated = hidden[::2], hidden[1::2]
+            if limit:
+                gate = np.minimum(gate, np.float32(limit))
+                gated = np.clip(gated, -limit, limit) + 1
+                y = gate * _sigmoid(np.float32(1.702) * gate) * gated
+            else:
+                y = gate * _sigmoid(gate) * gated
+            bias = None if down_bias is None else down_bias[expert]
+            of = down[expert], None if down_scales is None else down_scales[expert]
+            rows.append(self.product(y, *of, bias))
+        return (np.stack(rows) if rows else np.zeros((0, down.shape[1]), dtype=np.float32),)
+
+    def product(
+        self, row: Floats, matrix: NDArray[Any], scales: NDArray[Any] | None, bias: Any
+    ) -> Floats:
+        """Return a row's product with a matrix [n_out, n_in], whose scales are [n_out, blocks]."""
+        assert scales is not None
+        integers = self.integers(matrix).reshape(len(matrix), -1, 32)
+        steps, of_row = round_rows(row, 32)
+        sums = np.einsum("bi,obi->ob", steps, integers)
+        of_blocks = scales.astype(np.float32).reshape(len(matrix), -1)
+        return _finish((sums * of_row * of_blocks).sum(axis=-1), bias, None)
+
+    def integers(self, matrix: NDArray[np.uint8]) -> NDArray[np.int64]:
+        return matrix.astype(np.int64) - 128
+
+
+class Experts4(Experts):
+    """Of 4 bits, the low half of a byte first."""
+
+    def integers(self, matrix: NDArray[np.uint8]) -> NDArray[np.int64]:
+        return np.stack((matrix & 15, matrix >> 4), axis=-1).astype(np.int64) - 8
+
+
+class Experts32(Experts):
+    """Of floats, without scales."""
+
+    def product(self, row: Floats, matrix: Floats, scales: Any, bias: Any) -> Floats:
+        assert scales is None
+        return _finish(matrix @ row, bias, None)
+
+
 def _finish(out: NDArray[Any], bias: Floats | None, residual: Floats | None) -> Floats:
     out = out.astype(np.float32)
     out = out if bias is None else out + bias
@@ -303,7 +368,7 @@ class FusedSession:
         onnx.load_external_data_for_model(model, str(path.parent))
         stock = [type(name, (_Stock,), {"op_domain": domain}) for name, domain in _STOCK.items()]
         own: list[type[OpRun]] = [Linear, Linear4, Linear32, Norm, HeadLinear]
-        own += [TextAttention, TextAttention32]
+        own += [TextAttention, TextAttention32, Experts, Experts4, Experts32]
         self._evaluator = ReferenceEvaluator(model, new_ops=[*own, *stock])
 
     def get_inputs(self) -> list[onnx.ValueInfoProto]:
