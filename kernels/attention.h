@@ -207,7 +207,9 @@ protected:
             position[r] = stretch.position + token;
             at[r] = (stretch.token + token) * heads.count + head;
             slope[r] = heads.slopes ? heads.slopes[head] * log2_e : 0.0f;
-            bias[r] = heads.biases ? heads.biases + (head * heads.bias_width + position[r]) * heads.bias_width : nullptr;
+            bias[r] = nullptr;
+            if (stretch.biases)
+                bias[r] = stretch.biases + (head * heads.bias_rows + stretch.bias_row + token) * heads.bias_width;
             end[r] = lesser(heads.end_seen(position[r], stretch.length), from + section_tokens);
             begin[r] = heads.first_seen(position[r]);
             begin[r] = begin[r] < from ? from : begin[r];

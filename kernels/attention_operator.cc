@@ -18,6 +18,8 @@ using Input = Op::Input;
 const std::vector<Input> block_inputs{Op::qkv,  Op::keys,  Op::key_scales, Op::values, Op::value_scales, Op::starts,
                                       Op::pasts, Op::table, Op::cosines,    Op::sines,  Op::slopes,       Op::sinks};
 const std::vector<Input> text_inputs{Op::qkv, Op::starts, Op::cosines, Op::sines, Op::biases, Op::sinks};
+const std::vector<Input> row_inputs{Op::qkv,     Op::keys,  Op::values, Op::ends,
+                                    Op::cosines, Op::sines, Op::biases, Op::sinks};
 
 // Of a block of keys and values that no run keeps.
 constexpr size_t text_block_tokens = 16;
@@ -48,13 +50,16 @@ public:
             node.refuse("the attribute window is " + std::to_string(window) + "; it has to be at least 1, or -1");
         fixed.window = window == -1 ? most_tokens : size_t(window);
         fixed.interleaved = node.flag("interleaved");
-        fixed.looks_ahead = !op.has_blocks && node.flag("looks_ahead");
+        fixed.reads_only = op.has_rows && !node.flag("appends");
+        fixed.looks_ahead = fixed.reads_only || (!op.has_blocks && !op.has_rows && node.flag("looks_ahead"));
         for (size_t i = 0; i < op.inputs.size(); ++i)
             if (node.has_input(i))
                 places[op.inputs[i]] = int(i);
+        if (fixed.reads_only && (window != -1 || has(Op::cosines)))
+            node.refuse("keys that are only read have neither windows nor rotations");
         if (has(Op::cosines) != has(Op::sines))
             node.refuse("the inputs cos and sin have to be there together");
-        if (op.has_floats && (has(Op::key_scales) || has(Op::value_scales) || has(Op::values) != op.has_blocks))
+        if (op.has_floats && (has(Op::key_scales) || has(Op::value_scales) || has(Op::values) != (op.has_blocks || op.has_rows)))
             node.refuse("keys and values of floats have to be there together, without scales");
         if (!op.has_floats && has(Op::values) != has(Op::value_scales))
             node.refuse("the inputs values and value_scales have to be there together");
@@ -68,13 +73,13 @@ public:
         const Tensor inputs = input(run, Op::qkv);
         const size_t all_heads = heads.count + 2 * heads.kv_count;
         Shape shape = inputs.shape, blocks;
-        if (op.has_blocks)
+        if (op.has_blocks || op.has_rows)
             blocks = take_blocks(run, heads);
         else if (!shape.empty())
             heads.size = size_t(shape.back()) / all_heads;
         if (shape.empty() || shape.back() != int64_t(heads.row_width()) || !is_head_size(heads.size))
             refuse("qkv is " + describe(inputs) + "; its last dimension has to be " +
-                   (op.has_blocks ? std::to_string(heads.row_width())
+                   (op.has_blocks || op.has_rows ? std::to_string(heads.row_width())
                                   : std::to_string(all_heads) + " times a multiple of 16, at most " +
                                         std::to_string(most_head_size)));
         if (heads.scale == 0.0f)
@@ -85,9 +90,12 @@ public:
         shape.back() = int64_t(heads.count * heads.size);
         const size_t room = take_constants(run, heads);
         std::vector<int32_t> own_table;
-        const std::vector<Stretch> stretches = cut(run, heads, blocks, tokens, room, own_table);
-        const Caches caches = op.has_blocks ? kept_caches(run, blocks) : new_caches(heads, own_table.size());
+        const std::vector<Stretch> stretches =
+            op.has_rows ? cut_rows(run, heads, blocks, inputs, room, own_table) : cut(run, heads, blocks, tokens, room, own_table);
+        const Caches caches = op.has_blocks || op.has_rows ? kept_caches(run, blocks) : new_caches(heads, own_table.size());
         float* const out = run.output<float>(0, shape);
+        if (op.has_rows)  // padding attends to nothing
+            memset(out, 0, tokens * heads.count * heads.size * sizeof(float));
         if (tokens)
             compute(run, heads, caches, stretches, tokens, inputs.floats(), out);
     }
@@ -106,7 +114,8 @@ private:
     Shape take_blocks(const Run& run, Heads& heads) const {
         const Tensor given = input(run, Op::keys);
         const Shape& shape = given.shape;
-        if (shape.size() != 4 || shape[1] != int64_t(heads.kv_count) || shape[2] < 16 || shape[2] % 16 != 0 ||
+        const bool has_groups = shape.size() == 4 && shape[2] >= 16 && shape[2] % 16 == 0;
+        if (shape.size() != 4 || shape[1] != int64_t(heads.kv_count) || !(has_groups || (op.has_rows && shape[2] > 0)) ||
             !is_head_size(size_t(shape[3])))
             refuse("keys is " + describe(given) + "; it has to be " + (op.has_floats ? "float" : "int8") + " [N, " +
                    std::to_string(heads.kv_count) + ", B, D] of B and D that are multiples of 16, D at most " + std::to_string(most_head_size));
@@ -124,7 +133,7 @@ private:
             room = lines_of(all_bytes);
         unsigned char* const at = room.data()->bytes;
         auto* const scales = reinterpret_cast<float*>(at + 2 * bytes);
-        return {text_block_tokens, at, scales, at + bytes, scales + tokens};
+        return {text_block_tokens, false, at, scales, at + bytes, scales + tokens};
     }
 
     // The caches after the run, which begin as those before it.
@@ -132,6 +141,15 @@ private:
         const Shape scales{shape[0], shape[1], shape[2]};
         Caches caches{};
         caches.block_tokens = size_t(shape[2]);
+        caches.plain = op.has_rows;
+        if (fixed.reads_only) {
+            const auto read = [&](Input which, const char* name) {
+                return reinterpret_cast<uint8_t*>(const_cast<float*>(tensor_of_shape(run, which, name, shape).floats()));
+            };
+            caches.keys = read(Op::keys, "keys");
+            caches.values = read(Op::values, "values");
+            return caches;
+        }
         if (op.has_floats) {
             caches.keys = reinterpret_cast<uint8_t*>(kept<float>(run, Op::keys, "keys", shape));
             caches.values = reinterpret_cast<uint8_t*>(kept<float>(run, Op::values, "values", shape));
@@ -148,7 +166,8 @@ private:
     template <class Value>
     Value* kept(const Run& run, Input which, const char* name, const Shape& shape) const {
         const Tensor given = tensor_of_shape(run, which, name, shape);
-        Value* const to = run.output<Value>(which, shape);
+        const size_t place = op.has_rows ? size_t(places[which]) : size_t(which);
+        Value* const to = run.output<Value>(place, shape);
         if (to != given.data)
             memcpy(to, given.data, given.count() * sizeof(Value));
         return to;
@@ -172,8 +191,11 @@ private:
         if (has(Op::biases)) {
             const Shape given = input(run, Op::biases).shape;
             const int64_t width = given.empty() ? 0 : given.back();
-            heads.biases = tensor_of_shape(run, Op::biases, "biases", {1, per_head[0], width, width}).floats();
-            room = heads.bias_width = size_t(width);
+            heads.bias_width = size_t(width);
+            if (!op.has_rows) {
+                tensor_of_shape(run, Op::biases, "biases", {1, per_head[0], width, width});
+                room = heads.bias_rows = size_t(width);
+            }
         }
         if (!has(Op::cosines))
             return room;
@@ -215,7 +237,7 @@ private:
             table = own_table.data();
         }
         room = std::min(room, most_tokens);
-        const size_t most = heads.group() < task_queries ? task_queries / heads.group() : 1;
+        const float* const biases = has(Op::biases) ? input(run, Op::biases).floats() : nullptr;
         std::vector<Stretch> stretches;
         for (size_t sequence = 0; sequence < sequences; ++sequence, table += width) {
             const auto sentence = [&] { return "sequence " + std::to_string(sequence) + " has "; };
@@ -229,13 +251,58 @@ private:
             for (size_t i = 0; op.has_blocks && i < own_blocks; ++i)
                 if (table[i] < 0 || table[i] >= blocks[0])
                     refuse(sentence() + "block " + std::to_string(table[i]) + "; there are " + std::to_string(blocks[0]));
-            for (size_t done = 0; done < size_t(count); done += most)
-                stretches.push_back({table, length, size_t(before) + done, size_t(first[sequence]) + done,
-                                     std::min(most, size_t(count) - done)});
+            add_stretches(heads, {table, length, size_t(before), size_t(first[sequence]), size_t(count), biases, size_t(before)},
+                          stretches);
             if (!op.has_blocks)
                 table += own_blocks;
         }
         return stretches;
+    }
+
+    // The same of rows, which are blocks. qkv is [B, n, width]; row b has ends[b] + 1 tokens after the run, of which the last
+    // n are new or, of fewer, all: then the others of the n are padding.
+    std::vector<Stretch> cut_rows(const Run& run, Heads& heads, const Shape& rows, const Tensor& given, size_t room,
+                                  std::vector<int32_t>& own_table) const {
+        if (given.shape.size() != 3 || given.shape[0] != rows[0])
+            refuse("qkv is " + describe(given) + "; it has to be [" + std::to_string(rows[0]) + ", tokens, channels]");
+        const size_t count = size_t(rows[0]), tokens = size_t(given.shape[1]);
+        const int32_t* const ends = tensor_of_shape(run, Op::ends, "seqlens_k", {rows[0]}).ints();
+        const float* biases = nullptr;
+        size_t biases_of_row = 0;
+        if (has(Op::biases)) {
+            const Tensor of_scores = input(run, Op::biases);
+            const Shape shape{count > 0 && of_scores.shape.size() == 4 && of_scores.shape[0] == 1 ? 1 : rows[0],
+                              int64_t(heads.count), given.shape[1], int64_t(heads.bias_width)};
+            biases = tensor_of_shape(run, Op::biases, "biases", shape).floats();
+            heads.bias_rows = tokens;
+            biases_of_row = shape[0] == 1 ? 0 : heads.count * tokens * heads.bias_width;
+            room = std::min(room, heads.bias_width);
+        }
+        own_table.resize(count);
+        std::iota(own_table.begin(), own_table.end(), 0);
+        room = std::min({room, size_t(rows[2]), most_tokens});
+        std::vector<Stretch> stretches;
+        for (size_t row = 0; row < count; ++row) {
+            const int64_t length = int64_t(ends[row]) + 1;
+            if (length < 1 || size_t(length) > room)
+                refuse("row " + std::to_string(row) + " has " + std::to_string(length) + " tokens; there have to be 1 to " +
+                       std::to_string(room));
+            const size_t own = heads.reads_only ? tokens : std::min(tokens, size_t(length));
+            const size_t position = heads.reads_only ? 0 : size_t(length) - own;
+            add_stretches(heads,
+                          {&own_table[row], size_t(length), position, row * tokens, own,
+                           biases ? biases + row * biases_of_row : nullptr, 0},
+                          stretches);
+        }
+        return stretches;
+    }
+
+    // Add the tokens of a sequence in stretches of the length of a task.
+    static void add_stretches(const Heads& heads, const Stretch& all, std::vector<Stretch>& stretches) {
+        const size_t most = heads.group() < task_queries ? task_queries / heads.group() : 1;
+        for (size_t done = 0; done < all.count; done += most)
+            stretches.push_back({all.blocks, all.length, all.position + done, all.token + done,
+                                 std::min(most, all.count - done), all.biases, all.bias_row + done});
     }
 
     void compute(const Run& run, const Heads& heads, const Caches& caches, const std::vector<Stretch>& stretches,
@@ -379,30 +446,43 @@ ElementType of_caches(const OrtCustomOp* op) { return as_attention(op).has_float
 
 }  // namespace
 
-AttentionOperator::AttentionOperator(const Runtime& runtime, const Path& path, bool has_blocks, bool has_floats)
+AttentionOperator::AttentionOperator(const Runtime& runtime, const Path& path, Kind kind)
     : runtime(runtime),
-      attention(has_floats ? path.float_attention : path.attention),
-      has_blocks(has_blocks),
-      has_floats(has_floats),
-      name(has_floats ? has_blocks ? "Attention32" : "TextAttention32" : has_blocks ? "Attention" : "TextAttention"),
-      inputs(has_blocks ? block_inputs : text_inputs) {
+      attention(kind == blocks || kind == texts ? path.attention : path.float_attention),
+      has_blocks(kind == blocks || kind == float_blocks),
+      has_rows(kind == float_rows),
+      has_floats(kind != blocks && kind != texts),
+      name(kind == blocks         ? "Attention"
+           : kind == float_blocks ? "Attention32"
+           : kind == texts        ? "TextAttention"
+           : kind == float_texts  ? "TextAttention32"
+                                  : "RowAttention"),
+      inputs(has_blocks ? block_inputs : has_rows ? row_inputs : text_inputs) {
     describe_operator<AttentionOperator, AttentionKernel>(*this);
     GetInputType = [](const OrtCustomOp* op, size_t index) {
         const Input input = as_attention(op).inputs[index];
         return input == keys || input == values                      ? of_caches(op)
-               : input == starts || input == pasts || input == table ? element_int32
+               : input >= starts && input <= ends                    ? element_int32
                                                                      : element_float;
     };
     GetInputTypeCount = [](const OrtCustomOp* op) { return as_attention(op).inputs.size(); };
+    // Outputs after the first are caches, at the places of their inputs.
     GetOutputType = [](const OrtCustomOp* op, size_t index) {
-        return index == keys || index == values ? of_caches(op) : element_float;
-    };
-    GetOutputTypeCount = [](const OrtCustomOp* op) -> size_t { return as_attention(op).has_blocks ? value_scales + 1 : 1; };
-    GetInputCharacteristic = [](const OrtCustomOp* op, size_t index) {
         const Input input = as_attention(op).inputs[index];
-        return input <= table && input != key_scales && input != values && input != value_scales ? required : optional;
+        return index && (input == keys || input == values) ? of_caches(op) : element_float;
     };
-    GetOutputCharacteristic = [](const OrtCustomOp*, size_t index) { return index < key_scales ? required : optional; };
+    GetOutputTypeCount = [](const OrtCustomOp* op) -> size_t {
+        return as_attention(op).has_blocks ? value_scales + 1 : as_attention(op).has_rows ? 3 : 1;
+    };
+    GetInputCharacteristic = [](const OrtCustomOp* op, size_t index) {
+        const auto& self = as_attention(op);
+        const Input input = self.inputs[index];
+        const bool is_needed = self.has_rows ? input <= ends : input <= table && input != values;
+        return is_needed && input != key_scales && input != value_scales ? required : optional;
+    };
+    GetOutputCharacteristic = [](const OrtCustomOp* op, size_t index) {
+        return index == 0 || (index == 1 && as_attention(op).has_blocks) ? required : optional;
+    };
 }
 
 }  // namespace kvasir

@@ -1,5 +1,5 @@
 // The operators kvasir.Attention, over blocks of keys and values, and kvasir.TextAttention, over whole texts, on one path;
-// and kvasir.Attention32 and kvasir.TextAttention32, whose keys and values are floats.
+// and kvasir.Attention32, kvasir.TextAttention32 and kvasir.RowAttention, whose keys and values are floats.
 #pragma once
 
 #include <vector>
@@ -10,15 +10,17 @@
 namespace kvasir {
 
 struct AttentionOperator : OrtCustomOp {
-    AttentionOperator(const Runtime&, const Path&, bool has_blocks, bool has_floats);
+    enum Kind { blocks, float_blocks, texts, float_texts, float_rows };
+
+    AttentionOperator(const Runtime&, const Path&, Kind);
 
     enum Input {
-        qkv, keys, key_scales, values, value_scales, starts, pasts, table, cosines, sines, slopes, sinks, biases, input_count
+        qkv, keys, key_scales, values, value_scales, starts, pasts, table, ends, cosines, sines, slopes, sinks, biases, input_count
     };
 
     const Runtime& runtime;
     const Attention& attention;
-    const bool has_blocks, has_floats;
+    const bool has_blocks, has_rows, has_floats;
     const char* const name;
     const std::vector<Input> inputs;  // in their order
 };

@@ -1,5 +1,6 @@
 // Attention over keys and values of floats. Of 16 positions, from a multiple of 16 on, the keys are [D][16] and the values
-// [16][D], so that both products go through them in order: scores by elements, values by positions.
+// [16][D], so that both products go through them in order: scores by elements, values by positions. Plain keys are [16][D],
+// and are turned when they are read.
 
 // Attention::append.
 inline void append_floats(const Heads& heads, const Caches& caches, const float* x, const Stretch& stretch, size_t token,
@@ -12,9 +13,15 @@ inline void append_floats(const Heads& heads, const Caches& caches, const float*
             const size_t at = (kv_head * tokens + token) * group + i;
             memcpy(static_cast<float*>(queries.values) + at * size, turned(heads, x, position, y), size * sizeof(float));
         }
+    if (heads.reads_only)
+        return;
     for (size_t head = 0; head < heads.kv_count; ++head, x += size) {
         const size_t place = stretch.place(heads, caches, head, position);
         const float* const key = turned(heads, x, position, y);
+        if (caches.plain) {
+            memcpy(reinterpret_cast<float*>(caches.keys) + place * size, key, size * sizeof(float));
+            continue;
+        }
         float* const to = reinterpret_cast<float*>(caches.keys) + place / lane_count * lane_count * size + place % lane_count;
         for (size_t d = 0; d < size; ++d)
             to[d * lane_count] = key[d];
@@ -23,6 +30,26 @@ inline void append_floats(const Heads& heads, const Caches& caches, const float*
         const size_t place = stretch.place(heads, caches, head, position);
         memcpy(reinterpret_cast<float*>(caches.values) + place * size, x, size * sizeof(float));
     }
+}
+
+// Bring the keys of the first positions, at most 16, from [16][D] to [D][16]: four elements of four positions trade places.
+inline void turn_keys(const float* keys, size_t count, size_t size, float* to) {
+    using Four = float __attribute__((vector_size(16)));
+    for (size_t t = 0; t < lane_count; t += 4)
+        for (size_t d = 0; d < size; d += 4) {
+            Four row[4];
+            for (size_t i = 0; i < 4; ++i)
+                memcpy(&row[i], keys + lesser(t + i, count - 1) * size + d, sizeof row[i]);
+            const Four a = __builtin_shufflevector(row[0], row[1], 0, 4, 1, 5);
+            const Four b = __builtin_shufflevector(row[2], row[3], 0, 4, 1, 5);
+            const Four c = __builtin_shufflevector(row[0], row[1], 2, 6, 3, 7);
+            const Four e = __builtin_shufflevector(row[2], row[3], 2, 6, 3, 7);
+            const Four column[4] = {
+                __builtin_shufflevector(a, b, 0, 1, 4, 5), __builtin_shufflevector(a, b, 2, 3, 6, 7),
+                __builtin_shufflevector(c, e, 0, 1, 4, 5), __builtin_shufflevector(c, e, 2, 3, 6, 7)};
+            for (size_t i = 0; i < 4; ++i)
+                memcpy(to + (d + i) * lane_count + t, &column[i], sizeof column[i]);
+        }
 }
 
 // R queries of a stretch, and a section of the positions.
@@ -72,7 +99,11 @@ private:
 
     // Compute the scores of 16 positions from t on, which are a group.
     void score(size_t t) {
-        const float* const keys = group_at(caches.keys, t);
+        const float* keys = group_at(caches.keys, t);
+        if (caches.plain) {
+            turn_keys(keys, lesser(lane_count, caches.block_tokens - t), heads.size, turned_keys);
+            keys = turned_keys;
+        }
         Floats total[R];
         unrolled<R>([&](auto r) { total[r] = all(0.0f); });
         for (size_t d = 0; d < heads.size; ++d) {
@@ -118,6 +149,7 @@ private:
     const size_t kv_head;
     const float* q;  // [R][D]
     alignas(64) float sums[R][most_head_size];
+    alignas(64) float turned_keys[most_head_size * lane_count];
 };
 
 // Attend with R queries at a time; with what is left, half as many at a time.

@@ -43,6 +43,7 @@ from kvasir.kernels.products import (
     mixing,
 )
 from kvasir.kernels.recurrences import convolution, memory
+from kvasir.kernels.rows import attend_over_rows
 from kvasir.kernels.texts import STARTS, add_starts, attend_over_texts
 
 _PRODUCTS = ("MatMulIntegerToFloat", "MatMulNBits", "Einsum", "MatMul", "Gemm", "MoE", "QMoE")
@@ -217,6 +218,7 @@ _RULES: tuple[tuple[tuple[str, ...], _Rule], ...] = (
     (LINEARS, _activation),
     (("RMSNormalization", "LayerNormalization"), _norm),
     (("GroupQueryAttention",), attend_over_texts),
+    (("GroupQueryAttention",), attend_over_rows),
     (("RMSNormalization", "LayerNormalization"), _norm_alone),
     (("Div",), _length_one),
     (("Einsum",), head_product),

@@ -26,14 +26,14 @@ struct Heads {
     size_t window;    // positions that a token attends to on a side, its own among them
     bool shared;       // whether values are the keys
     bool looks_ahead;  // whether it attends to later ones as well
+    bool reads_only;   // whether x has queries alone, of keys and values that are there
     bool interleaved;  // whether a rotary pair is (2i, 2i + 1), not (i, i + rotated / 2)
     size_t rotated;    // elements of a head that are rotated
     const float* cos;  // [P][rotated / 2]
     const float* sin;
     const float* slopes;  // [H], or null
     const float* sinks;   // [H], or null
-    const float* biases;  // [H][bias_width][bias_width], or null
-    size_t bias_width;
+    size_t bias_rows, bias_width;  // of Stretch::biases
 
     // The positions that the token at a position of a sequence attends to: the first, and the one after the last.
     size_t first_seen(size_t position) const { return position < window ? 0 : position + 1 - window; }
@@ -41,14 +41,15 @@ struct Heads {
         const size_t end = looks_ahead ? position + window : position + 1;
         return end < length ? end : length;
     }
-    size_t row_width() const { return (count + (shared ? 1 : 2) * kv_count) * size; }
+    size_t row_width() const { return (count + (reads_only ? 0 : shared ? 1 : 2) * kv_count) * size; }
     size_t group() const { return count / kv_count; }  // query heads that share a key and value
 };
 
 // A byte is the integer + 128; kernels/README.md draws the order within a block. Of floats keys are
-// [N][G][B / 16][D][16] and values [N][G][B][D], without scales.
+// [N][G][B / 16][D][16] and values [N][G][B][D], without scales; of plain ones keys are as values, and B may be any.
 struct Caches {
     size_t block_tokens;  // B, a multiple of 16
+    bool plain;
     uint8_t* keys;        // [N][G][B / 16][D / 4][16][4]
     float* key_scales;    // [N][G][B]
     uint8_t* values;      // [N][G][B / 4][D][4]; null where they are the keys
@@ -62,6 +63,8 @@ struct Stretch {
     size_t position;        // of the first
     size_t token;           // its place in the run
     size_t count;
+    const float* biases;  // of the sequence, [H][bias_rows][bias_width], or null
+    size_t bias_row;      // of the first token
 
     // The place of a position among the tokens of caches.
     size_t place(const Heads& heads, const Caches& caches, size_t kv_head, size_t at) const {

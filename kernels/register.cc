@@ -45,8 +45,11 @@ struct Domain {
     Domain(const Runtime& runtime, const Path& path)
         : linears{{runtime, path, Weights::bytes}, {runtime, path, Weights::nibbles}, {runtime, path, Weights::floats}},
           experts{{runtime, path, Weights::bytes}, {runtime, path, Weights::nibbles}, {runtime, path, Weights::floats}},
-          attentions{{runtime, path, true, false}, {runtime, path, false, false}, {runtime, path, true, true},
-                     {runtime, path, false, true}},
+          attentions{{runtime, path, AttentionOperator::blocks},
+                     {runtime, path, AttentionOperator::float_blocks},
+                     {runtime, path, AttentionOperator::texts},
+                     {runtime, path, AttentionOperator::float_texts},
+                     {runtime, path, AttentionOperator::float_rows}},
           small{norm_operator(runtime, path), head_linear_operator(runtime, path), convolution_operator(runtime, path),
                 memory_operator(runtime, path)} {
         check(runtime.CreateCustomOpDomain("kvasir", &domain));
@@ -63,7 +66,7 @@ struct Domain {
     OrtCustomOpDomain* domain = nullptr;
     const LinearOperator linears[3];
     const ExpertsOperator experts[3];
-    const AttentionOperator attentions[4];
+    const AttentionOperator attentions[5];
     const PathOperator small[4];
 };
 

@@ -173,7 +173,7 @@ public:
         x = draw_floats(stretch.count * heads.row_width());
         if (is_text) {
             heads.looks_ahead = draw(2);
-            heads.bias_width = length;
+            heads.bias_rows = heads.bias_width = length;
             biases = draw_floats(draw(2) ? heads.count * length * length : 0);
         }
     }
@@ -198,10 +198,11 @@ public:
         placed.cos = placed.sin = angle_page.floats();
         placed.slopes = slopes.empty() ? nullptr : slope_page.floats();
         const auto as_bytes = [](const Guarded& page) { return reinterpret_cast<uint8_t*>(page.data); };
-        placed.biases = biases.empty() ? nullptr : bias_page.floats();
-        const Caches caches{block_tokens, as_bytes(keys), key_scale_page.floats(), as_bytes(values),
+        const Caches caches{block_tokens, false, as_bytes(keys), key_scale_page.floats(), as_bytes(values),
                             (heads.shared ? key_scale_page : value_scale_page).floats()};
         Stretch here = stretch;
+        here.biases = biases.empty() ? nullptr : bias_page.floats();
+        here.bias_row = here.position;
         here.blocks = reinterpret_cast<const int32_t*>(table_page.data);
         const RoundedRows all{rounded.data, scales.floats(), reinterpret_cast<int32_t*>(sums.data)};
         for (size_t token = 0; token < here.count; ++token)

@@ -5,7 +5,7 @@ python -m tests.kernels.graphs writes the graph of the trial, kernels/self_test.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,6 +91,25 @@ def text_graph(
     """Return a model of one `TextAttention`, or of the operator for floats."""
     types = {"qkv": TensorProto.FLOAT, "cumulative_sequence_length": TensorProto.INT32}
     return _one_node(operator, TEXT_INPUTS, attributes, constants, types)
+
+
+ROW_INPUTS = ("qkv", "keys", "values", "seqlens_k", "cos", "sin", "biases", "sinks")
+
+
+def row_graph(
+    attributes: dict[str, Any], constants: dict[str, Any], variables: Collection[str]
+) -> bytes:
+    """Return a model of one `RowAttention`, which has its rows as outputs if it appends to them."""
+    types = dict.fromkeys(variables, TensorProto.FLOAT) | {"seqlens_k": TensorProto.INT32}
+    model = ModelProto.FromString(
+        _one_node("RowAttention", ROW_INPUTS, attributes, constants, types)
+    )
+    if attributes.get("appends"):
+        made = ["new_keys", "new_values"]
+        model.graph.node[0].output.extend(made)
+        floats = (helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in made)
+        model.graph.output.extend(floats)
+    return bytes(model.SerializeToString())
 
 
 def norm_graph(attributes: dict[str, Any], constants: dict[str, Any]) -> bytes:

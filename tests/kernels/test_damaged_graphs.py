@@ -16,6 +16,7 @@ from onnx import ModelProto, NodeProto, helper, numpy_helper
 
 from kvasir.kernels.graph import LINEARS
 from tests.kernels import test_experts as experts
+from tests.kernels import test_row_attention as rows
 from tests.kernels import test_states as states
 from tests.kernels.graphs import (
     CACHES,
@@ -26,6 +27,7 @@ from tests.kernels.graphs import (
     head_linear_graph,
     needs_library,
     norm_graph,
+    row_graph,
     session,
     text_graph,
 )
@@ -39,6 +41,7 @@ INTEGERS = [-(2**63), -(2**31), -1, 0, 1, 2, 3, 16, 100, 2**31 - 1, 2**31, 2**63
 FLOATS = [-1.0, 0.0, 1e-45, 3e38, float("inf"), float("nan")]
 OPERATORS = [*LINEARS, "Attention", "TextAttention", "Attention32", "TextAttention32", "Norm"]
 OPERATORS += ["HeadLinear", "Convolution", "Memory", *experts.OPERATORS, "Other"]
+OPERATORS += ["RowAttention"]
 ATTRIBUTES = ["transposed", "block", "gated", "interleaved", "mixed", "looks_ahead", "silu"]
 TEXTS = ["", "rms", "layer", "silu", "gelu", "x" * 1000]
 
@@ -96,6 +99,7 @@ def bases(generator: np.random.Generator) -> list[tuple[bytes, dict[str, Any]]]:
         (states.graph("Memory", states.MATRICES, {}, scale=0.5), dict(states.MATRICES)),
         (states.graph("Memory", rated, {}), rated),
         *mixtures,
+        (row_graph({**HEADS, "appends": 1}, {}, rows.fitting()), rows.fitting()),
     ]
 
 
