@@ -153,7 +153,8 @@ public:
         stretch.count = 1 + draw(12);
         length = stretch.position + stretch.count + (is_text ? draw(300) : 0);
         stretch.length = length;
-        block_tokens = 16 * (1 + draw(4));
+        plain = has_floats && draw(2);
+        block_tokens = plain ? length + draw(9) : 16 * (1 + draw(4));
         // Blocks in descending order, with one to spare.
         for (size_t i = (length - 1) / block_tokens + 1; i > 0; --i)
             table.push_back(int32_t(i));
@@ -198,7 +199,7 @@ public:
         placed.cos = placed.sin = angle_page.floats();
         placed.slopes = slopes.empty() ? nullptr : slope_page.floats();
         const auto as_bytes = [](const Guarded& page) { return reinterpret_cast<uint8_t*>(page.data); };
-        const Caches caches{block_tokens, false, as_bytes(keys), key_scale_page.floats(), as_bytes(values),
+        const Caches caches{block_tokens, plain, as_bytes(keys), key_scale_page.floats(), as_bytes(values),
                             (heads.shared ? key_scale_page : value_scale_page).floats()};
         Stretch here = stretch;
         here.biases = biases.empty() ? nullptr : bias_page.floats();
@@ -260,6 +261,7 @@ private:
     }
 
     const bool has_floats;
+    bool plain;
     Heads heads{};
     Stretch stretch{};
     size_t length, block_tokens, tokens;
