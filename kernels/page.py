@@ -33,7 +33,7 @@ _RUN = ("cumulative_sequence_length", "past_seqlens", "block_table")
 _OF_ROWS = ("seqlens_k", "total_sequence_length", _DECODE)
 _FLOAT_ROWS = ("prompt_key_values.", "prompt_present.")
 # Inputs of GroupQueryAttention by their places.
-_QKV, _KEYS, _COSINES, _SINES, _BIAS, _SINKS, _STEP = 0, 3, 7, 8, 10, 11, 12
+_QKV, _NEW_KEYS, _KEYS, _COSINES, _SINES, _BIAS, _SINKS, _STEP = 0, 1, 3, 7, 8, 10, 11, 12
 
 
 def page(model: ModelProto) -> ModelProto:
@@ -98,6 +98,8 @@ def _attend_over_blocks(
     of_floats = rows.elem_type == TensorProto.FLOAT
     if inputs[_BIAS]:
         raise Mismatch("scores have a bias")
+    if inputs[_NEW_KEYS]:
+        raise Mismatch("keys and values are a source's")
     n_channels = rows.shape.dim[3].dim_value
     if n_channels % 16 or n_channels > MOST_CHANNELS:
         raise Mismatch(f"a head of {n_channels} channels")
