@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from onnx import NodeProto, TensorProto
 
-from kvasir.kernels.graph import DOMAIN, Values, attention_options, attribute, require, set_attributes
+from kvasir.kernels.graph import (
+    DOMAIN,
+    Values,
+    attention_options,
+    attribute,
+    require,
+    set_attributes,
+)
 
 MOST_CHANNELS = 640  # of a head
 _DECODE = "decode"  # an input of graphs with rows of two types

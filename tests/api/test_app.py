@@ -94,7 +94,8 @@ def test_settings_reach_the_engine(
 ) -> None:
     """Idle threads keep their processors for a moment, as the model's session itself tells."""
     model_dir = replace(fake_model_dir(random_model.graph.parent), config=random_model.config)
-    settings = load_settings(model=model_dir.path, threads=1, kv_cache_memory=2**24, **options)
+    options = {"threads": 1, "kv_cache_memory": 2**24, "kernels": "off", **options}
+    settings = load_settings(model=model_dir.path, **options)
     with caplog.at_level("INFO", logger="kvasir"):
         engine = build_engine(settings, model_dir)
     assert engine.speculate is ("speculate" in options)

@@ -71,9 +71,7 @@ def _fma(a: Any, b: Any, c: Any) -> FLOATS:
     return exact
 
 
-def _round(
-    x: FLOATS, most: np.float32, caches: Caches
-) -> tuple[NDArray[Any], np.float32]:
+def _round(x: FLOATS, most: np.float32, caches: Caches) -> tuple[NDArray[Any], np.float32]:
     """Return integers up to `most` and their scale; x itself where caches have floats."""
     if caches.are_floats:
         return x.astype(np.float64), _ONE

@@ -173,9 +173,7 @@ def in_pieces(
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("names", [CACHES, FLOAT_CACHES])
 @pytest.mark.parametrize("window", [-1, 100])
-def test_a_token_has_its_own_bits(
-    path: str, window: int, names: Sequence[str]
-) -> None:
+def test_a_token_has_its_own_bits(path: str, window: int, names: Sequence[str]) -> None:
     """In one piece, in chunks, one at a time; in any blocks, by any number of threads."""
     random = np.random.default_rng(1)
     count = 530 if path != "scalar" else 270

@@ -100,9 +100,7 @@ def test_every_path_computes_what_numpy_does(operator: str, layer: dict[str, Any
 
     read = given["x"].astype(float), weight, constants | given, attributes
     of_floats = operator == "Linear32"
-    expected, tolerance = (
-        oracle.float_linear(*read) if of_floats else oracle.linear(*read, block)
-    )
+    expected, tolerance = oracle.float_linear(*read) if of_floats else oracle.linear(*read, block)
     scalar = run(model, given, "scalar")
     assert (np.abs(scalar - expected) <= tolerance).all()
     for path in PATHS:
