@@ -96,9 +96,9 @@ def measure(
     if own is not None:
         figures = figures.model_copy(update={"own": verifier.verify(own.logits, progress)})
     try:
-        for measured in filter(None, (figures, figures.own)):
-            is_far = precision == "fp32" and measured.max_logit_error > MAX_LOGIT_ERROR
-            check(measured, precision, verifier.float32_error(progress) if is_far else 0.0)
+        for each in filter(None, (figures, figures.own)):
+            is_far = precision == "fp32" and each.max_logit_error > MAX_LOGIT_ERROR
+            check(each, precision, verifier.float32_error(progress) if is_far else 0.0)
     except VerificationError as error:
         return figures, error
     return figures, None

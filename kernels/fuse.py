@@ -1,8 +1,8 @@
 """A graph's products, and what surrounds them, as operators of the domain `kvasir`.
 
 Around a product (`kernels.products`) are a norm or an activation, a bias and a residual. All of it
-becomes one node: `Linear`, `Linear4` of weights in blocks of 4 bits, or `Linear32` of floats. Inputs
-are x, the weight and its scales and, where not empty, a bias, the weight and the bias of a norm
+becomes one node: `Linear`, `Linear4` of weights in blocks of 4 bits, or `Linear32` of floats. Its
+inputs are x, the weight and its scales and, where not empty, a bias, the weight and the bias of a norm
 before the product, and a residual. An activation, which may be of a gate, comes before the norm,
 and mixing after both.
 

@@ -1,9 +1,9 @@
-"""A decoder's graph whose attention is over blocks of keys and values, as `Attention` or `Attention32`.
+"""A decoder's graph over blocks of keys and values, by `Attention` or `Attention32`.
 
 The exported graph runs over rows; in int8 and int4 it has branches for prompts and for decoding,
 whose rows differ. The operator rounds keys and values itself, a token and head at a time, so one
-kind of run computes packed tokens of any sequences, prompts' and new ones alike. Inputs are those of
-`export.graphs.paged`; past_key_values.{i}.key and .value are int8 [blocks, n_kv_head, BLOCK_SIZE,
+kind of run computes packed tokens of any sequences, prompts' and new ones alike. Inputs are those
+of `export.graphs.paged`; past_key_values.{i}.key and .value are int8 [blocks, n_kv_head, BLOCK_SIZE,
 head_dim], and the scales of their tokens .key_scales and .value_scales, float [blocks, n_kv_head,
 BLOCK_SIZE]. In fp32 they are floats without scales. Outputs are logits, and the same blocks as
 present.{i}.…, to be aliased.

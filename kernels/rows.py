@@ -1,4 +1,4 @@
-"""Attention over rows of floats as `RowAttention`: of encoder-decoders, and where scores have biases."""
+"""Attention over rows of floats as `RowAttention`: encoder-decoders, and scores with biases."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BIAS, _SINKS, _MORE = 10, 11, 12
 
 
 def attend_over_rows(values: Values, node: NodeProto) -> None:
-    """Make GroupQueryAttention over rows of floats, its own or those of sources, a `RowAttention`."""
+    """Make GroupQueryAttention over rows of floats, own ones or sources', a `RowAttention`."""
     require(values.has_linears, "no product is ours")
     require(_DECODE not in values.inputs, "rows have two types")
     inputs = [*node.input, *[""] * (_MORE - len(node.input))]
