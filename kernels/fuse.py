@@ -2,9 +2,9 @@
 
 Around a product (`kernels.products`) are a norm or an activation, a bias and a residual. All of it
 becomes one node: `Linear`, `Linear4` of weights in blocks of 4 bits, or `Linear32` of floats. Its
-inputs are x, the weight and its scales and, where not empty, a bias, the weight and the bias of a norm
-before the product, and a residual. An activation, which may be of a gate, comes before the norm,
-and mixing after both.
+inputs are x, the weight and its scales and, where not empty, a bias, the weight and the bias of a
+norm before the product, and a residual. An activation, which may be of a gate, comes before the
+norm, and mixing after both.
 
 Each rule looks at one node and at what makes and reads its values, and changes it if a node of ours
 computes the same; else it raises `Mismatch` and changes nothing. No rule removes a node: what

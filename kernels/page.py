@@ -3,10 +3,10 @@
 The exported graph runs over rows; in int8 and int4 it has branches for prompts and for decoding,
 whose rows differ. The operator rounds keys and values itself, a token and head at a time, so one
 kind of run computes packed tokens of any sequences, prompts' and new ones alike. Inputs are those
-of `export.graphs.paged`; past_key_values.{i}.key and .value are int8 [blocks, n_kv_head, BLOCK_SIZE,
-head_dim], and the scales of their tokens .key_scales and .value_scales, float [blocks, n_kv_head,
-BLOCK_SIZE]. In fp32 they are floats without scales. Outputs are logits, and the same blocks as
-present.{i}.…, to be aliased.
+of `export.graphs.paged`; past_key_values.{i}.key and .value are int8 [blocks, n_kv_head,
+BLOCK_SIZE, head_dim], and the scales of their tokens .key_scales and .value_scales, float [blocks,
+n_kv_head, BLOCK_SIZE]. In fp32 they are floats without scales. Outputs are logits, and the same
+blocks as present.{i}.…, to be aliased.
 """
 
 from __future__ import annotations
