@@ -1,22 +1,28 @@
-"""`kvasir train` by two processes, of which the first waits for a line after each evaluation.
+"""Pairs of processes that run `kvasir train` together, as torchrun starts them.
 
-They are forked, as torchrun's would load PyTorch three times.
+Each line of input is the arguments of a pair. Pairs are forked from here, since loading PyTorch
+takes as long as their training. The first process of a pair waits for a line after each evaluation;
+the pair's exit codes are told when both have ended.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import runpy
 import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import typer
+import torch
 
-from kvasir.commands.train import train
+from kvasir.model.training import preparation, run
+from kvasir.model.training.flops import peak_flops
 from kvasir.model.training.metrics import StepMetrics
 from kvasir.model.training.trainer import Report, Trainer
 
+LOADED = (preparation, run)  # what `train` loads late
 train_loop = Trainer.train
 
 
@@ -25,16 +31,15 @@ def held(
 ) -> bool:
     def report_and_wait(metrics: StepMetrics, speed: float, sample: tuple[str, str]) -> None:
         report(metrics, speed, sample)
-        if (
-            metrics.held_out_loss is not None and os.environ["RANK"] == "0"
-        ):  # the others wait for it
+        is_first = os.environ["RANK"] == "0"  # the other waits for it
+        if metrics.held_out_loss is not None and is_first:
             sys.stdin.readline()
 
     return train_loop(trainer, folder, report_and_wait, forecast)
 
 
-if __name__ == "__main__":
-    Trainer.train = held  # type: ignore[assignment, method-assign]
+def run_pair(arguments: list[str]) -> list[int]:
+    """Return the exit codes of both processes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -42,7 +47,14 @@ if __name__ == "__main__":
     for rank in ("0", "1"):
         if not (child := os.fork()):
             os.environ |= {"RANK": rank, "LOCAL_RANK": rank}
-            typer.run(train)
+            sys.argv = ["train", *arguments]
+            runpy.run_module("kvasir.commands.train", run_name="__main__")
         started.append(child)
-    for child in started:
-        os.waitpid(child, 0)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in started]
+
+
+if __name__ == "__main__":
+    Trainer.train = held  # type: ignore[assignment, method-assign]
+    peak_flops(torch.device("cpu"), torch.float32)  # which is measured once
+    while line := sys.stdin.readline():
+        print("ended", *run_pair(json.loads(line)), flush=True)  # noqa: T201

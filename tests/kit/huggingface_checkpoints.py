@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -65,10 +66,18 @@ def make_tokenizer() -> Tokenizer:
 
 
 def save_tokenizer(folder: Path, **changes: Any) -> None:
+    for name, content in _tokenizer_files(tuple(sorted(changes.items()))).items():
+        (folder / name).write_bytes(content)
+
+
+@cache
+def _tokenizer_files(changes: tuple[tuple[str, Any], ...]) -> dict[str, bytes]:
+    """Return what transformers writes, which takes as long as a small model."""
     options: dict[str, Any] = {"bos_token": BOS, "eos_token": EOS, "chat_template": CHAT_TEMPLATE}
     make: Any = transformers.PreTrainedTokenizerFast
-    tokenizer = make(tokenizer_object=make_tokenizer(), **(options | changes))
-    tokenizer.save_pretrained(folder)
+    with TemporaryDirectory() as folder:
+        make(tokenizer_object=make_tokenizer(), **options | dict(changes)).save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 def save_checkpoint(folder: Path, model: nn.Module, **options: Any) -> Path:
@@ -105,3 +114,8 @@ def make_uneven(
                 parameter.normal_(std=narrow_width if re.search(narrow, name) else width)
             if "embeddings_layernorm" in name:
                 parameter.mul_(0.1)
+
+
+def close(ours: Tensor, theirs: Tensor) -> None:
+    """Compare logits, vectors or scores of two networks in float32."""
+    assert (ours - theirs).abs().max() < 1e-4 * theirs.std()

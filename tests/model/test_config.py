@@ -248,45 +248,39 @@ def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes, message: str)
         TransformerConfig.load(path)
 
 
-def test_layers_without_number_are_refused_before_one_is_counted() -> None:
-    with pytest.raises(ConfigError, match="a model of this shape has at least"):
-        check_size(TransformerConfig(**{**VALID, "n_layer": 2**31 - 1}), 10**9)
+WIDE = VALID | MIXTURE | {"d_shared_expert": 32, "dense_layers": (0,)}
+RECURRENCES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (RULE, {"kernel": HUGE}),
+    (OF_HEADS | {"n_head": 2, "n_key_head": 2, "key_dim": 8}, OF_HEADS | {"n_key_head": HUGE}),
+    (OF_CHANNELS | {"n_head": 2, "key_dim": 8}, OF_CHANNELS | {"n_head": 10**5, "key_dim": 10**5}),
+    (MAMBA | {"d_inner": 64}, {"d_inner": 2**22}),
+    (MAMBA2 | {"n_head": 4}, {"n_head": HUGE}),
+    (LSTM, {"width": HUGE}),
+]
 
 
-@pytest.mark.parametrize("name", ["d_model", "d_ff", "n_experts", "d_expert", "d_shared_expert"])
-def test_widths_that_no_file_fills_are_refused_before_memory_is_taken(name: str) -> None:
-    shape = VALID | MIXTURE | {"d_shared_expert": 32, "dense_layers": (0,)}
-    whole = TransformerConfig(**shape)
-    check_size(whole, count_parameters(whole))
-    with pytest.raises(ConfigError, match=r"^a model of this shape has at least .*again$"):
-        check_size(TransformerConfig(**shape | {name: 2**30}), 10**9)
+def recurrent(recurrence: dict[str, Any]) -> dict[str, Any]:
+    shape = VALID | {"recurrence": recurrence, "recurrent_layers": (0, 1)}
+    return shape | PAIR | {"cross_attention": "none"} if recurrence["kind"] == "lstm" else shape
 
 
 @pytest.mark.parametrize(
-    ("small", "huge"),
+    ("shape", "huge"),
     [
-        (RULE, {"kernel": HUGE}),
-        (OF_HEADS | {"n_head": 2, "n_key_head": 2, "key_dim": 8}, OF_HEADS | {"n_key_head": HUGE}),
-        (
-            OF_CHANNELS | {"n_head": 2, "key_dim": 8},
-            OF_CHANNELS | {"n_head": 10**5, "key_dim": 10**5},
-        ),
-        (MAMBA | {"d_inner": 64}, {"d_inner": 2**22}),
-        (MAMBA2 | {"n_head": 4}, {"n_head": HUGE}),
-        (LSTM, {"width": HUGE}),
+        (VALID, VALID | {"n_layer": HUGE}),
+        *((WIDE, WIDE | {name: 2**30}) for name in ("d_model", "d_ff", "n_experts", "d_expert")),
+        (WIDE, WIDE | {"d_shared_expert": 2**30}),
+        *((recurrent(small), recurrent(small | huge)) for small, huge in RECURRENCES),
     ],
 )
-def test_recurrences_that_no_file_fills_are_refused_before_memory_is_taken(
-    small: dict[str, Any], huge: dict[str, Any]
+def test_shapes_that_no_file_fills_are_refused_before_memory_is_taken(
+    shape: dict[str, Any], huge: dict[str, Any]
 ) -> None:
-    """Some of their numbers are set where a decoder is made, which touches their memory."""
-    shape = VALID | {"recurrent_layers": (0, 1)}
-    if small is LSTM:
-        shape |= PAIR | {"cross_attention": "none"}
-    whole = TransformerConfig(**shape | {"recurrence": small})
+    """Some numbers of recurrences are set where a decoder is made, which touches their memory."""
+    whole = TransformerConfig(**shape)
     check_size(whole, count_parameters(whole))
     with pytest.raises(ConfigError, match=r"^a model of this shape has at least .*again$"):
-        check_size(TransformerConfig(**shape | {"recurrence": small | huge}), 10**9)
+        check_size(TransformerConfig(**huge), 10**9)
 
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)

@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from threading import Timer
 
 import psutil
 import pytest
@@ -25,7 +25,6 @@ from kvasir.model.training.distributed import PeerError, Processes, one_process
 ROOT = Path(__file__).parents[2]
 SHAPE = ("n_layer=2", "d_model=32", "d_ff=48", "n_head=2", "n_kv_head=1", "head_dim=16")
 STEPS = 16
-HELD = "tests.kit.held_training"
 # In float32: in bfloat16, gradients summed over two halves of a batch are off by a percent.
 OPTIONS = [
     *(f"--set={change}" for change in (*SHAPE, "vocab_size=270")),
@@ -35,49 +34,61 @@ OPTIONS = [
 LIMIT = 300.0  # seconds, for processes that wait for one another in vain
 
 
-TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
+class Pairs:
+    """Processes that train in pairs, and whose output is one."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._input, self._output = process.stdin, process.stdout
+
+    def tell(self, line: str) -> None:
+        self._input.write(f"{line}\n")
+        self._input.flush()
+
+    def start(self, *arguments: str) -> None:
+        self.tell(json.dumps(arguments))
+
+    def wait_for(self, beginning: str) -> list[str]:
+        """Return the lines up to one that begins like this."""
+        lines: list[str] = []
+        for line in self._output:
+            lines.append(line.rstrip("\n"))
+            if line.startswith(beginning):
+                return lines
+        raise AssertionError("\n".join(lines))
+
+    def processes(self) -> list[psutil.Process]:
+        """Return those of the pair, by rank."""
+        children = psutil.Process(self._process.pid).children()
+        return sorted(children, key=lambda child: child.pid)
 
 
-@contextmanager
-def two_processes(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """Two processes on this machine; all of them are gone when the block is left."""
+@pytest.fixture(scope="module")
+def pairs() -> Iterator[Pairs]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.kit.held_training"]
     with subprocess.Popen(
-        [sys.executable, "-m", *arguments],
+        command,
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
     ) as process:
+
+        def end() -> None:
+            for running in [*psutil.Process(process.pid).children(), process]:
+                running.kill()
+
+        limit = Timer(LIMIT, end)
+        limit.start()
         try:
-            yield process
+            yield Pairs(process)
         finally:
-            kill(process)
-
-
-def kill(process: subprocess.Popen[str]) -> None:
-    if process.poll() is None:
-        children = psutil.Process(process.pid).children(recursive=True)
-        for running in [process, *children]:
-            running.kill()
-
-
-def rank(process: subprocess.Popen[str], number: int) -> psutil.Process:
-    return sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)[number]
-
-
-def wait_for(process: subprocess.Popen[str], beginning: str) -> None:
-    """Wait until a line of its output begins like this."""
-    assert process.stdout is not None
-    assert any(line.startswith(beginning) for line in process.stdout), process.communicate()[1]
-
-
-def release(process: subprocess.Popen[str]) -> None:
-    """Let held training continue to the next evaluation."""
-    assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
+            limit.cancel()
+            end()
 
 
 def train_alone(*arguments: str) -> None:
@@ -128,29 +139,32 @@ def one(chats: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_processes_train_as_one_through_kill_and_signal_sharded_and_not(
-    chats: list[str], one: Path, tmp_path: Path
+    pairs: Pairs, chats: list[str], one: Path, tmp_path: Path
 ) -> None:
     """One run: by two processes, killed; twice by two with shards, one gets SIGTERM; by one.
 
     Processes are held where they are hit, however fast they are.
     """
     folder = tmp_path / "two"
-    with two_processes(HELD, *chats, f"--out={folder}", *OPTIONS) as process:
-        wait_for(process, "step 4 ")
-        kill(process)
+    pairs.start(*chats, f"--out={folder}", *OPTIONS)
+    pairs.wait_for("step 4 ")
+    for process in pairs.processes():
+        process.kill()
+    pairs.wait_for("ended -9 -9")
     # The checkpoint of step 4 comes after its evaluation.
     assert load_checkpoint(folder).progress["step"] == 2
     assert_same_losses(metrics(folder), metrics(one)[:4])
 
     for start, end in ((2, 4), (4, 8)):  # from a whole state, and from two shards
-        with two_processes(HELD, "--resume", f"--out={folder}", "--shard") as process:
-            wait_for(process, f"resuming {folder} at step {start}")
-            wait_for(process, f"step {end} ")
-            rank(process, 1).send_signal(signal.SIGTERM)
-            release(process)
-            output, _ = process.communicate(timeout=LIMIT)
+        pairs.start("--resume", f"--out={folder}", "--shard")
+        pairs.wait_for(f"resuming {folder} at step {start}")
+        pairs.wait_for(f"step {end} ")
+        pairs.processes()[1].send_signal(signal.SIGTERM)
+        pairs.tell("")  # to continue
+        output = pairs.wait_for("ended 130 130")
         # Only the first process prints.
-        assert output.count(f"stopped and saved at step {end}") == 1
+        stopped = [line for line in output if line.startswith(f"stopped and saved at step {end}")]
+        assert len(stopped) == 1
         checkpoint = load_checkpoint(folder)
         assert checkpoint.progress["step"] == end
         files = {path.suffix for path in checkpoint.path.rglob("*.*")}
@@ -181,15 +195,12 @@ def test_shards_of_an_encoder_decoder_train_as_one_process(
     assert_same_losses(metrics(tmp_path / "shards"), metrics(tmp_path / "one"))
 
 
-def test_an_error_of_the_first_process_ends_all_with_one_line(tmp_path: Path) -> None:
-    command = (*TORCHRUN, "kvasir.commands.train", "nowhere", f"--out={tmp_path / 'run'}")
-    with two_processes(*command, *OPTIONS) as process:
-        _, errors = process.communicate(timeout=LIMIT)
-    assert process.returncode == 1
-    assert [line for line in errors.splitlines() if line.startswith("kvasir: ")] == [
-        "kvasir: nowhere does not exist"
-    ]
-    assert errors.count("Traceback") <= 1  # torchrun's own, of having failed
+def test_an_error_of_the_first_process_ends_both_with_one_line(
+    pairs: Pairs, tmp_path: Path
+) -> None:
+    pairs.start("nowhere", f"--out={tmp_path / 'run'}", *OPTIONS)
+    *lines, _ = pairs.wait_for("ended 1 1")
+    assert lines == ["kvasir: nowhere does not exist"]
 
 
 # Without processes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from kvasir.model.config import Pooling
 from kvasir.model.configuration.parts import Projection
 from kvasir.model.importing.families import encoders
 from kvasir.model.records import EmbeddingDefaults
-from tests.kit.huggingface_checkpoints import set_tensors, set_values
+from tests.kit.huggingface_checkpoints import close, set_tensors, set_values
 from tests.kit.huggingface_models import ENCODERS, make_encoder, save
 
 LENGTHS = [40, 7, 2]
@@ -35,10 +36,6 @@ def random_rows(n_types: int | None) -> dict[str, Tensor]:
     if n_types == 2:
         rows["token_type_ids"] = torch.randint(2, shape)
     return rows
-
-
-def close(ours: Tensor, theirs: Tensor) -> None:
-    assert (ours - theirs).abs().max() < 1e-4 * theirs.std()
 
 
 def pooled(checkpoint: Checkpoint, rows: dict[str, Tensor]) -> Tensor:
@@ -158,36 +155,34 @@ def test_norms_may_have_their_names_of_tensorflow(tmp_path: Path) -> None:
 _TYPE = "sentence_transformers.models."
 
 
-def save_modules(folder: Path, **configs: dict[str, Any]) -> Path:
+MEAN = {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": True}
+TANH = "torch.nn.modules.activation.Tanh"
+DENSE = {"in_features": 64, "out_features": 16, "bias": True, "activation_function": TANH}
+
+
+def save_modules(folder: Path, **configs: dict[str, Any]) -> None:
     """Write modules.json and each module's folder; a Dense gets weights."""
-    listed = [{"idx": 0, "name": "0", "path": "", "type": f"{_TYPE}Transformer"}]
+    listed = [{"path": "", "type": f"{_TYPE}Transformer"}]
     for i, (kind, config) in enumerate(configs.items(), 1):
-        path = f"{i}_{kind.rstrip('2')}"
-        listed.append({"path": path, "type": _TYPE + kind.rstrip("2")})
+        path = f"{i}_{kind}"
+        listed.append({"path": path, "type": _TYPE + kind})
         (folder / path).mkdir()
         (folder / path / "config.json").write_text(json.dumps(config))
-        if "in_features" in config:
-            torch.manual_seed(i)
-            tensors = {"linear.weight": torch.randn(config["out_features"], config["in_features"])}
-            if config["bias"]:
-                tensors["linear.bias"] = torch.randn(config["out_features"])
+        if kind == "Dense":
+            tensors = {"linear.weight": torch.ones(16, 64), "linear.bias": torch.ones(16)}
             save_file(tensors, folder / path / "model.safetensors")
     (folder / "modules.json").write_text(json.dumps(listed))
-    return folder
 
 
-def dense(n_in: int, n_out: int, activation: str, *, bias: bool) -> dict[str, Any]:
-    path = f"torch.nn.modules.{'linear' if activation == 'Identity' else 'activation'}."
-    sizes = {"in_features": n_in, "out_features": n_out, "bias": bias}
-    return sizes | {"activation_function": path + activation}
-
-
-MEAN = {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": True}
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("theirs"), make_encoder("bert"))
 
 
 @pytest.fixture
-def bert(tmp_path: Path) -> Path:
-    return save(tmp_path / "bert", make_encoder("bert"))
+def bert(saved: Path, tmp_path: Path) -> Path:
+    """A whole folder, to be changed."""
+    return shutil.copytree(saved, tmp_path / "bert")
 
 
 @torch.inference_mode()
@@ -248,16 +243,18 @@ def test_the_longest_text_and_the_prompts(bert: Path) -> None:
 def test_refusals_name_the_file_and_the_key(
     file: str, values: dict[str, Any], message: str, bert: Path
 ) -> None:
-    save_modules(bert, Pooling=MEAN, Dense=dense(64, 16, "Tanh", bias=True), Normalize={})
+    save_modules(bert, Pooling=MEAN, Dense=DENSE, Normalize={})
     set_values(bert, file, **values)
     with pytest.raises(CheckpointError, match=message) as refused:
         load_checkpoint(bert)
     assert "\n" not in str(refused.value)
 
 
-def test_a_tokenizer_for_texts_of_any_length(bert: Path) -> None:
-    set_values(bert, "tokenizer_config.json", model_max_length=math.inf)
-    assert load_checkpoint(bert).config.max_model_len == 64
+@pytest.mark.parametrize(("longest", "expected"), [(math.inf, 64), (40, 40)])
+def test_a_tokenizer_may_say_how_long_texts_are(longest: float, expected: int, bert: Path) -> None:
+    save_modules(bert, Pooling=MEAN)
+    set_values(bert, "tokenizer_config.json", model_max_length=longest)
+    assert load_checkpoint(bert).config.max_model_len == expected
 
 
 def test_a_reranker_whose_settings_are_no_object_is_refused(tmp_path: Path) -> None:
@@ -267,24 +264,26 @@ def test_a_reranker_whose_settings_are_no_object_is_refused(tmp_path: Path) -> N
         load_checkpoint(folder)
 
 
-@pytest.mark.parametrize("path", ["", "..", "../1_Pooling", "/1_Pooling"])
-def test_a_module_outside_of_the_folder_is_refused(path: str, bert: Path) -> None:
-    listed = [{"path": "", "type": "Transformer"}, {"path": path, "type": "Pooling"}]
-    (bert / "modules.json").write_text(json.dumps(listed))
-    with pytest.raises(CheckpointError, match="Kvasir computes what is in the folder"):
-        load_checkpoint(bert)
+BODY = ("", "Transformer")
+OUTSIDE, OTHERS = "Kvasir computes what is in the folder", "perhaps Normalize"
 
 
 @pytest.mark.parametrize(
-    "kinds",
+    ("modules", "message"),
     [
-        ["Transformer"],
-        ["Transformer", "Pooling", "Normalize", "Dense"],
-        ["Transformer", "WordWeights", "Pooling"],
+        *(
+            ([BODY, (path, "Pooling")], OUTSIDE)
+            for path in ("", "..", "../1_Pooling", "/1_Pooling")
+        ),
+        ([BODY], OTHERS),
+        ([BODY, ("1", "Pooling"), ("2", "Normalize"), ("3", "Dense")], OTHERS),
+        ([BODY, ("1", "WordWeights"), ("2", "Pooling")], OTHERS),
     ],
 )
-def test_other_modules_are_refused(kinds: list[str], bert: Path) -> None:
-    listed = [{"path": f"{i}_{kind}" if i else "", "type": kind} for i, kind in enumerate(kinds)]
+def test_other_modules_are_refused(
+    modules: list[tuple[str, str]], message: str, bert: Path
+) -> None:
+    listed = [{"path": path, "type": kind} for path, kind in modules]
     (bert / "modules.json").write_text(json.dumps(listed))
-    with pytest.raises(CheckpointError, match="perhaps Normalize"):
+    with pytest.raises(CheckpointError, match=message):
         load_checkpoint(bert)

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from kvasir.model.network.transformer import Transformer
 from kvasir.model.training import flops
 from kvasir.model.training.flops import flops_per_token, flops_per_translation, peak_flops
 from tests.kit.random_models import make_config, make_decoder
@@ -19,37 +21,37 @@ CONTEXT = 32
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"tied_embeddings": False},
-        {"position": "learned", "norm": "layernorm", "feed_forward": "gelu", "n_kv_head": 4},
-        {"n_layer": 3, "qkv_bias": True, "d_ff": 80},
-        {
-            "d_model": 64,
-            "n_experts": 6,
-            "n_experts_per_token": 2,
-            "d_expert": 32,
-            "dense_layers": (1,),
-        },
-    ],
-)
-def test_a_token_costs_three_times_what_pytorch_counts_forwards(changes: dict[str, Any]) -> None:
-    """Embedding tables counted as if they were multiplied would flatter small models most."""
-    decoder = make_decoder(make_config(**changes))
+def counted(decoder: Transformer, *inputs: Tensor, **more: Tensor) -> int:
+    """Return what PyTorch counts of a run forwards."""
     with (
         FlopCounterMode(display=False) as counter,
         sdpa_kernel(SDPBackend.MATH),
         torch.inference_mode(),
     ):
-        decoder(torch.zeros(1, CONTEXT, dtype=torch.int64))
-    vectors = sum(
-        parameter.numel() for parameter in decoder.parameters() if parameter.dim() == 1
-    )  # not in products
-    assert (
-        flops_per_token(decoder, CONTEXT) == 3 * counter.get_total_flops() // CONTEXT + 6 * vectors
-    )
+        decoder(*inputs, **more)
+    return counter.get_total_flops()
+
+
+def n_in_vectors(module: nn.Module) -> int:
+    """Return the number of parameters that are in no product."""
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.dim() == 1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tied_embeddings": False, "qkv_bias": True, "d_ff": 80},
+        {"position": "learned", "norm": "layernorm", "feed_forward": "gelu", "n_kv_head": 4},
+        {"d_model": 64, "d_expert": 32, "dense_layers": (1,)}
+        | {"n_experts": 6, "n_experts_per_token": 2},
+    ],
+)
+def test_a_token_costs_three_times_what_pytorch_counts_forwards(changes: dict[str, Any]) -> None:
+    """Embedding tables counted as if they were multiplied would flatter small models most."""
+    decoder = make_decoder(make_config(**changes))
+    products = 3 * counted(decoder, torch.zeros(1, CONTEXT, dtype=torch.int64)) // CONTEXT
+    assert flops_per_token(decoder, CONTEXT) == products + 6 * n_in_vectors(decoder)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -58,19 +60,12 @@ def test_a_translation_costs_three_times_what_pytorch_counts_forwards(shared: bo
     encoder = make_config(causal=False, n_layer=3)
     config = make_config(encoder=encoder, target_prefix=(0,), shared_embedding=shared)
     decoder = make_decoder(config)
-    with (
-        FlopCounterMode(display=False) as counter,
-        sdpa_kernel(SDPBackend.MATH),
-        torch.inference_mode(),
-    ):
-        sources, lengths = torch.zeros(1, 24, dtype=torch.int64), torch.tensor([24])
-        decoder(sources[:, :10], lengths, source_ids=sources)
+    sources, lengths = torch.zeros(1, 24, dtype=torch.int64), torch.tensor([24])
+    products = counted(decoder, sources[:, :10], lengths, source_ids=sources)
     assert decoder.encoder is not None
-    of_encoder = sum(p.numel() for p in decoder.encoder.parameters() if p.dim() == 1)
-    of_decoder = sum(p.numel() for p in decoder.parameters() if p.dim() == 1) - of_encoder
-    vectors = 24 * of_encoder + 10 * of_decoder  # not in products
-    expected = 3 * counter.get_total_flops() + 6 * vectors
-    assert flops_per_translation(decoder, 24, 10) == expected
+    of_encoder = n_in_vectors(decoder.encoder)
+    vectors = 24 * of_encoder + 10 * (n_in_vectors(decoder) - of_encoder)
+    assert flops_per_translation(decoder, 24, 10) == 3 * products + 6 * vectors
 
 
 def test_a_known_gpu_has_the_peak_of_its_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:

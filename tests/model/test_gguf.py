@@ -6,6 +6,7 @@ import json
 import random
 import struct
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,14 @@ from tests.kit.huggingface_checkpoints import (
 )
 
 Array = NDArray[Any]
+
+
+@cache
+def small_llama() -> Any:
+    """Return a model of one layer, to be read only."""
+    return make_model("llama", num_hidden_layers=1)
+
+
 LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 IN_THREE_OF_FOUR = {
     "num_hidden_layers": 4,
@@ -209,7 +218,7 @@ def test_five_bits_are_restored(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0])
 def test_matrices_of_a_type_are_what_the_values_were_rounded_to(kind: Kind, tmp_path: Path) -> None:
-    model: Any = make_model("qwen2", use_sliding_window=False, num_hidden_layers=1)
+    model = small_llama()
     checkpoint = load_checkpoint(write_gguf(tmp_path / "x.gguf", model, kind))
     ours = checkpoint.weights["blocks.0.feed_forward.down.weight"]
     matrix = model.state_dict()["model.layers.0.mlp.down_proj.weight"]
@@ -254,14 +263,15 @@ def test_what_files_of_mixtures_leave_out_or_add(tmp_path: Path) -> None:
 
 
 def test_a_split_file_is_one_model(tmp_path: Path) -> None:
-    model: Any = make_model("llama", num_hidden_layers=1)
-    whole = load_checkpoint(write_gguf(tmp_path / "x.gguf", model))
-    write_gguf(tmp_path / "y.gguf", model, split_max_tensors=4)
+    whole = load_checkpoint(write_gguf(tmp_path / "x.gguf", small_llama()))
+    write_gguf(tmp_path / "y.gguf", small_llama(), split_max_tensors=4)
     parts = sorted(tmp_path.glob("y-*-of-*.gguf"))
     assert len(parts) == 3
     split = load_checkpoint(parts[0])
     assert (split.config, split.extra_files) == (whole.config, whole.extra_files)
     assert all(torch.equal(split.weights[key], whole.weights[key]) for key in whole.weights)
+    named = load_checkpoint((tmp_path / "x.gguf").rename(tmp_path / "x-00001-of-00000.gguf"))
+    assert named.config == whole.config  # a name of no parts is that of a whole file
     parts[2].rename(tmp_path / "y.gguf")
     with pytest.raises(CheckpointError, match=r"3 parts, and y-00003-of-00003\.gguf is not"):
         load_checkpoint(parts[0])
@@ -270,16 +280,21 @@ def test_a_split_file_is_one_model(tmp_path: Path) -> None:
 
 
 def test_what_travels_with_the_weights(tmp_path: Path) -> None:
-    model: Any = make_model("llama", num_hidden_layers=1)
-    path = write_gguf(
-        tmp_path / "x.gguf", model, general__sampling__temp=0.5, general__sampling__top_k=20
-    )
+    more = {"general__sampling__temp": 0.5, "general__sampling__top_k": 20}
+    path = write_gguf(tmp_path / "x.gguf", small_llama(), **more)
     files = load_checkpoint(path).extra_files
     assert files["chat_template.jinja"].decode() == CHAT_TEMPLATE
     special = json.loads(files["special_tokens_map.json"])
     assert special == {"bos_token": BOS, "eos_token": EOS}
     defaults = json.loads(files["generation_config.json"])
     assert defaults == {"temperature": 0.5, "top_k": 20}
+
+
+def test_a_chat_template_may_lie_beside_the_file(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "x.gguf", small_llama(), chat_template=None)
+    assert "chat_template.jinja" not in load_checkpoint(path).extra_files
+    (tmp_path / "chat_template.jinja").write_text("beside")
+    assert load_checkpoint(path).extra_files["chat_template.jinja"] == b"beside"
 
 
 WIDTHS = {"llama__attention__key_length": 16, "llama__attention__value_length": 32}
@@ -307,7 +322,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 def test_what_is_not_supported_is_refused_in_one_line(
     values: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    path = write_gguf(tmp_path / "x.gguf", make_model("llama", num_hidden_layers=1), **values)
+    path = write_gguf(tmp_path / "x.gguf", small_llama(), **values)
     with pytest.raises(CheckpointError, match=message) as caught:
         load_checkpoint(path)
     assert "\n" not in str(caught.value)
@@ -336,7 +351,7 @@ def test_windows_in_other_layers_are_refused(
 @pytest.mark.parametrize("key", ["rope__scale_linear", "rope__scaling__factor"])
 def test_a_factor_without_a_kind_of_scaling_is_linear(key: str, tmp_path: Path) -> None:
     values: dict[str, Any] = {f"llama__{key}": 4.0}
-    path = write_gguf(tmp_path / "x.gguf", make_model("llama", num_hidden_layers=1), **values)
+    path = write_gguf(tmp_path / "x.gguf", small_llama(), **values)
     config = load_checkpoint(path).config
     assert config.rope_scaling == RopeScaling(kind="linear", factor=4.0)
 
@@ -406,17 +421,9 @@ def test_a_broken_file_is_refused_in_one_line(name: str, tmp_path: Path) -> None
     assert "\n" not in str(caught.value)
 
 
-def test_a_name_of_no_parts_is_that_of_a_whole_file(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "x.gguf", make_model("llama", num_hidden_layers=1))
-    whole = load_checkpoint(path)
-    named = load_checkpoint(path.rename(tmp_path / "x-00001-of-00000.gguf"))
-    assert named.config == whole.config
-
-
 def test_whatever_a_file_holds_ends_in_a_checkpoint_or_in_one_line(tmp_path: Path) -> None:
     """Cut a file and change bytes of its header at random."""
-    model = make_model("llama", num_hidden_layers=1)
-    content = write_gguf(tmp_path / "x.gguf", model).read_bytes()
+    content = write_gguf(tmp_path / "x.gguf", small_llama()).read_bytes()
     end = content.index(b"token_embd.weight") + 1000
     generator = random.Random(0)
     outcomes = set()
@@ -433,11 +440,3 @@ def test_whatever_a_file_holds_ends_in_a_checkpoint_or_in_one_line(tmp_path: Pat
             outcomes.add(f"refused in {len(str(error).splitlines())} line")
         path.unlink()
     assert outcomes == {"opened", "refused in 1 line"}
-
-
-def test_a_chat_template_may_lie_beside_the_file(tmp_path: Path) -> None:
-    model: Any = make_model("llama", num_hidden_layers=1)
-    path = write_gguf(tmp_path / "x.gguf", model, chat_template=None)
-    assert "chat_template.jinja" not in load_checkpoint(path).extra_files
-    (tmp_path / "chat_template.jinja").write_text("beside")
-    assert load_checkpoint(path).extra_files["chat_template.jinja"] == b"beside"

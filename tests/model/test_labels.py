@@ -126,20 +126,25 @@ def test_a_picture_is_drawn_of_labels_and_runs_of_any_name(n_labels: int, tmp_pa
     assert imread(folder / "confusion.png").ndim == imread(folder / "loss.png").ndim == 3
 
 
-@pytest.mark.parametrize("kind", ["tiny", "tiny-encoder"])
-def test_a_language_model_becomes_a_classifier_that_is_served(kind: str) -> None:
-    """A third of all texts has each label; the answer is the same alone and in a crowd."""
-    base = [*SMALL, f"--preset={kind}", "--batch-size=4", "--steps=3", "--out=base"]
-    untied = ["--set=tied_embeddings=false"] if kind == "tiny" else []
-    trained("text.txt", *base, *untied)
+def train_classifier(*base: str) -> None:
+    """Train a language model, and then the scores of three labels, in `run`."""
+    trained("text.txt", *SMALL, *base, "--batch-size=4", "--steps=3", "--out=base")
     output = trained("labelled.jsonl", "--init=base", *TUNING, "--out=run")
     assert "133 texts, and 7 held out; 0 texts were cut" in output
     assert "run/confusion.png" in output
-    assert imread("run/confusion.png").ndim == 3
     assert float(metrics("run")[-1]["held_out_accuracy"]) == 1.0
-    checkpoint = load_checkpoint(Path("run"))
-    assert checkpoint.config.pooling is not None
-    assert checkpoint.config.pooling.labels == ("air", "land", "sea")
+    pooling = load_checkpoint(Path("run")).config.pooling
+    assert pooling is not None
+    assert pooling.labels == ("air", "land", "sea")
+
+
+def test_an_encoder_becomes_a_classifier() -> None:
+    train_classifier("--preset=tiny-encoder")
+
+
+def test_a_decoder_becomes_a_classifier_that_is_served() -> None:
+    """A third of all texts has each label; the answer is the same alone and in a crowd."""
+    train_classifier("--preset=tiny", "--set=tied_embeddings=false")
     export_checkpoint(Path("run"), Path("made"), precision="int8")
     texts = [text for text, _ in TEXTS]
     with serve_locally(Path("made")) as url, httpx.Client(base_url=url, timeout=TIMEOUT) as client:

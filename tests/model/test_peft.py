@@ -18,7 +18,6 @@ from kvasir.model.adapters.config import MOST_RANK, AdapterError
 from kvasir.model.adapters.layout import Layout
 from kvasir.model.adapters.peft import PeftAdapter, read_adapter
 from kvasir.model.checkpoint import load_checkpoint
-from kvasir.model.network.skeleton import build_decoder
 from tests.kit.adapters import change_tensors, save_adapter, set_config
 from tests.kit.huggingface_checkpoints import make_model, save_checkpoint
 
@@ -57,10 +56,13 @@ PATTERNS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"use_rslora": True}, {"target_modules": ["q_proj", "down_proj"]}, PATTERNS],
+    ("options", "dtype"),
+    [
+        ({"use_rslora": True}, torch.float16),
+        ({"target_modules": ["q_proj", "down_proj"]}, torch.bfloat16),
+        (PATTERNS, torch.float32),
+    ],
 )
 def test_what_is_added_is_what_peft_merges(
     options: dict[str, Any], dtype: torch.dtype, layout: Layout, tmp_path: Path
@@ -206,35 +208,3 @@ def test_an_adapter_of_a_larger_model_is_refused(layout: Layout, tmp_path: Path)
     save_adapter(tmp_path, make_model("llama", hidden_size=96))
     with pytest.raises(AdapterError, match=r"lora_B is \(96, 4\); expected shape \(64, 4\)"):
         read(tmp_path, layout)
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gptj", "gpt_neox", "falcon", "phi3", "granite"])
-def test_greedy_tokens_are_those_of_transformers_and_peft(kind: str, tmp_path: Path) -> None:
-    """In float32, with what is read added to the rows that the layout names."""
-    model = make_model(kind)
-    checkpoint = load_checkpoint(save_checkpoint(tmp_path / "model", model))
-    assert checkpoint.adapters is not None
-    layout = checkpoint.adapters()
-    adapted = save_adapter(tmp_path / "adapter", model, r=6, use_rslora=True)
-    found = read_adapter(tmp_path / "adapter", kind, layout, MOST_BYTES)
-    decoder = build_decoder(checkpoint.config, checkpoint.weights)
-    with torch.no_grad():
-        for name, layer in layout.layers.items():
-            weight = decoder.get_parameter(name)
-            for part in layer.parts:
-                low, ours = (
-                    found.modules[part.module],
-                    slice(part.first, part.first + len(part.rows)),
-                )
-                change = low.scaling * low.b[part.rows] @ low.a
-                factors = layer.outputs[ours, None] * layer.inputs
-                weight[ours] += torch.from_numpy(change * factors)
-        prompt = torch.arange(5, 25)[None]
-        expected = adapted.generate(input_ids=prompt, max_new_tokens=40, do_sample=False)
-        ids, base = prompt, prompt
-        for _ in range(40):
-            ids = torch.cat((ids, decoder(ids)[:, -1:].argmax(-1)), dim=1)
-        with adapted.disable_adapter():
-            base = adapted.generate(input_ids=prompt, max_new_tokens=40, do_sample=False)
-    assert ids.tolist() == expected.tolist()
-    assert ids.tolist() != base.tolist()

@@ -22,10 +22,7 @@ from tests.model.test_trainer import (
     TEXTS,
     Recorder,
     make_trainer,
-    press_ctrl_c,
-    resume,
     tokenizer,
-    weights,
 )
 from tests.model.variants import VARIANTS
 
@@ -60,7 +57,7 @@ def gradients(inputs: Inputs, outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, .
 @pytest.mark.parametrize("decay", [0.0, 0.5, 900.0])
 @pytest.mark.parametrize("rated", [False, True])
 @pytest.mark.parametrize("n_decays", [None, 8])
-@pytest.mark.parametrize("sequence", [1, 7, 8, 9, 27])
+@pytest.mark.parametrize("sequence", [1, 8, 27])
 def test_chunks_are_the_loop_over_tokens(
     sequence: int,
     n_decays: int | None,
@@ -83,7 +80,7 @@ def test_chunks_are_the_loop_over_tokens(
 
 
 @pytest.mark.parametrize("step", [0.0, 0.5, 900.0])
-@pytest.mark.parametrize("sequence", [1, 7, 8, 9, 27])
+@pytest.mark.parametrize("sequence", [1, 8, 27])
 def test_a_scan_is_the_loop_over_tokens(
     sequence: int, step: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,26 +124,16 @@ def test_in_bfloat16_a_matrix_is_still_float32() -> None:
         ("lfm2", torch.float32),
     ],
 )
-def test_a_hybrid_learns_and_resumes_to_the_same_bits(
+def test_every_number_of_a_hybrid_learns(
     name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A recurrence's own numbers move too."""
     monkeypatch.setattr(training, "compute_type", lambda _: dtype)
-    corpus, folder = Corpus(TEXTS, 0), tmp_path / "data"
-    data = write_tokens(corpus, tokenizer, folder, held_out=0.3, context=CONTEXT)
+    data = write_tokens(Corpus(TEXTS, 0), tokenizer, tmp_path / "data", 0.3, CONTEXT)
     settings = replace(SETTINGS, steps=16, evaluate_every=16, checkpoint_every=16)
-    trainer = make_trainer(data, settings, **VARIANTS[name])
+    trainer, recorder = make_trainer(data, settings, **VARIANTS[name]), Recorder()
     before = {name: p.detach().clone() for name, p in trainer.decoder.named_parameters()}
-    for run in ("whole", "stopped"):
-        (tmp_path / run).mkdir()
-    whole, stopped = Recorder(), Recorder(at={7: press_ctrl_c})
-    assert trainer.train(tmp_path / "whole", whole)
-    assert whole.losses[-1] < whole.losses[0] - 0.2
+    assert trainer.train(tmp_path, recorder)
+    assert recorder.losses[-1] < recorder.losses[0] - 0.2
     for parameter, trained in trainer.decoder.named_parameters():
         assert not torch.equal(before[parameter], trained), parameter
-    make_trainer(data, settings, **VARIANTS[name]).train(tmp_path / "stopped", stopped)
-    resume(tmp_path / "stopped", data).train(tmp_path / "stopped", stopped)
-    assert stopped.losses == whole.losses
-    expected = weights(tmp_path / "whole")
-    for parameter, tensor in weights(tmp_path / "stopped").items():
-        assert torch.equal(tensor, expected[parameter])

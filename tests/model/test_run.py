@@ -8,7 +8,9 @@ import re
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import chdir
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -39,10 +41,14 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder to be in, with a corpus in `texts`."""
     monkeypatch.chdir(tmp_path)
     leave_undrawn(monkeypatch)
+    write_texts()
+    return tmp_path
+
+
+def write_texts() -> None:
     Path("texts").mkdir()
     for name in ("one", "two"):
         Path("texts", f"{name}.txt").write_text(f"{name} fish swims in the sea. " * 30)
-    return tmp_path
 
 
 def files() -> set[str]:
@@ -73,6 +79,29 @@ def test_a_corpus_that_cannot_be_trained_on(content: bytes | None, message: str)
     if content is not None:
         Path("bad").write_bytes(content)
     assert refused("bad", "--out", "run", *SMALL) == message
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of everything that commands below name; to be read only."""
+    folder = tmp_path_factory.mktemp("corpora")
+    with chdir(folder):
+        write_texts()
+        write_corpora()
+        pair = '{"query": "a", "document": "b"}\n'
+        Path("one.jsonl").write_text(pair * 9)
+        Path("mixed.jsonl").write_text(pair + pair.replace("}", ', "negative": "c"}'))
+        Path("sources.jsonl").write_text('{"source": "a", "target": "b"}')
+        bare = json.loads(train_tokenizer([], 257).to_str())
+        bare["added_tokens"] = []
+        bare["model"]["vocab"]["other"] = bare["model"]["vocab"].pop("<|endoftext|>")
+        Path("bare.json").write_text(json.dumps(bare))
+        Path("base").mkdir()
+        encoder = Transformer(make_config(vocab_size=290, **BERT))
+        encoder.config.save(Path("base/config.json"))
+        train_tokenizer([], 270, "encoder").save("base/tokenizer.json")
+        save_file(encoder.state_dict(), "base/model.safetensors")
+    return folder
 
 
 PROJECTED = '--set pooling={"kind":"cls","projections":[{"d_out":3}]}'
@@ -118,39 +147,29 @@ PROJECTED = '--set pooling={"kind":"cls","projections":[{"d_out":3}]}'
         ("pairs.tsv --preset tiny-seq2seq --tokenizer bare.json", "needs the token <|endoftext|>"),
     ],
 )
-def test_settings_and_corpora_that_do_not_fit(arguments: str, message: str) -> None:
-    write_corpora()
-    pair = '{"query": "a", "document": "b"}\n'
-    Path("one.jsonl").write_text(pair * 9)
-    Path("mixed.jsonl").write_text(pair + pair.replace("}", ', "negative": "c"}'))
-    Path("sources.jsonl").write_text('{"source": "a", "target": "b"}')
-    bare = json.loads(train_tokenizer([], 257).to_str())
-    bare["added_tokens"] = []
-    bare["model"]["vocab"]["other"] = bare["model"]["vocab"].pop("<|endoftext|>")
-    Path("bare.json").write_text(json.dumps(bare))
-    Path("base").mkdir()
-    encoder = Transformer(make_config(vocab_size=290, **BERT))
-    encoder.config.save(Path("base/config.json"))
-    train_tokenizer([], 270, "encoder").save("base/tokenizer.json")
-    save_file(encoder.state_dict(), "base/model.safetensors")
+def test_settings_and_corpora_that_do_not_fit(
+    arguments: str, message: str, corpora: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(corpora)
     corpus, *options = arguments.split()
     assert message in refused(corpus, "--out", "run", "--context", "16", *options)
 
 
 def test_a_corpus_and_a_new_folder_are_needed() -> None:
     assert "name at least one file or folder" in refused("--out", "run")
-    assert "texts is not empty; continue it with --resume" in refused(
-        "texts", "--out", "texts", *SMALL
-    )
-    assert "texts/one.txt" in refused("texts", "--out", "texts/one.txt", *SMALL)
+    for out, message in (
+        ("texts", "texts is not empty; continue it"),
+        ("texts/one.txt", "one.txt"),
+    ):
+        assert message in refused("texts", "--out", out, *SMALL)
 
 
-@pytest.mark.parametrize("seed", ["-1", str(2**64)])
-def test_a_seed_that_no_generator_takes_is_a_usage_error(seed: str) -> None:
-    result = kvasir_train("texts", "--out", "run", *SMALL, "--seed", seed)
-    assert result.exit_code == 2
-    assert "--seed" in result.stderr
-    assert not Path("run").exists()
+def test_a_seed_that_no_generator_takes_is_a_usage_error() -> None:
+    for seed in ("-1", str(2**64)):
+        result = kvasir_train("texts", "--out", "run", *SMALL, "--seed", seed)
+        assert result.exit_code == 2
+        assert "--seed" in result.stderr
+        assert not Path("run").exists()
 
 
 def test_a_fresh_run_writes_what_resuming_and_exporting_need() -> None:
@@ -209,21 +228,21 @@ def test_a_given_tokenizer_is_used_as_it_is_and_positions_hold_the_context() -> 
     assert checkpoint.decoder.config.max_model_len == 8
 
 
-def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Press Ctrl-C while a step is reported."""
+def call_at(step: int, call: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do something while a step is reported, before its checkpoint."""
     train = Trainer.train
 
-    def train_and_press(
+    def train_and_call(
         trainer: Trainer, folder: Path, report: Report, forecast: Callable[[float], object]
     ) -> bool:
-        def report_and_press(metrics: StepMetrics, speed: float, sample: tuple[str, str]) -> None:
+        def report_and_call(metrics: StepMetrics, speed: float, sample: tuple[str, str]) -> None:
             report(metrics, speed, sample)
             if metrics.step == step:
-                signal.raise_signal(signal.SIGINT)
+                call()
 
-        return train(trainer, folder, report_and_press, forecast)
+        return train(trainer, folder, report_and_call, forecast)
 
-    monkeypatch.setattr(Trainer, "train", train_and_press)
+    monkeypatch.setattr(Trainer, "train", train_and_call)
 
 
 def write_corpora() -> None:
@@ -250,27 +269,43 @@ def write_corpora() -> None:
     ],
     ids=["text", "masked text", "chats", "pairs", "labels", "translations", "lstm"],
 )
-def test_ctrl_c_saves_and_resume_completes_to_the_same_bits(
+def test_a_run_that_was_killed_is_resumed_to_the_same_bits(
     corpus: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_corpora()
     source, *options = corpus
-    arguments = [source, *SMALL, *options, "--set=dropout=0.2", "--steps=6", "--evaluate-every=2"]
+    options += ["--set=dropout=0.2", "--steps=6", "--evaluate-every=2", "--checkpoint-every=3"]
+    with monkeypatch.context() as patch:
+        call_at(4, partial(shutil.copytree, "whole", "killed"), patch)
+        trained(source, *SMALL, *options, "--out", "whole")
+    assert "resuming killed at step 3 of 6" in trained("--resume", "--out", "killed")
+    assert_same("killed", "whole")
+
+
+def assert_same(name: str, other: str) -> None:
+    """Compare the metrics, the weights and the files of two runs, bit for bit."""
+    assert metrics(name) == metrics(other)
+    run, whole = (load_checkpoint(Path(folder)) for folder in (name, other))
+    assert run.extra_files == whole.extra_files
+    assert all(torch.equal(run.weights[key], whole.weights[key]) for key in whole.weights)
+
+
+def test_ctrl_c_saves_what_resume_completes(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["texts", *SMALL, "--set=dropout=0.2", "--steps=6"]
     trained(*arguments, "--out", "whole")
     with monkeypatch.context() as patch:
-        interrupt_at(3, patch)
+        call_at(3, partial(signal.raise_signal, signal.SIGINT), patch)
         stopped = kvasir_train(*arguments, "--out", "stopped")
     assert stopped.exit_code == 130
-    assert (
-        "stopped and saved at step 3; continue with: kvasir train --resume --out stopped\n"
-        in stopped.stdout
-    )
+    advice = "stopped and saved at step 3; continue with: kvasir train --resume --out stopped\n"
+    assert advice in stopped.stdout
     assert Path("stopped/loss.png").is_file()
-    assert "resuming stopped at step 3 of 6" in trained("--resume", "--out", "stopped")
-    assert metrics("stopped") == metrics("whole")
-    stopped_run, whole = (load_checkpoint(Path(name)) for name in ("stopped", "whole"))
-    assert stopped_run.extra_files == whole.extra_files
-    assert all(torch.equal(stopped_run.weights[key], whole.weights[key]) for key in whole.weights)
+    trained("--resume", "--out", "stopped")
+    assert_same("stopped", "whole")
+
+
+def die(*_: object) -> None:
+    raise SystemExit(137)
 
 
 def test_a_run_that_died_before_its_first_step_can_be_resumed(
@@ -278,10 +313,6 @@ def test_a_run_that_died_before_its_first_step_can_be_resumed(
 ) -> None:
     """Neither a fresh nor a resumed run used to accept such a folder."""
     trained("texts", "--out", "whole", *SMALL, "--steps", "3")
-
-    def die(*_: object) -> None:
-        raise SystemExit(137)
-
     with monkeypatch.context() as patch:
         patch.setattr(run, "train_run", die)
         assert kvasir_train("texts", "--out", "died", *SMALL, "--steps", "3").exit_code == 137
@@ -292,9 +323,6 @@ def test_a_run_that_died_before_its_first_step_can_be_resumed(
 def test_a_preparation_that_died_leaves_no_run_and_does_not_hinder_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def die(*_: object) -> None:
-        raise SystemExit(137)
-
     Path("run/data.part-killed/data").mkdir(parents=True)
     Path("run/step-00000000.part").mkdir()
     with monkeypatch.context() as patch:
@@ -304,34 +332,28 @@ def test_a_preparation_that_died_leaves_no_run_and_does_not_hinder_the_next(
     trained("texts", "--out", "run", *SMALL, "--steps", "1")
 
 
-def test_resume_refuses_what_it_would_not_heed() -> None:
+def test_resume_refuses_what_it_would_not_heed_and_names_what_a_run_has_lost() -> None:
     """More steps, another rate or text given with --resume used to be passed over in silence."""
-    trained("texts", "--out", "run", *SMALL, "--steps", "1")
-    message = "--resume continues the run with its own text and settings; leave out "
-    assert refused("texts", "--resume", "--out", "run") == message + "corpus"
-    assert (
-        refused("--resume", "--out", "run", "--steps", "9", "--set", "n_layer=2")
-        == message + "--set, --steps"
-    )
-    trained("--resume", "--out", "run")
-
-
-def test_resume_names_what_a_run_has_lost() -> None:
     assert "texts holds no checkpoint" in refused("--resume", "--out", "texts")
     trained("texts", "--out", "run", *SMALL, "--steps", "1")
+    resuming = ("--resume", "--out", "run")
+    message = "--resume continues the run with its own text and settings; leave out "
+    assert refused("texts", *resuming) == message + "corpus"
+    more = ("--steps", "9", "--set", "n_layer=2")
+    assert refused(*resuming, *more) == message + "--set, --steps"
+    trained(*resuming)
     Path("run/data/data.safetensors").rename("kept")
-    assert "run/data holds no data.safetensors" in refused("--resume", "--out", "run")
+    assert "run/data holds no data.safetensors" in refused(*resuming)
     Path("kept").rename("run/data/data.safetensors")
-    Path("run/step-00000001/training.safetensors").write_bytes(b"\0")
-    assert "training.safetensors cannot be loaded" in refused("--resume", "--out", "run")
-    Path("run/step-00000001/training.json").write_text('{"step": 1}')
-    assert "training.json is incomplete ('settings'); it cannot be resumed" in refused(
-        "--resume", "--out", "run"
-    )
-    Path("run/step-00000001/training.json").unlink()
-    assert "was not written by a training run, so it cannot be resumed" in refused(
-        "--resume", "--out", "run"
-    )
+    step = Path("run/step-00000001")
+    (step / "training.safetensors").write_bytes(b"\0")
+    assert "training.safetensors cannot be loaded" in refused(*resuming)
+    (step / "training.json").write_text('{"step": 1}')
+    incomplete = "training.json is incomplete ('settings'); it cannot be resumed"
+    assert incomplete in refused(*resuming)
+    (step / "training.json").unlink()
+    not_trained = "was not written by a training run, so it cannot be resumed"
+    assert not_trained in refused(*resuming)
 
 
 # From a checkpoint, and on chats

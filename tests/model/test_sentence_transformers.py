@@ -15,7 +15,6 @@ from tokenizers import Encoding
 
 from kvasir.model.checkpoint import Checkpoint, load_checkpoint
 from kvasir.model.records import EmbeddingDefaults
-from tests.kit.huggingface_checkpoints import set_values
 from tests.kit.huggingface_models import make_encoder, save
 
 TEXTS = [
@@ -83,23 +82,9 @@ def test_a_folder_that_sentence_transformers_saved(
     assert abs(ours - expected).max() < 1e-5
 
 
-@pytest.mark.parametrize(("settings", "longest"), [({}, 40), ({"max_seq_length": 60}, 60)])
-def test_the_longest_text(
-    package: Any, settings: dict[str, int], longest: int, tmp_path: Path
-) -> None:
-    body = save(tmp_path / "bert", make_encoder("bert"), model_max_length=40)
-    parts = package.sentence_transformer.modules
-    modules = [parts.Transformer(str(body)), parts.Pooling(64, pooling_mode="mean")]
-    package.SentenceTransformer(modules=modules, device="cpu").save(str(tmp_path / "theirs"))
-    set_values(tmp_path / "theirs", "sentence_bert_config.json", **settings)
-    theirs = package.SentenceTransformer(str(tmp_path / "theirs"), device="cpu")
-    ours = load_checkpoint(tmp_path / "theirs").config.max_model_len
-    assert ours == theirs.max_seq_length == longest
-
-
 def test_a_reranker_that_sentence_transformers_saved(package: Any, tmp_path: Path) -> None:
     model = make_encoder("bert", "ForSequenceClassification", num_labels=1)
-    names = ["input_ids", "token_type_ids", "attention_mask"]  # as BertTokenizer has them
+    names = ("input_ids", "token_type_ids", "attention_mask")  # as BertTokenizer has them
     folder = save(tmp_path / "bert", model, model_input_names=names)
     theirs = package.CrossEncoder(str(folder), device="cpu")
     theirs.activation_fn = torch.nn.Identity()

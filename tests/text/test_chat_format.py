@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -203,38 +205,40 @@ SILENT = (SMOLLM3, GRANITE)  # they render no call
 USER = {"role": "user", "content": "Hi"}
 
 
+@cache
+def chat_of(source: str) -> ChatFormat:
+    return ChatFormat(ChatTemplate(source))
+
+
 @pytest.mark.parametrize(
     ("source", "calls", "reasoning"),
     [one[1:] for one in TEMPLATES],
     ids=[one[0] for one in TEMPLATES],
 )
 def test_formats_are_found(source: str, calls: Form, reasoning: Think | None) -> None:
-    chat = ChatFormat(ChatTemplate(source))
-    assert (chat.tool_calls, chat.reasoning) == (calls, reasoning)
-    assert ChatFormat(ChatTemplate(source), "llama", "none").tool_calls is Form.LLAMA
+    assert (chat_of(source).tool_calls, chat_of(source).reasoning) == (calls, reasoning)
 
 
-@pytest.mark.parametrize("as_text", [False, True])
-@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+def test_a_format_may_be_named() -> None:
+    chat = ChatFormat(ChatTemplate(QWQ), "llama", "none")
+    assert (chat.tool_calls, chat.reasoning) == (Form.LLAMA, None)
+
+
 @pytest.mark.parametrize("source", [one[1] for one in TEMPLATES], ids=[one[0] for one in TEMPLATES])
-def test_a_message_that_only_calls_is_rendered(
-    source: str, content: dict[str, Any], as_text: bool
-) -> None:
+def test_a_message_that_only_calls_is_rendered(source: str) -> None:
     """With content of any form that clients send, with any id, and with arguments of either."""
-    arguments: Any = {"city": "Ulm"}
-    function = {"name": "f", "arguments": json.dumps(arguments) if as_text else arguments}
     call_id = "call_0123456789abcdef01234567"
-    calling = {
-        "role": "assistant",
-        **content,
-        "tool_calls": [{"id": call_id, "type": "function", "function": function}],
-    }
     result = {"role": "tool", "content": "12 C", "tool_call_id": call_id}
-    text = ChatFormat(ChatTemplate(source)).render([USER, calling, result])
-    assert "12 C" in text
-    assert ("Ulm" in text) is (source not in SILENT)
-    assert "None" not in text
-    assert "{'city'" not in text
+    contents: list[dict[str, Any]] = [{}, {"content": None}, {"content": ""}]
+    for content, arguments in product(contents, [{"city": "Ulm"}, '{"city": "Ulm"}']):
+        function = {"name": "f", "arguments": arguments}
+        calls = [{"id": call_id, "type": "function", "function": function}]
+        calling = {"role": "assistant", **content, "tool_calls": calls}
+        text = chat_of(source).render([USER, calling, result])
+        assert "12 C" in text
+        assert ("Ulm" in text) is (source not in SILENT)
+        assert "None" not in text
+        assert "{'city'" not in text
 
 
 @pytest.mark.parametrize("form", WRITTEN, ids=lambda form: form.name.lower())
@@ -270,7 +274,7 @@ def test_a_prompt_may_begin_the_reasoning_or_end_it() -> None:
         (DEEPSEEK_V31, {"thinking": True}, True, False),
         ("{{ 'a<|channel>thought' }}\n{# <channel|> #}", {}, True, False),
     ):
-        chat = ChatFormat(ChatTemplate(source))
+        chat = chat_of(source)
         prompt = chat.render([USER], add_generation_prompt=True, **options)
         assert chat.reasoning is not None
         assert chat.reasoning.is_begun(prompt) is begun
