@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import shutil
@@ -16,11 +15,10 @@ from threading import Timer
 import psutil
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from kvasir.__main__ import app
 from kvasir.model.checkpoint import load_checkpoint, load_state
 from kvasir.model.training.distributed import PeerError, Processes, one_process
+from tests.kit.training_runs import kvasir_train, metrics, trained
 
 ROOT = Path(__file__).parents[2]
 SHAPE = ("n_layer=2", "d_model=32", "d_ff=48", "n_head=2", "n_kv_head=1", "head_dim=16")
@@ -91,25 +89,17 @@ def pairs() -> Iterator[Pairs]:
             end()
 
 
-def train_alone(*arguments: str) -> None:
-    result = CliRunner().invoke(app, ["train", *arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.stderr
-
-
-def metrics(folder: Path) -> torch.Tensor:
+def losses(folder: Path) -> torch.Tensor:
     """[steps, 3]: loss, held-out loss (0 where it was not measured) and gradient norm."""
-    with (folder / "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows, columns = metrics(folder), ("train_loss", "held_out_loss", "gradient_norm")
     assert [int(row["step"]) for row in rows] == list(range(1, len(rows) + 1))
-    columns = ("train_loss", "held_out_loss", "gradient_norm")
-    return torch.tensor(
-        [[float(row[column] or 0.0) for column in columns] for row in rows], dtype=torch.float64
-    )
+    numbers = [[float(row[column] or 0.0) for column in columns] for row in rows]
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
-def assert_same_losses(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compare to 1e-5: sums over two halves are rounded differently."""
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0.0)
+def assert_same_losses(folder: Path, other: Path, steps: int = STEPS) -> None:
+    """Compare the first steps to 1e-5: sums over two halves are rounded differently."""
+    torch.testing.assert_close(losses(folder), losses(other)[:steps], rtol=1e-5, atol=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -117,12 +107,10 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Options for chats with answers of different lengths: halves of a batch differ in targets."""
     folder = tmp_path_factory.mktemp("chats")
     answers = ["yes", "no, the sea is blue and the fish is red and the sea", "one"] * 12
-    lines = [
-        json.dumps(
-            {"messages": [{"role": "user", "content": "red?"}, {"role": "assistant", "content": a}]}
-        )
-        for a in answers
-    ]
+    lines = []
+    for answer in answers:
+        turns = [{"role": "user", "content": "red?"}, {"role": "assistant", "content": answer}]
+        lines.append(json.dumps({"messages": turns}))
     (folder / "chats.jsonl").write_text("\n".join(lines))
     (folder / "template.jinja").write_text(
         "{% for m in messages %}{{ m.role + ':' + m.content + eos_token }}{% endfor %}"
@@ -134,7 +122,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(scope="module")
 def one(chats: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "one"
-    train_alone(*chats, f"--out={folder}", *OPTIONS)
+    trained(*chats, f"--out={folder}", *OPTIONS)
     return folder
 
 
@@ -153,7 +141,7 @@ def test_two_processes_train_as_one_through_kill_and_signal_sharded_and_not(
     pairs.wait_for("ended -9 -9")
     # The checkpoint of step 4 comes after its evaluation.
     assert load_checkpoint(folder).progress["step"] == 2
-    assert_same_losses(metrics(folder), metrics(one)[:4])
+    assert_same_losses(folder, one, 4)
 
     for start, end in ((2, 4), (4, 8)):  # from a whole state, and from two shards
         pairs.start("--resume", f"--out={folder}", "--shard")
@@ -170,10 +158,10 @@ def test_two_processes_train_as_one_through_kill_and_signal_sharded_and_not(
         files = {path.suffix for path in checkpoint.path.rglob("*.*")}
         assert files == {".jinja", ".json", ".safetensors"}
         assert len(list(checkpoint.path.glob("training/*"))) == 2
-        assert_same_losses(metrics(folder), metrics(one)[:end])
+        assert_same_losses(folder, one, end)
 
-    train_alone("--resume", f"--out={folder}")
-    assert_same_losses(metrics(folder), metrics(one))
+    trained("--resume", f"--out={folder}")
+    assert_same_losses(folder, one)
     weights = load_checkpoint(one).decoder.state_dict()
     for name, tensor in load_checkpoint(folder).decoder.state_dict().items():
         torch.testing.assert_close(tensor, weights[name], rtol=1e-4, atol=1e-5)
@@ -186,13 +174,13 @@ def test_shards_of_an_encoder_decoder_train_as_one_process(
     pairs = [f"{'fish' * n}{i}\t{i} ships{'!' * n}" for n in range(1, 5) for i in range(9)]
     (tmp_path / "pairs.tsv").write_text("\n".join(pairs))
     options = [str(tmp_path / "pairs.tsv"), "--preset=tiny-seq2seq", *OPTIONS, "--steps=2"]
-    train_alone(*options, f"--out={tmp_path / 'one'}")
+    trained(*options, f"--out={tmp_path / 'one'}")
     group = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in group.items():
         monkeypatch.setenv(name, value)
-    train_alone(*options, f"--out={tmp_path / 'shards'}", "--shard")
+    trained(*options, f"--out={tmp_path / 'shards'}", "--shard")
     assert list((tmp_path / "shards").glob("step-*/training/*.safetensors"))
-    assert_same_losses(metrics(tmp_path / "shards"), metrics(tmp_path / "one"))
+    assert_same_losses(tmp_path / "shards", tmp_path / "one")
 
 
 def test_an_error_of_the_first_process_ends_both_with_one_line(
@@ -200,7 +188,8 @@ def test_an_error_of_the_first_process_ends_both_with_one_line(
 ) -> None:
     pairs.start("nowhere", f"--out={tmp_path / 'run'}", *OPTIONS)
     *lines, _ = pairs.wait_for("ended 1 1")
-    assert lines == ["kvasir: nowhere does not exist"]
+    told = [line for line in lines if line.startswith(("kvasir: ", "Traceback"))]
+    assert told == ["kvasir: nowhere does not exist"]
 
 
 # Without processes
@@ -222,14 +211,14 @@ def test_shards_are_read_by_any_number_and_damage_to_them_is_named(
     assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.items())
 
     (shards / "shard.safetensors").write_bytes(b"\0" * 9)
-    result = CliRunner().invoke(app, ["train", "--resume", f"--out={folder}"])
+    result = kvasir_train("--resume", f"--out={folder}")
     assert result.exit_code == 1
     assert result.stderr.startswith(f"kvasir: {shards} cannot be loaded: ")
     assert result.stderr.count("\n") == 1
 
 
 def test_shards_need_several_processes(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["train", "x", f"--out={tmp_path / 'run'}", "--shard"])
+    result = kvasir_train("x", f"--out={tmp_path / 'run'}", "--shard")
     assert result.exit_code == 1
     assert "torchrun --nproc-per-node" in result.stderr
 

@@ -588,8 +588,8 @@ def test_a_wrong_factor_of_weights_is_refused(wrong: Any) -> None:
         DECODERS["falcon_h1"].adapted({"mlp_multipliers": wrong})
 
 
-WRONG: list[Any] = [None, True, False, "x", "", [], {}, ["x"], {"x": 1}, [[]], [None], 0, -1, 1.5]
-WRONG += [math.nan, math.inf, 2**31, 10**400, -(10**400)]
+WRONG: list[Any] = [None, True, "x", [], ["x"], [[]], {"x": 1}, 0, -1, 1.5, math.nan, math.inf]
+WRONG += [2**31, 10**400]
 ROPE = ["rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "type"]
 ROPE += ["beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "mscale"]
 ROPE += ["mscale_all_dim", "truncate", "partial_rotary_factor"]

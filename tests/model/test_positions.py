@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import Any
 
@@ -18,44 +17,26 @@ from tests.kit.random_models import make_config, make_decoder
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
     from transformers.models.t5.modeling_t5 import T5Attention
 
 
-@pytest.mark.parametrize("max_model_len", [64, 65])
-def test_longrope_has_long_factors_beyond_the_original_length(max_model_len: int) -> None:
+def test_longrope_has_long_factors_beyond_the_original_length() -> None:
     """As vLLM has it: the exported length decides, once for all positions."""
-    short, long = ([1.0 + i / by for i in range(32)] for by in (32, 2))
-    ours = RopeScaling(
+    scaling = RopeScaling(
         kind="longrope",
         factor=4.0,
         original_max_model_len=64,
-        attention_factor=math.sqrt(1 + math.log(4) / math.log(64)),
-        short_factors=tuple(short),
-        long_factors=tuple(long),
+        attention_factor=1.0,
+        short_factors=(1.0,) * 8,
+        long_factors=(2.0,) * 8,
     )
-    phi = LlamaConfig(
-        hidden_size=256,
-        num_attention_heads=4,
-        head_dim=64,
-        max_position_embeddings=256,
-        rope_parameters={
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "original_max_position_embeddings": 64,
-            "short_factor": short,
-            "long_factor": long,
-        },
-    )
-    frequencies, amplitude = ROPE_INIT_FUNCTIONS["longrope"](
-        phi, torch.device("cpu"), seq_len=max_model_len
-    )
-    config = make_config(head_dim=64, max_model_len=max_model_len, rope_scaling=ours)
-    table = rotary_table(config)
-    torch.testing.assert_close(table.cos[1], frequencies.cos() * amplitude, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(table.sin[1], frequencies.sin() * amplitude, rtol=1e-5, atol=1e-6)
+    plain = rotary_table(make_config(head_dim=16))
+    for length, factor in ((64, 1), (65, 2)):
+        table = rotary_table(make_config(head_dim=16, max_model_len=length, rope_scaling=scaling))
+        torch.testing.assert_close(table.cos[6], plain.cos[6 // factor])
+        torch.testing.assert_close(table.sin[6], plain.sin[6 // factor])
 
 
 FAR = 131_072

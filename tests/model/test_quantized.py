@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -131,15 +132,10 @@ def scaled(
         sizes = {-1: shape[0], -2: -(-shape[0] // block), -3: -(-shape[1] // block)}
         scales = random_scales(*(sizes.get(n, n) for n in scale_shape), dtype=scale_type)
         values = torch.randint(-100, 100, shape).float().to(kind)
-        wide = torch.empty(shape)
-        for row in range(shape[0]):
-            for column in range(shape[1]):
-                if block > 1:
-                    wide[row, column] = scales[row // block, column // block]
-                else:
-                    wide[row, column] = scales.flatten()[row if scales.numel() > 1 else 0]
+        rows, columns = torch.arange(shape[0])[:, None], torch.arange(shape[1])
+        wide = scales[rows // block, columns // block] if block > 1 else scales.reshape(-1, 1)
         parts = {"weight": values, name: scales, "input_scale": torch.ones(())}
-        return parts, (values.float() * wide).bfloat16()
+        return parts, (values.float() * wide.float()).bfloat16()
 
     return make
 
@@ -196,11 +192,17 @@ def write(llama: Path, folder: Path, name: str) -> Path:
     return folder / "rounded"
 
 
+@pytest.fixture(scope="module")
+def folders(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return checkpoints by format, made once; to be read only. `floats` lies beside each."""
+    return cache(lambda name: write(llama, tmp_path_factory.mktemp("formats"), name))
+
+
 @pytest.mark.parametrize("name", FORMATS)
-def test_rounded_weights_are_restored(name: str, llama: Path, tmp_path: Path) -> None:
-    folder = write(llama, tmp_path, name)
+def test_rounded_weights_are_restored(name: str, folders: Callable[[str], Path]) -> None:
+    folder = folders(name)
     checkpoint = load_checkpoint(folder)
-    ours, expected = checkpoint.weights, load_checkpoint(tmp_path / "floats").weights
+    ours, expected = checkpoint.weights, load_checkpoint(folder.parent / "floats").weights
     assert "7 weights were rounded before" in checkpoint.notes[0]
     assert {key: tensor.dtype for key, tensor in ours.items()} == {
         key: tensor.dtype for key, tensor in expected.items()
@@ -221,9 +223,9 @@ def blocks_of(integers: Tensor) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("name", ["gptq sym", "packed"])
 def test_an_int4_export_repeats_the_integers_and_scales(
-    name: str, llama: Path, tmp_path: Path
+    name: str, folders: Callable[[str], Path]
 ) -> None:
-    folder = write(llama, tmp_path, name)
+    folder = folders(name)
     ours = load_checkpoint(folder).weights
     stored = load_file(folder / WEIGHTS)
     module = "model.layers.0.mlp.down_proj"
@@ -260,18 +262,19 @@ def test_mxfp4_is_what_transformers_makes_of_it() -> None:
     assert torch.equal(made.read(), expected)
 
 
-def test_tensors_that_change_nothing_are_left_out(llama: Path, tmp_path: Path) -> None:
+def test_tensors_that_change_nothing_are_left_out(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
     """Scales of activations, and AutoGPTQ's biases of zeros."""
-    folder = write(llama, tmp_path, "gptq")
-    expected = dict(load_checkpoint(folder).weights)
+    folder = shutil.copytree(folders("gptq"), tmp_path / "copy")
+    expected = load_checkpoint(folder).weights.keys()
     with_parts(bias=torch.zeros(64).half(), activation_scale=torch.ones(()))(folder)
     changed(transform_config={}, dynamic=None)(folder)
-    ours = load_checkpoint(folder).weights
-    assert ours.keys() == expected.keys()
+    assert load_checkpoint(folder).weights.keys() == expected
 
 
-def test_the_older_name_of_the_key_is_read(llama: Path, tmp_path: Path) -> None:
-    folder = write(llama, tmp_path, "packed")
+def test_the_older_name_of_the_key_is_read(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders("packed"), tmp_path / "copy")
     config = json.loads((folder / "config.json").read_text())
     config["compression_config"] = config.pop("quantization_config")
     (folder / "config.json").write_text(json.dumps(config))
@@ -312,22 +315,10 @@ REFUSALS: list[tuple[str, Callable[[Path], None], str]] = [
     ("packed", changed(transform_config=ROTATED), r"transform_config"),
     ("gptq", changed(dynamic={"-:.*down": {}}), r"dynamic"),
     ("packed", changed(sparsity_config=SPARSE), r"sparsity_config.format"),
-    (
-        "packed",
-        with_parts(weight_shape=torch.ones(2)),
-        r"weight_shape' .* is F32, not I64",
-    ),
+    ("packed", with_parts(weight_shape=torch.ones(2)), r"weight_shape' .* is F32, not I64"),
     ("gptq", with_parts(bias=ALMOST_ZERO), rf"unknown tensor '{FIRST}\.bias'"),
-    (
-        "gptq",
-        with_parts(scales=None),
-        rf"'{FIRST}\.scales', which '{FIRST}\.qweight'",
-    ),
-    (
-        "gptq",
-        with_parts(scales=torch.ones(3, 64)),
-        r"scales' .* \[3, 64\], not \[2, 64\]",
-    ),
+    ("gptq", with_parts(scales=None), rf"'{FIRST}\.scales', which '{FIRST}\.qweight'"),
+    ("gptq", with_parts(scales=torch.ones(3, 64)), r"scales' .* \[3, 64\], not \[2, 64\]"),
     ("gptq", with_parts(qzeros=torch.ones(2, 8)), rf"'{FIRST}\.qzeros' .* is F32, not I32"),
     ("gptq desc_act", with_parts(g_idx=TWO), rf"'{FIRST}\.g_idx' .* names no group"),
     ("gptq", with_parts(weight=torch.ones(64, 64)), r"\.qweight' are the same parameter"),
@@ -341,9 +332,13 @@ REFUSALS: list[tuple[str, Callable[[Path], None], str]] = [
 
 @pytest.mark.parametrize(("name", "break_it", "message"), REFUSALS)
 def test_what_does_not_fit_is_refused_in_one_line(
-    name: str, break_it: Callable[[Path], None], message: str, llama: Path, tmp_path: Path
+    name: str,
+    break_it: Callable[[Path], None],
+    message: str,
+    folders: Callable[[str], Path],
+    tmp_path: Path,
 ) -> None:
-    folder = write(llama, tmp_path, name)
+    folder = shutil.copytree(folders(name), tmp_path / "copy")
     break_it(folder)
     with pytest.raises((CheckpointError, UnsupportedError), match=message) as caught:
         assert load_checkpoint(folder).decoder
