@@ -122,7 +122,7 @@ def test_a_failure_in_the_middle_of_saving_leaves_the_previous_one(
     """Injected at each file that a checkpoint is made of, as a full disk would."""
     save(tmp_path, 5, seed=1)
     decoder = make_decoder(make_config(n_layer=1), 2)
-    files = [*("config.json", "tokenizer.json", "model.safetensors", "training.safetensors")]
+    files = ("config.json", "tokenizer.json", "model.safetensors", "training.safetensors")
     for fails_at in (*files, "training.json", "rename"):
         broken: Any = FullTokenizer() if fails_at == "tokenizer.json" else tokenizer
         with monkeypatch.context() as patch:
