@@ -34,6 +34,7 @@ from kvasir.model.tokenizer import (
     train_tokenizer,
     vocabulary_size,
 )
+from tests.kit.sentence_pieces import sentence_pieces
 
 CORPUS = [
     "the cat sat on the mat. ",
@@ -344,18 +345,10 @@ def changed(**parts: Any) -> Tokenizer:
     return other
 
 
-def with_bytes_to_fall_back_on() -> Tokenizer:
-    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581": 256, "a": 257}
-    vocabulary["\u2581a"] = 258
-    made = Tokenizer(models.BPE(vocabulary, [("\u2581", "a")], byte_fallback=True))
-    made.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-    )
-    return made
-
-
-NFC, FALLBACK = changed(normalizer=normalizers.NFC()), with_bytes_to_fall_back_on()
-LONGEST = [(made, longest_token(made)) for made in (tokenizer, NFC, FALLBACK)]
+LONGEST = [
+    (made, longest_token(made))
+    for made in (tokenizer, changed(normalizer=normalizers.NFC()), sentence_pieces())
+]
 
 
 @given(st.text(max_size=200), st.sampled_from(range(3)))

@@ -6,7 +6,6 @@ from itertools import groupby
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from kvasir.server.text.detokenizer import (
     Detokenizer,
@@ -15,6 +14,7 @@ from kvasir.server.text.detokenizer import (
     token_name,
     token_text,
 )
+from tests.kit.sentence_pieces import sentence_pieces
 from tests.kit.serving import EOS, small_tokenizer
 
 tokenizer = small_tokenizer()
@@ -104,26 +104,6 @@ def test_only_text_that_may_begin_a_stop_string_is_held_back() -> None:
     checker = StopChecker(["\n\ndef"])
     assert checker.push("x = 1\n") == "x = 1"
     assert checker.push("y") == "\ny"
-
-
-def sentence_pieces() -> Tokenizer:
-    """A tokenizer like Llama 2's.
-
-    Spaces are a letter of their own, put before any text and taken off it; bytes are tokens.
-    """
-    letters = ["\u2581", *"abde", "\u2581a", "\u00e5", "</s>"]
-    tokens = [f"<0x{byte:02X}>" for byte in range(256)] + letters
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[("\u2581", "a")], byte_fallback=True))
-    made.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-    )
-    spaces = decoders.Replace("\u2581", " ")
-    made.decoder = decoders.Sequence(
-        [spaces, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    made.add_special_tokens([AddedToken("</s>", special=True)])
-    return made
 
 
 PIECES = sentence_pieces()
