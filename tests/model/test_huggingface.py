@@ -37,10 +37,9 @@ def test_logits_of_a_family(name: str, tmp_path: Path) -> None:
     close(decoder(input_ids), model(input_ids).logits)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "minicpm3", "lfm2"])
-def test_greedy_text_of_the_served_graph(name: str, tmp_path: Path) -> None:
-    """With windows, latents and a state; tests/export compares all graphs with PyTorch."""
-    model: Any = make_model(name)
+def test_greedy_text_of_the_served_graph(tmp_path: Path) -> None:
+    """With windows; tests/export compares all graphs with PyTorch."""
+    model: Any = make_model("gemma3")
     decoder = load_checkpoint(save_checkpoint(tmp_path / "theirs", model)).decoder
     torch.manual_seed(4)
     prompt = torch.randint(decoder.config.vocab_size, (1, LENGTH - N_NEW - 2))

@@ -30,7 +30,10 @@ from kvasir.server.process.local_server import serve_locally
 from tests.kit.encoders import BERT, LAST_TOKEN
 from tests.kit.fake_runner import TIMEOUT
 from tests.kit.random_models import make_config
+from tests.kit.short_samples import shorten_samples
 from tests.kit.training_runs import SETTINGS, kvasir_train, metrics, trained
+
+short_samples = pytest.fixture(scope="module", autouse=True)(shorten_samples)
 
 SHAPE = ("n_layer=1", "d_model=48", "d_ff=64", "n_head=2", "n_kv_head=2", "head_dim=32")
 SMALL = [*(f"--set={change}" for change in (*SHAPE, "vocab_size=300")), "--context=24"]

@@ -27,7 +27,10 @@ from kvasir.server.explain.explanation import Head, Questions
 from kvasir.server.process.local_server import serve_locally
 from tests.kit.fake_runner import TIMEOUT
 from tests.kit.fake_seq2seq import read, small_lstm_config
+from tests.kit.short_samples import shorten_samples
 from tests.kit.training_runs import leave_undrawn, trained
+
+short_samples = pytest.fixture(scope="module", autouse=True)(shorten_samples)
 
 
 def make_mixer(*, encoder: bool, both_ways: bool = False) -> LstmMixer:
@@ -168,7 +171,7 @@ def test_a_preset_is_trained_exported_and_served(
     export_checkpoint(Path("run"), Path("made"), precision="fp32")
     checkpoint = load_checkpoint(Path("run"))
     check_explanation(checkpoint.decoder, load_model_dir(Path("made")))
-    sources = [source for source, _ in pairs[::7]]
+    sources = [source for source, _ in pairs[::13]]
     with serve_locally(Path("made")) as url, httpx.Client(base_url=url, timeout=TIMEOUT) as client:
 
         def answer(**fields: object) -> list[str]:

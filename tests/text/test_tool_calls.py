@@ -230,7 +230,7 @@ ANY_VALUE: dict[str, Any] = {"properties": {key: {} for key in ("x", "yy", "z")}
 
 
 @pytest.mark.parametrize("form", ToolCallFormat)
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data(), spaced=st.booleans())
 def test_calls_that_were_written_are_read(
     form: ToolCallFormat, data: st.DataObject, spaced: bool
