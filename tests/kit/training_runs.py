@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -26,6 +27,13 @@ testing._get_command = cache(testing._get_command)  # type: ignore[attr-defined]
 def leave_undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write empty pictures of runs: to draw one takes as long as a short run."""
     monkeypatch.setattr(Figure, "savefig", lambda _, path, **__: Path(path).touch())
+
+
+def undrawn() -> Iterator[None]:
+    """The same of all tests of a module, which makes a fixture of this."""
+    with pytest.MonkeyPatch.context() as patch:
+        leave_undrawn(patch)
+        yield
 
 
 def kvasir_train(*arguments: str) -> Result:

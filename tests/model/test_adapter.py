@@ -25,7 +25,7 @@ from kvasir.model.training.distributed import one_process
 from kvasir.model.training.flops import flops_per_token
 from tests.kit.adapters import set_config
 from tests.kit.huggingface_checkpoints import TEXT, close, make_model, save_checkpoint
-from tests.kit.training_runs import kvasir_train, metrics, trained
+from tests.kit.training_runs import kvasir_train, metrics, trained, undrawn
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -39,6 +39,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:Futu
 FAMILIES = ("gpt2", "gpt_neox", "phi3", "granite")
 ROWS = torch.arange(60).view(2, 30) * 5 % 250
 STEPS = ["--context=16", "--batch-size=2", "--steps=4", "--warmup=1", "--learning-rate=0.1"]
+
+without_pictures = pytest.fixture(scope="module", autouse=True)(undrawn)
 
 
 @pytest.fixture(scope="module")

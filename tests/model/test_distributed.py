@@ -18,7 +18,7 @@ import torch
 
 from kvasir.model.checkpoint import load_checkpoint, load_state
 from kvasir.model.training.distributed import PeerError, Processes, one_process
-from tests.kit.training_runs import kvasir_train, metrics, trained
+from tests.kit.training_runs import kvasir_train, metrics, trained, undrawn
 
 ROOT = Path(__file__).parents[2]
 SHAPE = ("n_layer=2", "d_model=32", "d_ff=48", "n_head=2", "n_kv_head=1", "head_dim=16")
@@ -29,6 +29,7 @@ OPTIONS = [
     *("--context=48", "--batch-size=4", "--accumulate=2", "--warmup=2", f"--steps={STEPS}"),
     *("--evaluate-every=4", "--checkpoint-every=2", "--no-mixed-precision"),
 ]
+without_pictures = pytest.fixture(scope="module", autouse=True)(undrawn)
 LIMIT = 300.0  # seconds, for processes that wait for one another in vain
 
 

@@ -38,8 +38,9 @@ from kvasir.model.training.trainer import Trainer
 from tests.kit.encoders import BERT, LAST_TOKEN
 from tests.kit.huggingface_models import make_encoder, save
 from tests.kit.random_models import make_config
-from tests.kit.training_runs import SETTINGS, metrics, trained
+from tests.kit.training_runs import SETTINGS, metrics, trained, undrawn
 
+without_pictures = pytest.fixture(scope="module", autouse=True)(undrawn)
 CPU = torch.device("cpu")
 NAMES = [f"{a}{b}" for a in ("red", "blue", "old", "wet") for b in ("fish", "bird", "ship", "tree")]
 PAIRS = [(f"where is the {name}?", f"{name} swims over here") for name in NAMES]

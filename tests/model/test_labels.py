@@ -31,7 +31,7 @@ from tests.kit.encoders import BERT, LAST_TOKEN
 from tests.kit.fake_runner import TIMEOUT
 from tests.kit.random_models import make_config
 from tests.kit.short_samples import shorten_samples
-from tests.kit.training_runs import SETTINGS, kvasir_train, metrics, trained
+from tests.kit.training_runs import SETTINGS, kvasir_train, leave_undrawn, metrics, trained
 
 short_samples = pytest.fixture(scope="module", autouse=True)(shorten_samples)
 
@@ -129,8 +129,9 @@ def test_a_picture_is_drawn_of_labels_and_runs_of_any_name(n_labels: int, tmp_pa
     assert imread(folder / "confusion.png").ndim == imread(folder / "loss.png").ndim == 3
 
 
-def train_classifier(*base: str) -> None:
+def train_classifier(monkeypatch: pytest.MonkeyPatch, *base: str) -> None:
     """Train a language model, and then the scores of three labels, in `run`."""
+    leave_undrawn(monkeypatch)
     trained("text.txt", *SMALL, *base, "--batch-size=4", "--steps=3", "--out=base")
     output = trained("labelled.jsonl", "--init=base", *TUNING, "--out=run")
     assert "133 texts, and 7 held out; 0 texts were cut" in output
@@ -141,13 +142,13 @@ def train_classifier(*base: str) -> None:
     assert pooling.labels == ("air", "land", "sea")
 
 
-def test_an_encoder_becomes_a_classifier() -> None:
-    train_classifier("--preset=tiny-encoder")
+def test_an_encoder_becomes_a_classifier(monkeypatch: pytest.MonkeyPatch) -> None:
+    train_classifier(monkeypatch, "--preset=tiny-encoder")
 
 
-def test_a_decoder_becomes_a_classifier_that_is_served() -> None:
+def test_a_decoder_becomes_a_classifier_that_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """A third of all texts has each label; the answer is the same alone and in a crowd."""
-    train_classifier("--preset=tiny", "--set=tied_embeddings=false")
+    train_classifier(monkeypatch, "--preset=tiny", "--set=tied_embeddings=false")
     export_checkpoint(Path("run"), Path("made"), precision="int8")
     texts = [text for text, _ in TEXTS]
     with serve_locally(Path("made")) as url, httpx.Client(base_url=url, timeout=TIMEOUT) as client:
@@ -161,8 +162,9 @@ def test_a_decoder_becomes_a_classifier_that_is_served() -> None:
         assert [shown for text in texts[::13] for shown in classify([text])] == crowd[::13]
 
 
-def test_a_classifier_keeps_its_labels_or_gets_others() -> None:
+def test_a_classifier_keeps_its_labels_or_gets_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """One whose labels did not exclude each other, too; they do when it has learned a text's."""
+    leave_undrawn(monkeypatch)
     trained("labelled.jsonl", *SMALL, "--preset=tiny-encoder", "--steps=2", "--out=first")
     file = Path("first/step-00000002/config.json")
     text = file.read_text()

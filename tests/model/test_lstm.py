@@ -28,9 +28,10 @@ from kvasir.server.process.local_server import serve_locally
 from tests.kit.fake_runner import TIMEOUT
 from tests.kit.fake_seq2seq import read, small_lstm_config
 from tests.kit.short_samples import shorten_samples
-from tests.kit.training_runs import leave_undrawn, trained
+from tests.kit.training_runs import trained, undrawn
 
 short_samples = pytest.fixture(scope="module", autouse=True)(shorten_samples)
+without_pictures = pytest.fixture(scope="module", autouse=True)(undrawn)
 
 
 def make_mixer(*, encoder: bool, both_ways: bool = False) -> LstmMixer:
@@ -160,7 +161,6 @@ def test_a_preset_is_trained_exported_and_served(
 ) -> None:
     """The server's greedy answers are those of the network, whatever the company."""
     monkeypatch.chdir(tmp_path)
-    leave_undrawn(monkeypatch)
     digits = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
     pairs = [(a + b, f"{digits[int(a)]} {digits[int(b)]}") for a in "0123456789" for b in "02468"]
     Path("pairs.tsv").write_text("\n".join("\t".join(pair) for pair in pairs))

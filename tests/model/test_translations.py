@@ -31,8 +31,9 @@ from kvasir.model.training.data.translations import (
 from kvasir.model.training.settings import TrainSettings
 from kvasir.model.training.trainer import Trainer
 from tests.kit.huggingface_models import make_encoder_decoder, save
-from tests.kit.training_runs import SETTINGS, trained
+from tests.kit.training_runs import SETTINGS, trained, undrawn
 
+without_pictures = pytest.fixture(scope="module", autouse=True)(undrawn)
 LETTERS = "abcdefgh"
 DRAWN = random.Random(0)
 SOURCES = {"".join(DRAWN.choices(LETTERS, k=DRAWN.randint(1, 12))) for _ in range(150)}
