@@ -30,7 +30,7 @@ OPTIONS = [
     *("--evaluate-every=4", "--checkpoint-every=2", "--no-mixed-precision"),
 ]
 without_pictures = pytest.fixture(scope="module", autouse=True)(undrawn)
-LIMIT = 300.0  # seconds, for processes that wait for one another in vain
+LIMIT = 900.0  # seconds, for all processes that wait for one another in vain
 
 
 class Pairs:
