@@ -7,7 +7,7 @@ import gc
 import json
 import math
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -98,13 +98,31 @@ def hold(app: FastAPI, name: str) -> AbstractAsyncContextManager[Adapter]:
     return bank_of(app).hold(name, app.state.models.served["base"].engine.engine.adapters)
 
 
-async def complete(client: httpx.AsyncClient, model: str = "base", **fields: Any) -> str:
-    body = {"model": model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0.0} | fields
-    response = await client.post("/v1/completions", json=body)
+def greedy(model: str = "base", **fields: Any) -> dict[str, Any]:
+    """Return the body of a completion."""
+    return {"model": model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0.0} | fields
+
+
+async def complete(client: httpx.AsyncClient, model: str = "base") -> str:
+    response = await client.post("/v1/completions", json=greedy(model))
     assert response.status_code == 200, response.text
     shown = response.json()
     assert shown["model"] == model
     text: str = shown["choices"][0]["text"]
+    return text
+
+
+async def stream(
+    client: httpx.AsyncClient, model: str, meanwhile: Callable[[], Awaitable[Any]]
+) -> str:
+    """Return the text of a long stream, after whose first token something else happens."""
+    text, body = "", greedy(model, max_tokens=60, ignore_eos=True, stream=True)
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                if not text:
+                    await meanwhile()
+                text += json.loads(line[6:])["choices"][0]["text"]
     return text
 
 
@@ -118,20 +136,16 @@ async def test_every_api_takes_an_adapter_as_a_model(exported: Path, root: Path)
         assert models.keys() == texts.keys()
         assert (models["poet"]["parent"], models["poet"]["root"]) == ("base", "base")
         assert (models["base"]["parent"], models["base"]["root"]) == (None, "base")
-        sampling = {"temperature": 0.0, "max_tokens": 12}
+        chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 12}
         for path, body, place in (
-            (
-                "/v1/chat/completions",
-                {"messages": [{"role": "user", "content": PROMPT}]},
-                "choices",
-            ),
-            ("/v1/messages", {"messages": [{"role": "user", "content": PROMPT}]}, "content"),
+            ("/v1/chat/completions", chat, "choices"),
+            ("/v1/messages", chat, "content"),
             ("/v1/responses", {"input": PROMPT, "max_output_tokens": 12}, "output"),
         ):
-            of_path = {"temperature": 0.0} if path == "/v1/responses" else sampling
             answers = {}
             for name in ("base", "poet"):
-                response = await client.post(path, json={"model": name} | of_path | body)
+                asked = {"model": name, "temperature": 0.0} | body
+                response = await client.post(path, json=asked)
                 assert response.status_code == 200, response.text
                 assert response.json()["model"] == name
                 answers[name] = str(response.json()[place])
@@ -154,28 +168,41 @@ async def test_every_api_takes_an_adapter_as_a_model(exported: Path, root: Path)
         assert "kvasir_adapters_loaded 3.0" in metrics
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/v1/completions", {"model": "nobody", "prompt": "a"}, "model"),
-        ("/v1/completions", {"model": "../poet", "prompt": "a"}, "model"),
-        ("/v1/completions", {"model": "out", "prompt": "a"}, "model"),
-        ("/generate", {"inputs": "a", "parameters": {"adapter_id": "nobody"}}, "parameters"),
-        ("/generate", {"inputs": "a", "model": "poet", "parameters": {"adapter_id": "clerk"}}, ""),
-        ("/explain", {"model": "nobody", "prompt": "a"}, "model"),
-    ],
-)
+NO_ADAPTERS: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/completions", {"model": "nobody", "prompt": "a"}, "model"),
+    ("/v1/completions", {"model": "../poet", "prompt": "a"}, "model"),
+    ("/v1/completions", {"model": "out", "prompt": "a"}, "model"),
+    ("/generate", {"inputs": "a", "parameters": {"adapter_id": "nobody"}}, "parameters"),
+    ("/generate", {"inputs": "a", "model": "poet", "parameters": {"adapter_id": "clerk"}}, ""),
+    ("/explain", {"model": "nobody", "prompt": "a"}, "model"),
+]
+
+
 async def test_a_name_that_is_no_adapter_here_is_refused(
-    path: str, body: dict[str, Any], param: str, exported: Path, root: Path
+    exported: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is a link out of the folder one."""
+    """Nor is a link out of the folder one. The event loop never lists the folder.
+
+    It takes a quarter of a second for a thousand adapters, in which no stream would go on.
+    """
     (root / "out").symlink_to(exported / "adapters/judge")
+    threads, names = list[Thread](), AdapterBank.names
+
+    def listed(bank: AdapterBank) -> list[str]:
+        threads.append(current_thread())
+        return names(bank)
+
+    monkeypatch.setattr(AdapterBank, "names", listed)
     async with serving(exported, adapter_dir=root) as (_, client):
-        response = await client.post(path, json=body)
-        assert response.status_code in (400, 404), response.text
-        assert param in response.text
-        listed = (await client.get("/v1/models")).json()["data"]
-        assert {each["id"] for each in listed} == {"base", "poet", "clerk"}
+        for path, body, param in NO_ADAPTERS:
+            response = await client.post(path, json=body)
+            assert response.status_code in (400, 404), response.text
+            assert param in response.text
+        listed_here = (await client.get("/v1/models")).json()["data"]
+        assert {each["id"] for each in listed_here} == {"base", "poet", "clerk"}
+        assert "poet" in (await client.get("/api/tags")).text
+    assert threads
+    assert main_thread() not in threads
 
 
 async def test_an_adapter_is_explained_as_it_answers(exported: Path, root: Path) -> None:
@@ -184,12 +211,13 @@ async def test_an_adapter_is_explained_as_it_answers(exported: Path, root: Path)
     async with serving(exported, adapter_dir=root) as (app, client):
         card = (await client.get("/model", params={"model": "poet"})).json()
         assert (card["model"], card["has_attention"]) == ("poet", True)
-        found, asked = {}, {"prompt": PROMPT, "max_tokens": 1, "temperature": 0.0, "logprobs": 5}
+        found = {}
         for name in ("poet", "clerk", "base"):
             response = await client.post("/explain", json=off | {"model": name, "without": []})
             assert response.status_code == 200, response.text
             found[name] = response.json()
-            answer = (await client.post("/v1/completions", json=asked | {"model": name})).json()
+            asked = greedy(name, max_tokens=1, logprobs=5)
+            answer = (await client.post("/v1/completions", json=asked)).json()
             (top,) = answer["choices"][0]["logprobs"]["top_logprobs"]
             likeliest = found[name]["next_tokens"][0]
             assert likeliest["text"] == max(top, key=top.__getitem__)
@@ -238,26 +266,6 @@ def test_the_command_explains_a_model_with_an_adapter(exported: Path) -> None:
         assert result.output.count("\n") == 1
 
 
-async def test_a_large_folder_of_adapters_is_never_listed_on_the_event_loop(
-    exported: Path, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It takes a quarter of a second for a thousand adapters, in which no stream would go on."""
-    threads, names = list[Thread](), AdapterBank.names
-
-    def listed(bank: AdapterBank) -> list[str]:
-        threads.append(current_thread())
-        return names(bank)
-
-    monkeypatch.setattr(AdapterBank, "names", listed)
-    async with serving(exported, adapter_dir=root) as (_, client):
-        for path in ("/v1/models", "/api/tags"):
-            assert "poet" in (await client.get(path)).text
-        response = await client.post("/v1/completions", json={"model": "nobody", "prompt": "a"})
-        assert response.status_code == 404
-    assert threads
-    assert main_thread() not in threads
-
-
 async def test_adapters_come_and_go_while_streams_run(exported: Path, root: Path) -> None:
     """A stream keeps its adapter, whose memory counts until then; a new one may have its name."""
     settings = {"adapter_dir": root, "adapter_admin_key": "admin"}
@@ -265,20 +273,15 @@ async def test_adapters_come_and_go_while_streams_run(exported: Path, root: Path
         poet, clerk = await complete(client, "poet"), await complete(client, "clerk")
         bank = bank_of(app)
         sizes = {name: adapter.n_bytes for name, adapter in bank.loaded.items()}
-        body = {"model": "poet", "prompt": PROMPT, "max_tokens": 60, "ignore_eos": True}
-        body |= {"temperature": 0.0, "stream": True}
+
+        async def unload() -> None:
+            answer = await client.post(UNLOAD, json={"lora_name": "poet"}, headers=ADMIN)
+            assert answer.status_code == 200
+
         held = hold(app, "poet")
         await held.__aenter__()
-        streamed = ""
-        async with client.stream("POST", "/v1/completions", json=body) as response:
-            async for line in response.aiter_lines():
-                if not streamed and line.startswith("data: {"):
-                    unloaded = await client.post(UNLOAD, json={"lora_name": "poet"}, headers=ADMIN)
-                    assert unloaded.status_code == 200
-                if line.startswith("data: {"):
-                    streamed += json.loads(line[6:])["choices"][0]["text"]
-        assert streamed.startswith(poet)
-        assert (await client.post("/v1/completions", json=body)).status_code == 404
+        assert (await stream(client, "poet", unload)).startswith(poet)
+        assert (await client.post("/v1/completions", json=greedy("poet"))).status_code == 404
         assert bank.n_bytes == sum(sizes.values())
         await held.__aexit__(None, None, None)
         assert bank.n_bytes == sizes["clerk"]
@@ -290,24 +293,23 @@ async def test_adapters_come_and_go_while_streams_run(exported: Path, root: Path
         assert "served already" in again.text
 
 
-@pytest.mark.parametrize(
-    ("lora_path", "named"),
-    [
-        ("../outside", "not below"),
-        ("/etc", "not below"),
-        ("link", "not below"),
-        ("leaky", "not below"),  # one of its files is a link
-        ("", "lora_path"),
-        ("a\0b", "not below"),
-        ("nowhere", "adapter_config.json"),
-        ("no\nwhere", "adapter_config.json"),
-        ("broken", "adapter_model.safetensors is damaged"),
-        ("nan", "not finite"),
-        ("large", "r must be less than"),
-    ],
-)
+UNLOADABLE = {
+    "../outside": "not below",
+    "/etc": "not below",
+    "link": "not below",
+    "leaky": "not below",  # one of its files is a link
+    "": "lora_path",
+    "a\0b": "not below",
+    "nowhere": "adapter_config.json",
+    "no\nwhere": "adapter_config.json",
+    "broken": "adapter_model.safetensors is damaged",
+    "nan": "not finite",
+    "large": "r must be less than",
+}
+
+
 async def test_what_cannot_be_loaded_is_refused_and_harms_nothing(
-    lora_path: str, named: str, exported: Path, root: Path
+    exported: Path, root: Path
 ) -> None:
     (root / "link").symlink_to(exported / "adapters/judge")
     for name in ("broken", "nan", "large", "leaky"):
@@ -318,16 +320,17 @@ async def test_what_cannot_be_loaded_is_refused_and_harms_nothing(
     set_config(root / "large", r=10_000)
     settings = {"adapter_dir": root, "adapter_admin_key": "admin"}
     async with serving(exported, **settings) as (app, client):
-        body = {"lora_name": "new", "lora_path": lora_path}
-        response = await client.post(LOAD, json=body, headers=ADMIN)
-        assert response.status_code == 400
-        assert named in (message := response.json()["error"]["message"])
-        assert "\n" not in message
-        assert not bank_of(app).loaded
+        for lora_path, named in UNLOADABLE.items():
+            body = {"lora_name": "new", "lora_path": lora_path}
+            response = await client.post(LOAD, json=body, headers=ADMIN)
+            assert response.status_code == 400, lora_path
+            assert named in (message := response.json()["error"]["message"])
+            assert "\n" not in message
+            assert not bank_of(app).loaded
+        for name in ("broken", "nan", "large"):  # found by name: the folder is the server's
+            response = await client.post("/v1/completions", json=greedy(name))
+            assert response.status_code == 503, name
         await complete(client, "poet")
-        if lora_path in ("broken", "nan", "large"):  # found by name: the folder is the server's
-            body = {"model": lora_path, "prompt": "a"}
-            assert (await client.post("/v1/completions", json=body)).status_code == 503
 
 
 async def test_loading_by_requests_needs_its_own_key(exported: Path, root: Path) -> None:
@@ -392,33 +395,25 @@ async def test_an_adapters_own_template_and_sampling_are_used(
         assert str(root / "clerk/chat_template.jinja") in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"device": "cuda"}, "it was exported for cuda"),
-        ({"files": {}}, "it has no adapters.safetensors, being of an older Kvasir"),
-    ],
-)
 def test_a_model_that_takes_no_adapters_says_so_at_the_start(
-    changes: dict[str, Any], reason: str, exported: Path, root: Path
+    exported: Path, root: Path, tmp_path: Path
 ) -> None:
     found = load_model_dir(exported / "base")
-    manifest = found.manifest.model_copy(update=changes)
+    manifests = {
+        "it was exported for cuda": {"device": "cuda"},
+        "it has no adapters.safetensors, being of an older Kvasir": {"files": {}},
+    }
+    cases = {
+        reason: replace(found, manifest=found.manifest.model_copy(update=changes))
+        for reason, changes in manifests.items()
+    }
+    for kind, reason in (("lfm2", "it has recurrent layers"), ("qwen2_moe", "it has experts")):
+        config = load_checkpoint(save_checkpoint(tmp_path / kind, make_model(kind))).config
+        cases[reason] = replace(found, config=config)
     known = load_settings(model=exported / "base", adapter_dir=root)
-    with pytest.raises((ValueError, StartupError), match=f"it takes no adapters: {reason}"):
-        build_engine(known, replace(found, manifest=manifest))
-
-
-@pytest.mark.parametrize(
-    ("kind", "reason"), [("lfm2", "recurrent layers"), ("qwen2_moe", "experts")]
-)
-def test_so_does_a_model_with_other_layers(
-    kind: str, reason: str, exported: Path, root: Path, tmp_path: Path
-) -> None:
-    config = load_checkpoint(save_checkpoint(tmp_path / kind, make_model(kind))).config
-    known = load_settings(model=exported / "base", adapter_dir=root)
-    with pytest.raises(ValueError, match=f"it takes no adapters: it has {reason}"):
-        build_engine(known, replace(load_model_dir(exported / "base"), config=config))
+    for reason, model_dir in cases.items():
+        with pytest.raises((ValueError, StartupError), match=f"it takes no adapters: {reason}"):
+            build_engine(known, model_dir)
 
 
 def test_beside_others_a_model_whose_graph_takes_no_adapters_is_served_without(
@@ -567,22 +562,13 @@ async def test_a_new_version_of_a_folders_model_reads_its_adapters_again(
     folder = tmp_path / "models"
     async with serving_folder(exported, root, folder) as (app, client):
         assert await complete(client, "poet") == expected[0]["poet"]
-        body = {"model": "poet", "prompt": PROMPT, "max_tokens": 60, "temperature": 0.0}
-        streamed, body = "", body | {"ignore_eos": True, "stream": True}
 
-        async def renew() -> dict[str, str]:
+        async def renew() -> None:
             (folder / "base").rename(tmp_path / "old")
             (tmp_path / "newer/base").rename(folder / "base")
-            return {name: await complete(client, name) for name in expected[1]}
+            assert {name: await complete(client, name) for name in expected[1]} == expected[1]
 
-        async with client.stream("POST", "/v1/completions", json=body) as response:
-            async for line in response.aiter_lines():
-                if not streamed and line.startswith("data: {"):
-                    renewing = asyncio.create_task(renew())
-                    await asyncio.wait([renewing])
-                if line.startswith("data: {"):
-                    streamed += json.loads(line[6:])["choices"][0]["text"]
-        assert await renewing == expected[1]
+        streamed = await stream(client, "poet", renew)
         assert streamed.startswith(expected[0]["poet"])
         explainers = app.state.explanations["base"]._explainers
         for name in (*OF_BASE, "coder", "poet"):
@@ -590,7 +576,7 @@ async def test_a_new_version_of_a_folders_model_reads_its_adapters_again(
             assert card["has_attention"]
             answer = await client.post("/explain", json={"model": name, "text": PROMPT})
             assert answer.status_code == 200, answer.text
-            asked = {"model": name, "prompt": PROMPT, "max_tokens": 1, "logprobs": 3}
+            asked = greedy(name, max_tokens=1, logprobs=3)
             said = (await client.post("/v1/completions", json=asked)).json()["choices"][0]
             assert answer.json()["next_tokens"][0]["text"] in said["logprobs"]["top_logprobs"][0]
             assert len(explainers) == 1, "the weights of one model at a time are there twice"
@@ -655,8 +641,8 @@ async def test_a_line_of_a_batch_names_an_adapter(
 ) -> None:
     async with serving(exported, adapter_dir=root, batch_dir=tmp_path / "batches") as (_, client):
         text = await complete(client, "poet")
-        body = {"model": "poet", "prompt": PROMPT, "max_tokens": 12, "temperature": 0.0}
-        line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
+        line |= {"body": greedy("poet")}
         sent = {"file": ("lines.jsonl", json.dumps(line).encode())}
         form = {"purpose": "batch"}
         file = (await client.post("/v1/files", files=sent, data=form)).json()

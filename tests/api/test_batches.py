@@ -289,41 +289,40 @@ PURPOSE, FILE = part("purpose", "batch"), part("file", "{}", "a.jsonl")
 END = f"--{BOUNDARY}--\r\n"
 
 
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        (PURPOSE + FILE + END, 200),
-        (FILE + PURPOSE + END, 200),
-        (PURPOSE + FILE, 400),
-        (PURPOSE + END, 400),
-        (FILE + END, 400),
-        (part("purpose", "vision") + FILE + END, 400),
-        (PURPOSE + part("file", "", "a") + END, 400),
-        (PURPOSE + FILE + FILE + END, 400),
-        (PURPOSE + PURPOSE + FILE + END, 400),
-        (part("expires_after[seconds]", "3600") + PURPOSE + FILE + END, 400),
-        (part("purpose", "batch" * 200) + FILE + END, 400),
-        ("nothing", 400),
-        ("", 400),
-        (PURPOSE + part("file", "a" * 30_000, "a") + END, 413),
-    ],
-)
-async def test_uploads_leave_nothing_behind_unless_whole(
-    tmp_path: Path, body: str, status: int
-) -> None:
+UPLOADS: list[tuple[str, int]] = [
+    (PURPOSE + FILE + END, 200),
+    (FILE + PURPOSE + END, 200),
+    (PURPOSE + FILE, 400),
+    (PURPOSE + END, 400),
+    (FILE + END, 400),
+    (part("purpose", "vision") + FILE + END, 400),
+    (PURPOSE + part("file", "", "a") + END, 400),
+    (PURPOSE + FILE + FILE + END, 400),
+    (PURPOSE + PURPOSE + FILE + END, 400),
+    (part("expires_after[seconds]", "3600") + PURPOSE + FILE + END, 400),
+    (part("purpose", "batch" * 200) + FILE + END, 400),
+    ("nothing", 400),
+    ("", 400),
+    (PURPOSE + part("file", "a" * 30_000, "a") + END, 413),
+]
+
+
+async def test_uploads_leave_nothing_behind_unless_whole(tmp_path: Path) -> None:
     async with batching(tmp_path, batch_dir_bytes=20_000) as served:
-        response = await served.client.post("/v1/files", content=body.encode(), headers=HEAD)
-        assert response.status_code == status, response.text
-        kept = list((tmp_path / "batches/files").iterdir())
-        assert len(kept) == (2 if status == 200 else 0)
         store = served.app.state.batches.store
-        assert (store.n_bytes == 0) is (status != 200)
-        if status == 200:
-            assert response.json()["bytes"] == 2
+        for body, status in UPLOADS:
+            response = await served.client.post("/v1/files", content=body.encode(), headers=HEAD)
+            assert response.status_code == status, response.text
+            kept = list((tmp_path / "batches/files").iterdir())
+            assert len(kept) == (2 if status == 200 else 0), body
+            assert (store.n_bytes == 0) is (status != 200)
+            if status == 200:
+                assert response.json()["bytes"] == 2
+                await served.client.delete(f"/v1/files/{response.json()['id']}")
         plain = await served.client.post("/v1/files", json={})
         assert plain.status_code == 400
         long = {"content-type": HEAD["content-type"] + "t" * 300}
-        cut = await served.client.post("/v1/files", content=body.encode(), headers=long)
+        cut = await served.client.post("/v1/files", content=UPLOADS[0][0], headers=long)
         assert cut.status_code == 400
 
 

@@ -214,48 +214,54 @@ def labelling(shares: Callable[[list[float]], list[float]]) -> list[Case]:
     ]  # fmt: skip
 
 
-CASES = [
-    *[(EMBEDDER, *case) for case in VECTORS],
-    *[(RERANKER, *case) for case in RANKS],
-    *[(CLASSIFIER, *case) for case in labelling(softmax)],
-    *[(TAGGER, *case) for case in labelling(sigmoids)],
+CASES: list[tuple[ModelDirectory, list[Case]]] = [
+    (EMBEDDER, VECTORS),
+    (RERANKER, RANKS),
+    (CLASSIFIER, labelling(softmax)),
+    (TAGGER, labelling(sigmoids)),
 ]
 
 
-@pytest.mark.parametrize(("model_dir", "path", "body", "texts", "show"), CASES)
+@pytest.mark.parametrize(("model_dir", "cases"), CASES, ids=["vectors", "ranks", "one", "several"])
 async def test_a_route_shows_what_the_engine_makes_of_the_texts(
-    model_dir: ModelDirectory,
-    path: str,
-    body: dict[str, Any],
-    texts: list[Any],
-    show: Callable[[list[Any]], Any],
+    model_dir: ModelDirectory, cases: list[Case]
 ) -> None:
     pooling = model_dir.config.pooling
     assert pooling is not None
     async with encoding(model_dir) as client:
-        response = await client.post(path, json=body | {"user": "me"})
-        assert response.status_code == 200, response.text
-    by_cosine = model_dir is EMBEDDER and path in RANKING
-    assert response.headers.get("x-kvasir-scores") == ("cosine" if by_cosine else None)
-    (route,) = (one for one in ROUTES if one.path == path)
-    TypeAdapter(route.response_model).validate_json(response.content)
-    given = [text if isinstance(text, Encoding) else ids_of(text) for text in texts]
-    got = sorted(client.runner.texts, key=lambda text: text.id)
-    assert [(one.prompt_ids, one.type_ids) for one in got] == [
-        (one.ids, one.type_ids) for one in given
-    ]
-    outputs = [output_of(one, pooling, tokens=got[0].wants_tokens).tolist() for one in given]
-    answer, n_tokens = response.json(), sum(len(one.ids) for one in given)
-    if isinstance(answer, dict):
-        usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
-        meta = {"api_version": {"version": path[2]}, "tokens": {"input_tokens": n_tokens}}
-        assert answer.get("usage", usage) == usage
-        assert answer.get("meta", meta) == meta
-        assert answer.get("model", MODEL) == MODEL
-        assert answer.get("texts") == body.get("texts")
-        names = ("data", "results", "embeddings", "embedding")
-        (answer,) = (answer[name] for name in names if name in answer)
-    assert_close(answer, show(outputs))
+        for path, body, texts, show in cases:
+            client.runner.batches.clear()
+            response = await client.post(path, json=body | {"user": "me"})
+            assert response.status_code == 200, response.text
+            by_cosine = model_dir is EMBEDDER and path in RANKING
+            assert response.headers.get("x-kvasir-scores") == ("cosine" if by_cosine else None)
+            (route,) = (one for one in ROUTES if one.path == path)
+            TypeAdapter(route.response_model).validate_json(response.content)
+            given = [text if isinstance(text, Encoding) else ids_of(text) for text in texts]
+            got = sorted(client.runner.texts, key=lambda text: text.id)
+            assert [(one.prompt_ids, one.type_ids) for one in got] == [
+                (one.ids, one.type_ids) for one in given
+            ]
+            of_tokens = got[0].wants_tokens
+            outputs = [output_of(one, pooling, tokens=of_tokens).tolist() for one in given]
+            shown = answer_of(path, body, response.json(), sum(len(one.ids) for one in given))
+            assert_close(shown, show(outputs))
+
+
+def answer_of(path: str, body: dict[str, Any], answer: Any, n_tokens: int) -> Any:
+    """Return the vectors or scores of an answer; check what is beside them."""
+    if not isinstance(answer, dict):
+        return answer
+    usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+    meta = {"api_version": {"version": path[2]}, "tokens": {"input_tokens": n_tokens}}
+    assert answer.get("usage", usage) == usage
+    assert answer.get("meta", meta) == meta
+    assert answer.get("model", MODEL) == MODEL
+    assert answer.get("texts") == body.get("texts")
+    (shown,) = (
+        answer[name] for name in ("data", "results", "embeddings", "embedding") if name in answer
+    )
+    return shown
 
 
 async def test_a_models_unit_vectors_stay_as_they_are() -> None:
@@ -299,7 +305,8 @@ BAD_INPUTS: list[Any] = [None, [], [[]], ["a", 1], [VOCAB_SIZE], [[1], [-1]], ["
 BAD_INPUTS += [["a", "a" * 200], [5] * (LIMIT + 1)]
 TO_SCORE = {"text_1": "a", "text_2": ["b"]}
 TO_RANK = {"query": "a", "documents": ["b"]}
-REFUSED: list[tuple[ModelDirectory, str, dict[str, Any], str]] = [
+Refused = tuple[ModelDirectory, str, dict[str, Any], str]  # what should be named comes last
+REFUSED: list[Refused] = [
     *[
         (model_dir, path, {"input": inputs}, "input")
         for model_dir, path in ((EMBEDDER, "/v1/embeddings"), (CLASSIFIER, "/pooling"))
@@ -338,59 +345,58 @@ REFUSED: list[tuple[ModelDirectory, str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/rerank", {"query": "a", "texts": ["b"] * 2048}),
-        ("/v2/rerank", {"query": "a", "documents": ["b"] * 2048}),
-        ("/score", {"text_1": ["a"] * 2048, "text_2": ["b"] * 2048}),
-        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"] * 2048}}),
-    ],
-)
-async def test_what_texts_are_compared_with_is_beside_the_most(
-    path: str, body: dict[str, Any]
-) -> None:
+async def test_what_texts_are_compared_with_is_beside_the_most() -> None:
     """Of a model of vectors, too, which reads each text by itself."""
+    most = ["b"] * 2048
     async with encoding(EMBEDDER) as client:
-        assert (await client.post(path, json=body)).status_code == 200
+        for path, body in (
+            ("/rerank", {"query": "a", "texts": most}),
+            ("/v2/rerank", {"query": "a", "documents": most}),
+            ("/score", {"text_1": most, "text_2": most}),
+            ("/similarity", {"inputs": {"source_sentence": "a", "sentences": most}}),
+        ):
+            assert (await client.post(path, json=body)).status_code == 200, path
+
+
+async def refusals(cases: list[Refused]) -> AsyncIterator[tuple[httpx.Response, str]]:
+    """Yield each answer, which is a 400 that no model was asked for, and what it should name."""
+    for model_dir in (EMBEDDER, RERANKER, CLASSIFIER):
+        async with encoding(model_dir) as client:
+            for _, path, body, named in (one for one in cases if one[0] is model_dir):
+                response = await client.post(path, json=body)
+                assert response.status_code == 400, (path, body, response.text)
+                assert not client.runner.texts
+                yield response, named
 
 
 async def test_a_bad_field_is_named() -> None:
-    for model_dir, path, body, param in REFUSED:
-        async with encoding(model_dir) as client:
-            response = await client.post(path, json=body)
-        assert response.status_code == 400, (path, body, response.text)
+    async for response, param in refusals(REFUSED):
         error = response.json()["error"]
-        assert (error["type"], error["param"]) == ("invalid_request_error", param), (path, body)
-        assert not client.runner.texts
+        assert (error["type"], error["param"]) == ("invalid_request_error", param), error
 
 
-TEI_REFUSED: list[tuple[str, ModelDirectory, dict[str, Any], str]] = [
-    ("/embed", EMBEDDER, {"inputs": "a" * 200}, f"at most {LIMIT}"),
-    ("/embed", EMBEDDER, {"inputs": "a", "prompt_name": "x"}, "'query', 'passage'"),
-    ("/embed_all", EMBEDDER, {"inputs": [1, 2, 3] * 7}, "8064 bytes, more than 7200"),
-    ("/similarity", EMBEDDER, {"inputs": {"source_sentence": "a", "sentences": []}}, "sentences"),
-    ("/rerank", RERANKER, {"query": "a", "texts": []}, "texts"),
-    ("/rerank", RERANKER, {"query": "a" * 30, "texts": ["b"] * 9}, "more than 200 tokens"),
-    ("/predict", CLASSIFIER, {"inputs": []}, "inputs"),
-    ("/predict", CLASSIFIER, {"inputs": ["a", "b", "c"]}, "inputs"),
-    ("/predict", CLASSIFIER, {"inputs": [["a", "b", "c"]]}, "inputs"),
+TEI_REFUSED: list[Refused] = [
+    (EMBEDDER, "/embed", {"inputs": "a" * 200}, f"at most {LIMIT}"),
+    (EMBEDDER, "/embed", {"inputs": "a", "prompt_name": "x"}, "'query', 'passage'"),
+    (EMBEDDER, "/embed_all", {"inputs": [1, 2, 3] * 7}, "8064 bytes, more than 7200"),
+    (EMBEDDER, "/similarity", {"inputs": SOURCE | {"sentences": []}}, "sentences"),
+    (RERANKER, "/rerank", {"query": "a", "texts": []}, "texts"),
+    (RERANKER, "/rerank", {"query": "a" * 30, "texts": ["b"] * 9}, "more than 200 tokens"),
+    (CLASSIFIER, "/predict", {"inputs": []}, "inputs"),
+    (CLASSIFIER, "/predict", {"inputs": ["a", "b", "c"]}, "inputs"),
+    (CLASSIFIER, "/predict", {"inputs": [["a", "b", "c"]]}, "inputs"),
 ]
 
 
 async def test_a_bad_field_is_named_in_teis_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvasir.server.requests.encoding.MAX_TOKENS", 200)
     monkeypatch.setattr("kvasir.server.requests.admission.answers.MAX_BYTES", 300 * 24)
-    for path, model_dir, body, cause in TEI_REFUSED:
-        async with encoding(model_dir) as client:
-            response = await client.post(path, json=body)
-        assert response.status_code == 400, (path, body)
+    async for response, cause in refusals(TEI_REFUSED):
         assert response.json().keys() == {"error", "error_type"}
-        assert cause in response.json()["error"], (path, body)
-        assert not client.runner.texts
+        assert cause in response.json()["error"], response.text
 
 
-OTHER_TASKS: list[tuple[ModelDirectory, str, dict[str, Any], str]] = [
+OTHER_TASKS: list[Refused] = [
     (EMBEDDER, "/v1/completions", {"prompt": "a"}, "/v1/embeddings"),
     (EMBEDDER, "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "embed"),
     (EMBEDDER, "/v1/classify", {"input": "a"}, "/v1/embeddings"),
@@ -402,11 +408,8 @@ OTHER_TASKS: list[tuple[ModelDirectory, str, dict[str, Any], str]] = [
 
 
 async def test_a_model_for_another_task_names_its_own() -> None:
-    for model_dir, path, body, cause in OTHER_TASKS:
-        async with encoding(model_dir) as client:
-            response = await client.post(path, json=body)
-        assert response.status_code == 400, (path, body)
-        assert cause in response.text, (path, body)
+    async for response, cause in refusals(OTHER_TASKS):
+        assert cause in response.text
     async with serving() as served:
         answers = [
             await served.client.post("/v1/embeddings", json={"input": "a"}),

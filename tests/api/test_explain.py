@@ -23,7 +23,6 @@ from kvasir.__main__ import app
 from kvasir.export.directory import make_manifest
 from kvasir.export.graphs.attention import write_attention_graph
 from kvasir.model.config import TransformerConfig
-from kvasir.model.configuration.parts import RopeScaling
 from kvasir.model.directory import (
     ATTENTION_GRAPH_FILE,
     HEAD_MASK_INPUT,
@@ -37,7 +36,6 @@ from kvasir.model.network.recurrent import mixer
 from kvasir.model.network.recurrent.chunks import run_chunks
 from kvasir.model.network.transformer import Transformer
 from kvasir.model.records import Verification
-from kvasir.model.tokenizer import train_tokenizer
 from kvasir.server.errors import InvalidRequestError, NotFoundError
 from kvasir.server.explain.explainer import Explainer
 from kvasir.server.explain.explanation import Explanation, Head, Questions, measure_behaviours
@@ -45,6 +43,7 @@ from tests.kit.encoders import BERT, MODERN, MPNET, export_encoder
 from tests.kit.fake_encoder import encoder_model_dir
 from tests.kit.random_models import export_decoder, make_config, make_decoder
 from tests.kit.recurrences import run_by_token
+from tests.kit.serving import small_tokenizer
 from tests.kit.whole_graph import GraphSession
 from tests.model.variants import VARIANTS
 
@@ -52,19 +51,17 @@ TEXT = "The studious student graduated with honors."
 OFF = (Head(0, 1), Head(0, 3), Head(1, 0))
 POSITION = 9
 # Each kind of positions, biases, norms and residuals once, and what changes scores or the head.
+# Most are the networks of other tests, which trace them as well.
 DECODERS: dict[str, dict[str, Any]] = {
     "windows": VARIANTS["gemma"],
-    "output norm": VARIANTS["olmo2"] | {"layers_without_rotary": (0,)},
+    "output norm": VARIANTS["olmo2"],
     "post norm, sinks": VARIANTS["qwen"] | {"n_layer": 2, "attention_sinks": True},
     "parallel": VARIANTS["phi"] | {"n_layer": 2},
-    "alibi": VARIANTS["bloom"] | {"n_layer": 2, "qk_norm": True},
+    "alibi": VARIANTS["bloom"],
     "relative": VARIANTS["relative"],
     "shared experts": VARIANTS["hunyuan mixture"],
 }
-ROUNDED: list[tuple[str, dict[str, Any]]] = [
-    ("int8", {"rope_scaling": RopeScaling(kind="linear", factor=2.0)}),
-    ("int4", {"position": "learned", "sliding_window": 5, "sliding_window_layers": (1,)}),
-]
+ROUNDED = {"int8": VARIANTS["llama"], "int4": VARIANTS["gpt2"] | {"d_model": 64}}
 LARGEST_ERROR = {"int8": 0.15, "int4": 0.6}  # of a weight
 
 
@@ -72,13 +69,9 @@ def make_directory(
     folder: Path, precision: str, **changes: Any
 ) -> tuple[Transformer, ModelDirectory]:
     """A model directory of a random decoder, as `kvasir export` leaves it."""
-    tokenizer = train_tokenizer([TEXT * 20], 280)
-    decoder = make_decoder(
-        make_config(vocab_size=tokenizer.get_vocab_size(), max_model_len=64, **changes)
-    )
-    folder.mkdir(parents=True)
+    decoder = make_decoder(make_config(**changes))
     export_decoder(decoder, folder, precision)
-    return decoder, completed(folder, decoder.config, tokenizer, precision)
+    return decoder, completed(folder, decoder.config, small_tokenizer(), precision)
 
 
 def completed(
@@ -208,12 +201,14 @@ def check_head(found: Explanation, network: Transformer, of: Head) -> None:
 @pytest.mark.parametrize("name", DECODERS)
 def test_weights_heads_lens_and_values_are_pytorchs(name: str, tmp_path: Path) -> None:
     decoder, model_dir = make_directory(tmp_path / "model", "fp32", **DECODERS[name])
-    explainer, of = Explainer(model_dir, threads=1), Head(1, 2)
-    asked = Questions(3, POSITION, OFF, lens=2, entropies=True, values_of=of)
-    found = explainer.explain(TEXT, [*range(decoder.config.n_layer)], asked)
+    n_layer = decoder.config.n_layer
+    explainer, of = Explainer(model_dir, threads=1), Head(n_layer - 1, 2)
+    off = tuple(one for one in OFF if one.layer < n_layer)
+    asked = Questions(3, POSITION, off, lens=2, entropies=True, values_of=of)
+    found = explainer.explain(TEXT, [*range(n_layer)], asked)
     ids = found.token_ids
     whole = logits_of(decoder, ids)[POSITION]
-    with without(decoder, OFF):
+    with without(decoder, off):
         edited, lens = logits_of(decoder, ids)[POSITION], lens_of(decoder, ids)
         weights = eager_weights(decoder, ids)
         check_head(found, decoder, of)
@@ -309,26 +304,16 @@ def test_recurrent_layers_show_what_their_matrices_hold(
     ]
     shown = found.as_json(0, [0] if config.heads_of(0) else [])
     assert [*shown.get("memory", {})] == (["0"] if 0 in recurrent else [])
+    if not config.heads_of(0):  # channels alone
+        for asked in (Questions(without=(Head(0, 0),)), Questions(values_of=Head(0, 0))):
+            with pytest.raises(InvalidRequestError, match="layer 0 has no heads"):
+                explainer.explain(TEXT, [], asked)
 
 
-def test_what_recurrent_layers_have_not_is_refused(tmp_path: Path) -> None:
-    _, model_dir = make_directory(tmp_path / "model", "fp32", **VARIANTS["lfm2"])
-    explainer = Explainer(model_dir, threads=1)
-    for asked, message in (
-        (Questions(without=(Head(0, 0),)), "layer 0 has no heads"),
-        (Questions(values_of=Head(0, 0)), "layer 0 has no heads"),
-        (Questions(values_of=Head(1, 4)), "there is no head 4; layer 1 has heads 0 to 3"),
-    ):
-        with pytest.raises(InvalidRequestError, match=message):
-            explainer.explain(TEXT, [], asked)
-
-
-@pytest.mark.parametrize(("precision", "changes"), ROUNDED)
-def test_rounded_models_show_what_is_served(
-    precision: str, changes: dict[str, Any], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("precision", ROUNDED)
+def test_rounded_models_show_what_is_served(precision: str, tmp_path: Path) -> None:
     """Close to PyTorch's weights, and the served graph's own probabilities."""
-    decoder, model_dir = make_directory(tmp_path / "model", precision, **changes)
+    decoder, model_dir = make_directory(tmp_path / "model", precision, **ROUNDED[precision])
     explainer = Explainer(model_dir, threads=1)
     whole = explainer.explain(TEXT, [1, 0], Questions(top_k=4))
     ids, n = whole.token_ids, len(whole.token_ids)
@@ -364,8 +349,7 @@ def test_weights_of_an_encoder_are_pytorchs(
 ) -> None:
     """Over the full square, special tokens included, with heads switched off or without."""
     model_dir = encoder_model_dir()
-    size = {"vocab_size": model_dir.config.vocab_size, "max_model_len": 64}
-    model = export_encoder(tmp_path / "model", precision, **changes | size)
+    model = export_encoder(tmp_path / "model", precision, **changes)
     write_attention_graph(tmp_path / "model")
     own = replace(model_dir, path=tmp_path / "model", config=model.config)
     explainer, of = Explainer(own, threads=1), Head(1, 3)
@@ -411,7 +395,7 @@ def test_texts_and_layers_that_cannot_be_explained(directory: Path, tmp_path: Pa
         (TEXT, [0], Questions(values_of=Head(0, 9)), "there is no head 9"),
         (TEXT, [0], Questions(position=99), "there is no position 99; the text has 0 to"),
         ("", [0], None, "token"),
-        (TEXT * 9, [0], None, "at most 64"),
+        (TEXT * 9, [0], None, "at most 96"),
     ]
     for text, layers, asked, message in refused:
         with pytest.raises(InvalidRequestError, match=message):
@@ -421,22 +405,25 @@ def test_texts_and_layers_that_cannot_be_explained(directory: Path, tmp_path: Pa
         Explainer(older)
 
 
-@pytest.mark.parametrize("head", [2, None])
-def test_the_command_draws_and_prints_what_it_found(
-    directory: Path, head: int | None, tmp_path: Path
-) -> None:
-    options = [] if head is None else ["--head", str(head)]
-    command = ["explain", str(directory), TEXT, "--layer", "1", *options, "--top-k", "3"]
-    result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "map.png"), "--json"])
+def run_explain(directory: Path, *options: str | Path) -> Any:
+    """Return what the command prints of TEXT as JSON."""
+    command = ["explain", str(directory), TEXT, "--top-k", "3", "--json", *map(str, options)]
+    result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
-    written = json.loads(result.stdout)
+    return json.loads(result.stdout)
+
+
+def test_the_command_draws_and_prints_what_it_found(directory: Path, tmp_path: Path) -> None:
     expected = Explainer(load_model_dir(directory)).explain(TEXT, [1])
-    assert "".join(written["tokens"]) == TEXT
-    assert list(written["heads"]) == (["0", "1", "2", "3"] if head is None else ["2"])
-    for name, weights in written["heads"].items():
+    every = run_explain(directory, "--layer", "1", "--out", tmp_path / "map.png")
+    one = run_explain(directory, "--layer", "1", "--head", "2")
+    assert ([*every["heads"]], [*one["heads"]]) == (["0", "1", "2", "3"], ["2"])
+    assert "".join(every["tokens"]) == TEXT
+    for name, weights in (*every["heads"].items(), *one["heads"].items()):
         assert (np.array(weights, dtype=np.float32) == expected.weights[1][int(name)]).all()
-    assert len(written["next_tokens"]) == 3
-    assert str(written["next_tokens"][0]["token_id"]) in CliRunner().invoke(app, command).stdout
+    assert len(every["next_tokens"]) == 3
+    shown = CliRunner().invoke(app, ["explain", str(directory), TEXT]).stdout
+    assert str(every["next_tokens"][0]["token_id"]) in shown
     with Image.open(tmp_path / "map.png") as picture:
         assert picture.format == "PNG"
         colours = picture.convert("RGB").getcolors(maxcolors=2**24)
@@ -445,23 +432,19 @@ def test_the_command_draws_and_prints_what_it_found(
 
 
 def test_the_command_switches_heads_off(directory: Path) -> None:
-    command = ["explain", str(directory), TEXT, "--top-k", "3", "--without", "1.0,0.2"]
-    written = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
     asked = Questions(3, None, (Head(1, 0), Head(0, 2)))
     expected = Explainer(load_model_dir(directory)).explain(TEXT, [0], asked).effect
     assert expected is not None
-    assert written["effect"] == asdict(expected)
-    shown = CliRunner().invoke(app, command).stdout
+    assert run_explain(directory, "--without", "1.0,0.2")["effect"] == asdict(expected)
+    command = ["explain", str(directory), TEXT, "--top-k", "3"]
+    shown = CliRunner().invoke(app, [*command, "--without", "1.0,0.2"]).stdout
     assert f"{expected.kl_divergence:.3f} bits" in shown
     assert str(expected.tokens[-1].token_id) in shown
-    refused = CliRunner().invoke(app, [*command[:-1], "1"])
+    refused = CliRunner().invoke(app, [*command, "--without", "1"])
     assert (refused.exit_code, "'1' is not a list of heads" in refused.output) == (2, True)
-
-
-def test_a_wrong_head_is_one_line(directory: Path) -> None:
-    result = CliRunner().invoke(app, ["explain", str(directory), TEXT, "--head", "4"])
-    assert result.exit_code == 1
-    assert result.output == "kvasir: there is no head 4; layer 0 has heads 0 to 3\n"
+    refused = CliRunner().invoke(app, [*command, "--head", "4"])
+    assert refused.exit_code == 1
+    assert refused.output == "kvasir: there is no head 4; layer 0 has heads 0 to 3\n"
 
 
 def test_an_older_graph_explains_and_refuses_the_rest(directory: Path, tmp_path: Path) -> None:

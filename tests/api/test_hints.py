@@ -16,20 +16,20 @@ BODY: dict[str, Any] = {"prompt": "a", "max_tokens": 3, "seed": 1}
 HEADER = "x-kvasir-ignored"
 
 
-@pytest.mark.parametrize("value", ["flex", 1, True, {"a": [1]}, [], None])
-async def test_no_value_of_a_hint_changes_an_answer(value: object) -> None:
-    hints = dict.fromkeys(sorted(IGNORED), value)
+async def test_no_value_of_a_hint_changes_an_answer() -> None:
     async with serving() as served:
         plain = await served.client.post(COMPLETIONS, json=BODY)
-        hinted = await served.client.post(COMPLETIONS, json=BODY | hints)
+        assert HEADER not in plain.headers
+        for value in ("flex", 1, True, {"a": [1]}, [], None):
+            hints = dict.fromkeys(sorted(IGNORED), value)
+            hinted = await served.client.post(COMPLETIONS, json=BODY | hints)
+            assert hinted.status_code == 200, value
+            assert hinted.json()["choices"] == plain.json()["choices"]
+            named = None if value is None else ", ".join(sorted(IGNORED))
+            assert hinted.headers.get(HEADER) == named
         page = (await served.client.get("/metrics")).text
-    assert (plain.status_code, hinted.status_code) == (200, 200)
-    assert hinted.json()["choices"] == plain.json()["choices"]
-    assert HEADER not in plain.headers
-    named = [] if value is None else sorted(IGNORED)
-    assert hinted.headers.get(HEADER) == (", ".join(named) or None)
-    counted = re.findall(r'kvasir_ignored_fields_total{field="(\w+)"} 1.0', page)
-    assert sorted(counted) == named
+    counted = re.findall(r'kvasir_ignored_fields_total{field="(\w+)"} 5.0', page)
+    assert sorted(counted) == sorted(IGNORED)
 
 
 async def test_only_what_has_no_effect_is_named() -> None:

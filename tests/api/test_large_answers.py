@@ -18,32 +18,30 @@ from tests.kit.serving import VOCAB_SIZE, RawRequest, serving
 MESSAGES = [{"role": "user", "content": "é"}]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "figure"),
-    [
-        ("/v1/completions", {"prompt": [[5] * 9] * 2, "logprobs": 3, "max_tokens": 9}, 2 * 9 * 500),
-        ("/v1/completions", {"prompt": [5] * 9, "prompt_logprobs": 8, "n": 2}, 2 * 9 * 1000),
-        ("/v1/completions", {"prompt": [5] * 60, "echo": True, "n": 16}, 16 * 60 * 14),
-        ("/v1/chat/completions", {"logprobs": True, "n": 4, "max_tokens": 20}, 4 * 20 * 200),
-        (
-            "/generate",
-            {"inputs": "a", "parameters": {"top_n_tokens": 9, "max_new_tokens": 9}},
-            9900,
-        ),
-        ("/detokenize", {"tokens": [5] * 3000}, 3000 * 4),
-    ],
-)
+TOO_LARGE: list[tuple[str, dict[str, Any], int]] = [
+    ("/v1/completions", {"prompt": [[5] * 9] * 2, "logprobs": 3, "max_tokens": 9}, 2 * 9 * 500),
+    ("/v1/completions", {"prompt": [5] * 9, "prompt_logprobs": 8, "n": 2}, 2 * 9 * 1000),
+    ("/v1/completions", {"prompt": [5] * 60, "echo": True, "n": 16}, 16 * 60 * 14),
+    (
+        "/v1/chat/completions",
+        {"messages": MESSAGES, "logprobs": True, "n": 4, "max_tokens": 20},
+        4 * 20 * 200,
+    ),
+    ("/generate", {"inputs": "a", "parameters": {"top_n_tokens": 9, "max_new_tokens": 9}}, 9900),
+    ("/detokenize", {"tokens": [5] * 3000}, 3000 * 4),
+]
+
+
 async def test_an_answer_that_may_be_too_large_is_refused_with_its_size(
-    path: str, body: dict[str, Any], figure: int | None, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvasir.server.requests.admission.answers.MAX_BYTES", 8000)
-    if "chat" in path:
-        body = body | {"messages": MESSAGES}
     async with serving() as served:
-        response = await served.client.post(path, json=body)
-        assert response.status_code == 400, response.text
-        assert f"{figure or ''} bytes, more than 8000;" in response.text
-        assert not served.model.answers[False].n_held
+        for path, body, figure in TOO_LARGE:
+            response = await served.client.post(path, json=body)
+            assert response.status_code == 400, response.text
+            assert f"{figure} bytes, more than 8000;" in response.text
+            assert not served.model.answers[False].n_held
 
 
 async def test_without_a_length_an_answer_is_as_long_as_it_may_be(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 from pydantic import TypeAdapter
 
 from kvasir.server.api.ollama.routes import _openai_messages
@@ -198,27 +197,27 @@ async def test_models_are_listed_with_a_tag_and_found_by_it() -> None:
     assert (found.json()["id"], version.status_code) == (served.model.name, 200)
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status", "word"),
-    [
-        ("/api/pull", {"model": "a"}, 404, "kvasir pull"),
-        ("/api/create", {"model": "a"}, 404, "kvasir pull"),
-        (TEXT_ROUTE, {"model": "a", "prompt": "a"}, 404, "'a'"),
-        (TEXT_ROUTE, {"prompt": "a", "template": "{{ .Prompt }}"}, 400, "template"),
-        (TEXT_ROUTE, {"prompt": "a", "raw": True, "system": "b"}, 400, "system"),
-        (TEXT_ROUTE, {"prompt": "a", "options": {"mirostat": 1}}, 400, "options.mirostat"),
-        (TEXT_ROUTE, {"prompt": "a", "options": {"num_predct": 1}}, 400, "num_predict"),
-        (TEXT_ROUTE, {"prompt": "a", "raw": True, "format": WRONG}, 400, "format: "),
-        (CHAT_ROUTE, {"messages": [*USER], "format": WRONG}, 400, "format: "),
-        (CHAT_ROUTE, {"messages": [*USER], "think": True}, 400, "think"),
-        (CHAT_ROUTE, {"messages": [USER[0] | {"images": ["aa"]}]}, 400, "images"),
-        ("/api/embed", {"input": "a"}, 400, "vectors"),
-    ],
-)
-async def test_a_refusal_is_one_sentence(path: str, body: JSON, status: int, word: str) -> None:
+REFUSED: list[tuple[str, JSON, int, str]] = [
+    ("/api/pull", {"model": "a"}, 404, "kvasir pull"),
+    ("/api/create", {"model": "a"}, 404, "kvasir pull"),
+    (TEXT_ROUTE, {"model": "a", "prompt": "a"}, 404, "'a'"),
+    (TEXT_ROUTE, {"prompt": "a", "template": "{{ .Prompt }}"}, 400, "template"),
+    (TEXT_ROUTE, {"prompt": "a", "raw": True, "system": "b"}, 400, "system"),
+    (TEXT_ROUTE, {"prompt": "a", "options": {"mirostat": 1}}, 400, "options.mirostat"),
+    (TEXT_ROUTE, {"prompt": "a", "options": {"num_predct": 1}}, 400, "num_predict"),
+    (TEXT_ROUTE, {"prompt": "a", "raw": True, "format": WRONG}, 400, "format: "),
+    (CHAT_ROUTE, {"messages": [*USER], "format": WRONG}, 400, "format: "),
+    (CHAT_ROUTE, {"messages": [*USER], "think": True}, 400, "think"),
+    (CHAT_ROUTE, {"messages": [USER[0] | {"images": ["aa"]}]}, 400, "images"),
+    ("/api/embed", {"input": "a"}, 400, "vectors"),
+]
+
+
+async def test_a_refusal_is_one_sentence() -> None:
     async with serving() as served:
-        response = await served.client.post(path, json=body)
-    assert response.status_code == status
-    (message,) = response.json().values()
-    assert response.json().keys() == {"error"}
-    assert word in message
+        for path, body, status, word in REFUSED:
+            response = await served.client.post(path, json=body)
+            assert response.status_code == status, body
+            (message,) = response.json().values()
+            assert response.json().keys() == {"error"}
+            assert word in message

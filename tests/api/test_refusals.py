@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from kvasir.server.api.anthropic.schemas import AnthropicError
 from kvasir.server.api.http import body as body_parsing
 from kvasir.server.api.http.pieces import compact
 from kvasir.server.api.openai.batches import BatchBody
 from kvasir.server.api.routes import ROUTES
 from kvasir.server.errors import InvalidRequestError
+from tests.api_reference import body_type
 from tests.faults.bodies import VALID
 from tests.kit.dialects import GENERATE, GENERATE_STREAM, MESSAGES, RESPONSES, post
 from tests.kit.fake_runner import FakeRunner
@@ -292,11 +292,9 @@ async def test_a_message_names_what_is_wrong(path: str) -> None:
         for change, named in BY_MESSAGE[path]:
             answer = await post(served, path, status=400, **change)
             if path in (GENERATE, GENERATE_STREAM):
-                assert answer == {"error": answer["error"], "error_type": "validation"}
+                assert answer["error_type"] == "validation"
                 message = answer["error"]
             else:
-                if path == MESSAGES:
-                    AnthropicError.model_validate(answer)
                 assert answer["error"]["type"] == "invalid_request_error"
                 message = answer["error"]["message"]
             assert named in message, change
@@ -407,13 +405,10 @@ async def test_a_refusal_names_the_equivalent() -> None:
 async def test_a_refusal_lists_the_values_that_are_allowed() -> None:
     """Each field of a body that takes only some values, and each that may ask for nothing."""
     async with serving(FakeRunner(VOCAB_SIZE)) as served:
-        described = (await served.client.get("/openapi.json")).json()
-        schemas = described["components"]["schemas"]
         n_fields = 0
         for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
-            operation = described["paths"][path]["post"]
-            reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
-            for name, field in schemas[reference.rpartition("/")[2]]["properties"].items():
+            (route,) = (one for one in ROUTES if one.path == path)
+            for name, field in TypeAdapter(body_type(route)).json_schema()["properties"].items():
                 parts = [] if field is True else field.get("anyOf", [field])
                 allowed = [
                     value
@@ -433,28 +428,26 @@ async def test_a_refusal_lists_the_values_that_are_allowed() -> None:
     assert n_fields > 70
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "suggestion"),
-    [
-        ("/v1/completions", {"prompt": "a", "max_tokenz": 1}, "'max_tokens'"),
-        ("/v1/completions", {"promt": "a"}, "'prompt'"),
-        ("/v1/completions", {"prompt": "a", "repetition_penality": 1}, "'repetition_penalty'"),
-        ("/v1/messages", {**VALID["/v1/messages"], "sistem": "a"}, "'system'"),
-        (
-            "/v1/completions",
-            {"prompt": "a", "stream": True, "stream_options": {"include_usge": True}},
-            "'include_usage'",
-        ),
-        ("/explain", {"text": "a", "without": [{"layers": 0, "head": 0}]}, "'layer'"),
-    ],
-)
-async def test_the_nearest_known_field_is_suggested(
-    path: str, body: dict[str, Any], suggestion: str
-) -> None:
+NEAR: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/completions", {"prompt": "a", "max_tokenz": 1}, "max_tokens"),
+    ("/v1/completions", {"promt": "a"}, "prompt"),
+    ("/v1/completions", {"prompt": "a", "repetition_penality": 1}, "repetition_penalty"),
+    ("/v1/messages", {**VALID["/v1/messages"], "sistem": "a"}, "system"),
+    (
+        "/v1/completions",
+        {"prompt": "a", "stream": True, "stream_options": {"include_usge": True}},
+        "include_usage",
+    ),
+    ("/explain", {"text": "a", "without": [{"layers": 0, "head": 0}]}, "layer"),
+]
+
+
+async def test_the_nearest_known_field_is_suggested() -> None:
     async with serving() as served:
-        response = await served.client.post(path, json=body)
-    assert response.status_code == 400
-    assert f"did you mean {suggestion}?" in response.json()["error"]["message"]
+        for path, body, suggestion in NEAR:
+            response = await served.client.post(path, json=body)
+            assert response.status_code == 400
+            assert f"did you mean '{suggestion}'?" in response.json()["error"]["message"]
 
 
 def lists_and_objects(schema: Any, holder: str = "") -> Iterator[tuple[dict[str, Any], str]]:

@@ -86,25 +86,23 @@ async def test_streams_are_the_same_text() -> None:
         assert parsed(GENERATE_STREAM, answer.text)[-1]["generated_text"] == text
 
 
-@pytest.mark.parametrize(
-    ("fields", "prefix"),
-    [
+async def test_the_given_beginning() -> None:
+    said = TOKENIZER.encode("json").ids
+    begun: list[tuple[dict[str, str], list[int]]] = [
         ({"target_language": "fr_XX"}, [3, FR]),
         ({"target_language": "en"}, [3, EN]),
-        ({"decoder_prompt": "json"}, [3, DE, *TOKENIZER.encode("json").ids]),
-        (
-            {"decoder_prompt": "json", "target_language": "fr_XX"},
-            [3, FR, *TOKENIZER.encode("json").ids],
-        ),
-    ],
-)
-async def test_the_given_beginning(fields: dict[str, str], prefix: list[int]) -> None:
-    body = {"prompt": SOURCE, "max_tokens": 5, **fields}
-    answer = await post("/v1/completions", body)
-    assert answer["choices"][0]["text"] == expected(prefix, 5)
-    parameters = {"max_new_tokens": 5, **fields}
-    answer = await post("/generate", {"inputs": SOURCE, "parameters": parameters})
-    assert answer["generated_text"] == expected(prefix, 5)
+        ({"decoder_prompt": "json"}, [3, DE, *said]),
+        ({"decoder_prompt": "json", "target_language": "fr_XX"}, [3, FR, *said]),
+    ]
+    async with client() as c:
+        for fields, prefix in begun:
+            text = expected(prefix, 5)
+            body = {"prompt": SOURCE, "max_tokens": 5, **fields}
+            answer = (await c.post(COMPLETIONS, json=body)).json()
+            assert answer["choices"][0]["text"] == text
+            body = {"inputs": SOURCE, "parameters": {"max_new_tokens": 5, **fields}}
+            answer = (await c.post("/generate", json=body)).json()
+            assert answer["generated_text"] == text
 
 
 @pytest.mark.parametrize("template", ["{} $A <|endoftext|>", "$A <|endoftext|> {}", None])

@@ -18,16 +18,15 @@ import pytest
 from kvasir.model.config import Pooling
 from kvasir.model.directory import ModelDirectory
 from kvasir.server.engine.encoder.engine import EncoderEngine
-from kvasir.server.engine.engine import Engine
 from kvasir.server.errors import StartupError
 from kvasir.server.process.app import create_app
 from kvasir.server.requests.registry import ModelRegistry
 from kvasir.server.settings import Settings, load_settings
+from tests.api.test_models_dir import TEXTS, Built
 from tests.kit.fake_encoder import FakeTextRunner, encoder_model_dir
-from tests.kit.fake_runner import TIMEOUT, FakeRunner
-from tests.kit.serving import VOCAB_SIZE, fake_model_dir, running, sample, small_tokenizer
+from tests.kit.fake_runner import TIMEOUT
+from tests.kit.serving import fake_model_dir, running, sample
 
-TEXTS = {"first": "a", "second": "d", "third": "p"}  # each model repeats its own
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a", "max_tokens": 2},
@@ -37,13 +36,6 @@ BODIES: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [66]},
     "/explain": {"text": "a"},
 }
-
-
-def build(_: Settings, model_dir: ModelDirectory, *_clock: object) -> Engine:
-    if model_dir.path.name == "unloadable":
-        raise RuntimeError("the graph\nis damaged")
-    [said] = small_tokenizer().encode(TEXTS[model_dir.path.name]).ids
-    return Engine(FakeRunner(VOCAB_SIZE, next_token=lambda _: said), chunk_size=8)
 
 
 def build_encoder(_: Settings, model_dir: ModelDirectory, *_clock: object) -> EncoderEngine:
@@ -65,8 +57,10 @@ async def serving_all(*names: str) -> AsyncIterator[tuple[ModelRegistry, httpx.A
     }
     if "damaged" in names:
         model_dirs["damaged"] = StartupError("damaged has no manifest")
+    built = Built()
+    built.broken.add("unloadable")
     with (
-        patch("kvasir.server.process.app.build_engine", build),
+        patch("kvasir.server.process.app.build_engine", built),
         patch("kvasir.server.process.app.build_encoder_engine", build_encoder),
     ):
         app = create_app(settings, model_dirs)
@@ -104,22 +98,23 @@ async def test_the_named_model_answers_and_counts_alone() -> None:
             assert total == n + 2
 
 
-@pytest.mark.parametrize("path", BODIES)
-async def test_a_name_is_needed_where_the_protocol_has_one(path: str) -> None:
+async def test_a_name_is_needed_where_the_protocol_has_one() -> None:
     async with serving_all("second", "first") as (models, client):
-        body = BODIES[path]
-        unnamed = await client.post(path, json=body)
-        unknown = await client.post(path, json=body | {"model": "other"})
-        rejected = sample(models.served["first"].metrics, "requests_rejected_total", model="")
-    assert unknown.status_code == 404
-    if path.startswith("/v1"):
-        assert unnamed.status_code == 400
-        error = unnamed.json()["error"]
-        assert error["param"] == "model"
-        assert all(name in error["message"] for name in ("'first'", "'second'"))
-        assert rejected == 2
-    elif path == "/generate":
-        assert unnamed.json()["generated_text"] == "dd"
+        metrics, n_rejected = models.served["first"].metrics, 0.0
+        for path, body in BODIES.items():
+            unnamed = await client.post(path, json=body)
+            unknown = await client.post(path, json=body | {"model": "other"})
+            assert unknown.status_code == 404, path
+            before = n_rejected
+            n_rejected = sample(metrics, "requests_rejected_total", model="") or 0.0
+            if path.startswith("/v1"):
+                assert unnamed.status_code == 400
+                error = unnamed.json()["error"]
+                assert error["param"] == "model"
+                assert all(name in error["message"] for name in ("'first'", "'second'"))
+                assert n_rejected == before + 2
+            elif path == "/generate":
+                assert unnamed.json()["generated_text"] == "dd"
 
 
 async def test_a_model_for_another_task_says_so_and_is_no_default() -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
 
-from tests.kit.chats import closed
 from tests.kit.dialects import GENERATE, GENERATE_STREAM, JSON, post, stream
 from tests.kit.fake_runner import FakeRunner
 from tests.kit.serving import EOS, VOCAB_SIZE, Served, saying, serving, small_tokenizer
 
 tokenizer = small_tokenizer()
-SCHEMA = closed(a={"type": "boolean"})
 
 
 async def generate(served: Served, inputs: str, **parameters: Any) -> JSON:
@@ -79,15 +76,6 @@ async def test_finish_reasons_are_tgis() -> None:
         assert stopped[-1]["details"]["finish_reason"] == "stop_sequence"
         assert stopped[-1]["generated_text"] == "json"
         assert "".join(event["token"]["text"] for event in stopped) == "json"
-
-
-async def test_a_grammar_holds() -> None:
-    grammar = {"type": "json_schema", "value": {"schema": SCHEMA}}
-    sampling = {"max_new_tokens": 20, "details": True, "do_sample": True, "seed": 3}
-    async with serving() as served:
-        answer = await generate(served, "a", grammar=grammar, **sampling)
-    assert json.loads(answer["generated_text"]) in ({"a": True}, {"a": False})
-    assert answer["details"]["finish_reason"] == "eos_token"
 
 
 async def test_the_base_url_answers_whole_or_streamed() -> None:

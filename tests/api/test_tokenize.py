@@ -25,6 +25,7 @@ from tests.kit.serving import (
     CHAT_TEMPLATE,
     MODEL,
     VOCAB_SIZE,
+    Served,
     fake_model_dir,
     serving,
     small_tokenizer,
@@ -34,33 +35,35 @@ from tests.model.test_tokenizer import with_damaged_charsmap
 TEXT = "def read_json(path):\n    return 'naïve ☃🙂'"
 
 
-async def post(path: str, **body: Any) -> Any:
-    async with serving() as served:
-        response = await served.client.post(path, json=body)
+async def post(served: Served, path: str, **body: Any) -> Any:
+    response = await served.client.post(path, json=body)
     assert response.status_code == 200, response.text
     return response.json()
 
 
-@pytest.mark.parametrize("text", [TEXT, TEXT * 200, "", "a<|endoftext|>b"])
-async def test_tokens_are_the_tokenizers_and_lead_back(text: str) -> None:
+async def test_tokens_are_the_tokenizers_and_lead_back() -> None:
     """A long text is tokenised in a thread."""
-    encoding = small_tokenizer().encode(text)
-    answer = await post("/tokenize", model=MODEL, prompt=text, return_token_strs=True)
-    assert answer == {
-        "prompt": None,
-        "count": len(encoding.ids),
-        "max_model_len": 64,
-        "tokens": encoding.ids,
-        "token_strs": encoding.tokens,
-        "offsets": [list(span) for span in encoding.offsets],
-    }
-    assert (await post("/tokenize", prompt=text))["token_strs"] is None
-    assert await post("/detokenize", model=MODEL, tokens=encoding.ids) == {"prompt": text}
+    async with serving() as served:
+        for text in (TEXT, TEXT * 200, "", "a<|endoftext|>b"):
+            encoding = small_tokenizer().encode(text)
+            asked = {"model": MODEL, "prompt": text}
+            assert await post(served, "/tokenize", **asked, return_token_strs=True) == {
+                "prompt": None,
+                "count": len(encoding.ids),
+                "max_model_len": 64,
+                "tokens": encoding.ids,
+                "token_strs": encoding.tokens,
+                "offsets": [list(span) for span in encoding.offsets],
+            }
+            assert (await post(served, "/tokenize", prompt=text))["token_strs"] is None
+            back = await post(served, "/detokenize", model=MODEL, tokens=encoding.ids)
+            assert back == {"prompt": text}
 
 
 async def test_tgi_gets_a_list_of_tokens() -> None:
     encoding = small_tokenizer().encode(TEXT)
-    answer = await post("/tokenize", inputs=TEXT)
+    async with serving() as served:
+        answer = await post(served, "/tokenize", inputs=TEXT)
     assert [token["id"] for token in answer] == encoding.ids
     assert [(token["start"], token["stop"]) for token in answer] == encoding.offsets
     assert all(token["text"] == TEXT[token["start"] : token["stop"]] for token in answer)
@@ -131,19 +134,20 @@ def test_offsets_cover_the_text_and_parts_of_a_character_cover_it_whole(
     assert place == len(text)
 
 
-@pytest.mark.parametrize("text", ["caf\u00e9", "caf\u00e9 " * 2000], ids=["short", "long"])
-async def test_a_panic_of_the_tokenizer_ends_only_its_request(text: str) -> None:
+async def test_a_panic_of_the_tokenizer_ends_only_its_request() -> None:
+    """Of a short text, and of a long one, which is tokenised in a thread."""
     model_dir = fake_model_dir(max_model_len=20_000)
     model_dir = replace(model_dir, tokenizer=with_damaged_charsmap(small_tokenizer(), 0xC3))
+    routes: list[tuple[str, dict[str, Any]]] = [("/tokenize", {}), ("/v1/completions", {})]
+    routes.append(("/v1/completions", {"stream": True}))
+    asked = [(*route, text) for text in ("caf\u00e9", "caf\u00e9 " * 2000) for route in routes]
     async with serving(FakeRunner(VOCAB_SIZE, max_model_len=20_000), model_dir=model_dir) as served:
-        for path in ("/tokenize", "/v1/completions"):
-            for fields in {}, {} if path == "/tokenize" else {"stream": True}:
-                body: dict[str, Any] = {"prompt": text} | fields
-                answer = await served.client.post(path, json=body)
-                assert answer.status_code == 500
-                error = answer.json()["error"]
-                assert error["type"] == "internal_error"
-                assert answer.headers["x-request-id"] in error["message"]
-                answer = await served.client.post(path, json=body | {"prompt": "cafe"})
-                assert answer.status_code == 200
+        for path, fields, text in asked:
+            answer = await served.client.post(path, json=fields | {"prompt": text})
+            assert answer.status_code == 500
+            error = answer.json()["error"]
+            assert error["type"] == "internal_error"
+            assert answer.headers["x-request-id"] in error["message"]
+            answer = await served.client.post(path, json=fields | {"prompt": "cafe"})
+            assert answer.status_code == 200
         assert (await served.client.get("/health/ready")).status_code == 200

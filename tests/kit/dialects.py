@@ -22,6 +22,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from kvasir.server.api.openai.answers import CompletionChoice
+from kvasir.server.api.routes import ROUTES, _error_kinds
 from tests.kit.serving import Served
 
 JSON = dict[str, Any]
@@ -43,10 +44,21 @@ def anthropic_types() -> Any:
     return importlib.import_module("anthropic.types")
 
 
+@cache
+def documented(path: str, *, is_error: bool = False) -> TypeAdapter[Any]:
+    """Return the type of a route's answers or errors, of which the OpenAPI document is made."""
+    if is_error:
+        (kind,) = _error_kinds(path, "post")
+        return TypeAdapter(kind)
+    (route,) = (one for one in ROUTES if one.path == path and "POST" in (one.methods or ()))
+    return TypeAdapter(route.response_model)
+
+
 async def post(served: Served, path: str, *, status: int = 200, **fields: Any) -> JSON:
-    """Return the answer to a body with these fields. A whole one fits its type."""
+    """Return the answer to a body with these fields. It fits the types of server and client."""
     response = await served.client.post(path, json=LEAST[path] | fields)
     assert response.status_code == status, response.text
+    documented(path, is_error=status >= 400).validate_json(response.content)
     answer: JSON = response.json()
     if status == 200 and path in (MESSAGES, RESPONSES):
         kind = anthropic_types().Message if path == MESSAGES else Response
