@@ -636,27 +636,6 @@ async def test_a_wrong_adapter_of_the_settings_ends_the_start(
         assert str(await failed.get()) == message
 
 
-async def test_a_line_of_a_batch_names_an_adapter(
-    exported: Path, root: Path, tmp_path: Path
-) -> None:
-    async with serving(exported, adapter_dir=root, batch_dir=tmp_path / "batches") as (_, client):
-        text = await complete(client, "poet")
-        line = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
-        line |= {"body": greedy("poet")}
-        sent = {"file": ("lines.jsonl", json.dumps(line).encode())}
-        form = {"purpose": "batch"}
-        file = (await client.post("/v1/files", files=sent, data=form)).json()
-        wanted = {"input_file_id": file["id"], "endpoint": "/v1/completions"}
-        batch = (
-            await client.post("/v1/batches", json=wanted | {"completion_window": "24h"})
-        ).json()
-        while batch["status"] != "completed":
-            await asyncio.sleep(0.01)
-            batch = (await client.get(f"/v1/batches/{batch['id']}")).json()
-        answers = (await client.get(f"/v1/files/{batch['output_file_id']}/content")).json()
-        assert answers["response"]["body"]["choices"][0]["text"] == text
-
-
 def test_models_without_adapters_are_served_beside_those_that_take_some(tmp_path: Path) -> None:
     """If none takes some, the first that writes text, or else the first, says why it does not."""
     known = load_settings(model=("a=x", "b=y"), adapter_dir=tmp_path)

@@ -93,7 +93,7 @@ def random_answer(rng: random.Random) -> tuple[str, tuple[str, str, list[Any]]]:
 async def test_an_answer_is_the_same_in_every_dialect_whole_and_streamed() -> None:
     """Wherever a limit or a stop string cuts it."""
     kinds = Counter[str]()
-    for seed in range(3):
+    for seed in range(2):
         rng = random.Random(seed)
         text, expected = random_answer(rng)
         n_tokens = len(small_tokenizer().encode(text).ids)
@@ -154,7 +154,8 @@ async def test_a_stream_adds_up_to_the_whole_answer(
 ) -> None:
     """And a long answer, which threads make while it is sent, is what a short one is."""
     is_free = not fields.keys() & {"tools", "response_format", "output_config"}
-    body = fields | {LIMITS.get(path, "max_tokens"): 150, "seed": 3, "ignore_eos": is_free}
+    most = 40 if is_free else 150  # enough for what has an end of its own
+    body = fields | {LIMITS.get(path, "max_tokens"): most, "seed": 3, "ignore_eos": is_free}
     body |= {"max_tokens": 12} if path == COMPLETIONS else {}
     body = fields if path == GENERATE else body
     streams = path != GENERATE and "prompt_logprobs" not in fields

@@ -28,10 +28,10 @@ OFF = (Head(0, 1), Head(1, 0))
 SOURCE = [5, 9, 40, 41, 7, 300, 2]
 IDS = [3, 17, 40, 9, 17, 40, 250, 33, 8, 9, 17, 41]
 ALL = range(2)
-# A joined product, one whose rows are permuted, with biases in 4 bits, and what reads a source.
-KINDS = ["llama fp32 stock", "gpt2 int8 stock", "phi3 int8 own", "gpt_neox int4 own"]
-KINDS += ["smollm3 int4 stock", "bart fp32 stock", "bart int8 own"]
-KINDS += ["bert fp32 stock", "modernbert int8 own"]
+# Decoders, of which one has permuted rows and biases, what reads a source, and encoders: by ONNX
+# Runtime's operators and by our own. `tests/engine/test_adapters.py` has every kind of layer.
+KINDS = ["llama fp32 stock", "smollm3 int4 stock", "gpt_neox int4 own"]
+KINDS += ["bart fp32 stock", "bart int8 own", "bert fp32 stock", "modernbert int8 own"]
 _PROJECTION = re.compile(
     r"(self_attn\.o_proj|attn\.c_proj|attention(\.output)?\.dense|attn\.Wo"
     r"|decoder\.layers\.\d+\.self_attn\.out_proj)$"
