@@ -41,6 +41,8 @@ from kvasir.server.requests.registry import ModelRegistry
 from kvasir.server.requests.served_model import ServedModel
 from kvasir.server.settings import load_settings
 from kvasir.server.telemetry.start_clock import StartClock
+from tests.api.test_models_dir import own_garbage
+from tests.engine.test_adapters import few_pairs
 from tests.kernels.graphs import needs_library
 from tests.kit.adapters import change_tensors, save_adapter, set_config
 from tests.kit.huggingface_checkpoints import make_model, save_checkpoint, save_tokenizer
@@ -48,6 +50,7 @@ from tests.kit.huggingface_models import make_encoder, save
 from tests.kit.serving import fake_model_dir, running
 from tests.process.test_broken_loads import save_adapter as save_example_adapter
 
+__all__ = ["few_pairs", "own_garbage"]
 pytestmark = needs_library
 ADMIN = {"authorization": "Bearer admin"}
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -553,6 +556,7 @@ async def test_models_of_a_folder_take_adapters_whenever_they_are_loaded(
         assert answers == expected | coded
 
 
+@pytest.mark.usefixtures("own_garbage")
 async def test_a_new_version_of_a_folders_model_reads_its_adapters_again(
     exported: Path, root: Path, tmp_path: Path
 ) -> None:

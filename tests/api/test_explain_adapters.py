@@ -44,8 +44,9 @@ class Adapted:
     """A model with an adapter, explained here and by PyTorch."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        self.served = Served.make(name, folder)
-        self.merged: Any = self.served.adapt("again", 1).merge_and_unload()
+        self.served = Served(*name.split(), folder)
+        self.served.export(self.served.model(), "base")
+        self.merged: Any = self.served.adapt("adapter1", 1).merge_and_unload()
         self.is_encoder = self.served.kind in ("bert", "modernbert")
         self.source = SOURCE if self.served.has_sources else []
         self.directory = load_model_dir(folder / "base")

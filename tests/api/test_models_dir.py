@@ -80,6 +80,12 @@ async def serving(
             yield app, client, built
 
 
+@pytest.fixture
+def own_garbage() -> None:
+    """Leave what lives already out of a test's collections, which would look at it for seconds."""
+    gc.freeze()
+
+
 async def complete(client: httpx.AsyncClient, name: str, **fields: Any) -> httpx.Response:
     body = {"model": name, "prompt": "a", "max_tokens": 2} | fields
     return await client.post("/v1/completions", json=body)
@@ -193,6 +199,7 @@ async def test_random_streams_over_three_models_lose_nothing(tmp_path: Path) -> 
         assert models.loader.n_waiting == 0
 
 
+@pytest.mark.usefixtures("own_garbage")
 async def test_an_unloaded_engine_is_gone(tmp_path: Path) -> None:
     async with serving(tmp_path) as (app, client, built):
         before = {*threading.enumerate()}
@@ -212,6 +219,7 @@ async def test_an_unloaded_engine_is_gone(tmp_path: Path) -> None:
         assert (await complete(client, "first")).json()["choices"][0]["text"] == "aa"
 
 
+@pytest.mark.usefixtures("own_garbage")
 async def test_a_new_version_takes_over_beside_running_streams(tmp_path: Path) -> None:
     """Old sequences end on the old one, whose memory is then free; new requests get the new one."""
     async with serving(tmp_path, models_memory=9 * CACHE) as (app, client, built):
@@ -384,6 +392,7 @@ def test_settings_that_cannot_be_are_refused(
         load_settings(**{"models_dir": tmp_path} | settings)
 
 
+@pytest.mark.usefixtures("own_garbage")
 async def test_real_models_come_go_and_change(tmp_path: Path) -> None:
     """Two examples of which one fits; then a new version takes the place of the first."""
     for name in ("numbers", "stdlib"):

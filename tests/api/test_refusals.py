@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, get_type_hints
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
@@ -325,6 +325,7 @@ JSON_VALUES: st.SearchStrategy[Any] = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(JSON_VALUES, st.integers(0, 3), st.integers(-1, 1), st.booleans())
 def test_what_a_body_holds_is_counted_outside_strings(
     value: Any, which: int, change: int, is_ascii: bool
