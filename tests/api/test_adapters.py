@@ -45,6 +45,7 @@ from tests.api.test_models_dir import own_garbage
 from tests.engine.test_adapters import few_pairs
 from tests.kernels.graphs import needs_library
 from tests.kit.adapters import change_tensors, save_adapter, set_config
+from tests.kit.fake_runner import TIMEOUT
 from tests.kit.huggingface_checkpoints import make_model, save_checkpoint, save_tokenizer
 from tests.kit.huggingface_models import make_encoder, save
 from tests.kit.serving import fake_model_dir, running
@@ -637,7 +638,7 @@ async def test_a_wrong_adapter_of_the_settings_ends_the_start(
     failed: asyncio.Queue[StartupError] = asyncio.Queue()
     app.state.models.on_load_failure = failed.put_nowait
     async with running(app):
-        assert str(await failed.get()) == message
+        assert str(await asyncio.wait_for(failed.get(), TIMEOUT)) == message
 
 
 def test_models_without_adapters_are_served_beside_those_that_take_some(tmp_path: Path) -> None:

@@ -58,21 +58,6 @@ async def test_it_answers_while_the_model_loads_and_serves_once_it_has(
         assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
 
 
-async def test_a_model_that_cannot_be_loaded_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(*_: object) -> Engine:
-        raise RuntimeError("the graph is damaged")
-
-    monkeypatch.setattr("kvasir.server.process.app.build_engine", build)
-    app = create_app(load_settings(model=Path(MODEL)), fake_model_dir())
-    told: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-    app.state.models.on_load_failure = told.set_result
-    async with app.router.lifespan_context(app):
-        assert (
-            str(await asyncio.wait_for(told, TIMEOUT))
-            == f"{MODEL} cannot be served: the graph is damaged"
-        )
-
-
 BLOCK_BYTES = 64 * 2 * 2 * 2 * 32 * 4  # keys and values of 2 layers, 2 heads, 32 floats
 
 

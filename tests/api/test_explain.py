@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -112,22 +112,28 @@ def eager_weights(decoder: Transformer, token_ids: list[int]) -> list[torch.Tens
 
 
 @contextmanager
-def without(network: Transformer, heads: tuple[Head, ...]) -> Iterator[None]:
-    """Switch heads off: their part of what the output projection reads becomes 0."""
+def switched_off(
+    projections: Sequence[nn.Module], n_head: int, heads: tuple[Head, ...]
+) -> Iterator[None]:
+    """Switch heads off: their part of what a layer's output projection reads becomes 0."""
     hooks = []
-    for layer, block in enumerate(network.blocks):
-        assert isinstance(block, Block)
-        off = [one.head for one in heads if one.layer == layer]
+    for layer, head in heads:
 
-        def switch(_: nn.Module, inputs: tuple[Tensor], off: list[int] = off) -> tuple[Tensor]:
-            apart = inputs[0].unflatten(-1, (network.config.n_head, -1)).clone()
-            apart[..., off, :] = 0.0
+        def switch(_: nn.Module, inputs: tuple[Tensor], head: int = head) -> tuple[Tensor]:
+            apart = inputs[0].unflatten(-1, (n_head, -1)).clone()
+            apart[..., head, :] = 0.0
             return (apart.flatten(-2),)
 
-        hooks.append(block.attention.output.register_forward_pre_hook(switch))
+        hooks.append(projections[layer].register_forward_pre_hook(switch))
     yield
     for hook in hooks:
         hook.remove()
+
+
+def without(network: Transformer, heads: tuple[Head, ...]) -> AbstractContextManager[None]:
+    """Switch heads of a network off."""
+    attentions = [block.attention for block in network.blocks if isinstance(block, Block)]
+    return switched_off([one.output for one in attentions], network.config.n_head, heads)
 
 
 def logits_of(network: Transformer, token_ids: list[int]) -> np.ndarray[Any, Any]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from kvasir.model.directory import load_model_dir
 from kvasir.server.engine.adapters.loaded import Adapter
 from kvasir.server.explain.explainer import Explainer
 from kvasir.server.explain.explanation import Head, Questions
+from tests.api.test_explain import switched_off
 from tests.engine.test_adapters import Served, few_pairs
 from tests.kernels.graphs import needs_library
 
@@ -33,7 +32,7 @@ ALL = range(2)
 KINDS = ["llama fp32 stock", "smollm3 int4 stock", "gpt_neox int4 own"]
 KINDS += ["bart fp32 stock", "bart int8 own", "bert fp32 stock", "modernbert int8 own"]
 _PROJECTION = re.compile(
-    r"(self_attn\.o_proj|attn\.c_proj|attention(\.output)?\.dense|attn\.Wo"
+    r"(self_attn\.o_proj|attention(\.output)?\.dense|attn\.Wo"
     r"|decoder\.layers\.\d+\.self_attn\.out_proj)$"
 )
 # Of an answer's distance from the merged model's, without the adapter to with it, at least.
@@ -82,23 +81,10 @@ class Adapted:
             return weights
         return weights | {"next": out.logits[0, -1].double().softmax(-1).numpy()}
 
-    @contextmanager
-    def without(self, off: tuple[Head, ...]) -> Iterator[None]:
-        """Switch heads off: their part of what the output projection reads becomes 0."""
+    def without(self, off: tuple[Head, ...]) -> AbstractContextManager[None]:
         modules = self.merged.named_modules()
         found = [module for name, module in modules if _PROJECTION.search(name)]
-        n_head, hooks = self.directory.config.n_head, []
-        for layer, head in off:
-
-            def switch(_: nn.Module, inputs: tuple[Tensor], head: int = head) -> tuple[Tensor]:
-                apart = inputs[0].unflatten(-1, (n_head, -1)).clone()
-                apart[..., head, :] = 0.0
-                return (apart.flatten(-2),)
-
-            hooks.append(found[layer].register_forward_pre_hook(switch))
-        yield
-        for hook in hooks:
-            hook.remove()
+        return switched_off(found, self.directory.config.n_head, off)
 
 
 @pytest.fixture(scope="module", params=KINDS)

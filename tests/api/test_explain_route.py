@@ -167,13 +167,6 @@ async def test_it_can_be_switched_off() -> None:
     assert (card["has_attention"], card["explain_limits"]) == (False, None)
 
 
-async def test_a_model_without_the_graph_says_how_to_get_it() -> None:
-    async with serving() as served:
-        response = await served.client.post("/explain", json={"text": "a"})
-    assert response.status_code == 404
-    assert "no attention.onnx; export the model again" in response.json()["error"]["message"]
-
-
 async def test_a_model_of_a_folder_is_explained_where_its_weights_have_room_again(
     model_dir: ModelDirectory, tmp_path: Path
 ) -> None:
