@@ -9,7 +9,7 @@ import anthropic
 import pytest
 from pydantic import BaseModel
 
-from tests.conformance.server import CAPACITY, DAY, DAYS, MESSAGES, Conformed, Server
+from tests.conformance.server import CAPACITY, DAY, DAYS, MESSAGES, Calls, Conformed, Server
 
 _WEATHER: Any = {"name": "weather", "input_schema": DAY}
 
@@ -20,21 +20,8 @@ class Reading(BaseModel):
     good: bool
 
 
-class _Calls:
-    """The package's HTTP client has hooks; this counts what they see."""
-
-    def __init__(self) -> None:
-        self.n = 0
-
-    def note(self, _request: object) -> None:
-        self.n += 1
-
-    async def note_async(self, _request: object) -> None:
-        self.n += 1
-
-
 def use_anthropic(server: Server) -> Conformed:
-    calls = _Calls()
+    calls = Calls()
     options: dict[str, Any] = {"base_url": server.url, "api_key": server.key or "none"}
     options |= {"max_retries": 0}
     hooks = {"request": [calls.note]}
@@ -47,7 +34,7 @@ def use_anthropic(server: Server) -> Conformed:
     asynchronous = anthropic.DefaultAsyncHttpxClient(event_hooks=hooks_async)
     client_async = anthropic.AsyncAnthropic(**options, http_client=asynchronous)
     asyncio.run(_at_once(client_async, server))
-    return Conformed("anthropic", anthropic.__version__, calls.n)
+    return Conformed("anthropic", anthropic.__version__, len(calls))
 
 
 def _converse(client: anthropic.Anthropic, server: Server) -> None:

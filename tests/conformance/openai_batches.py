@@ -8,17 +8,15 @@ import time
 import openai
 import pytest
 
-from tests.conformance.server import Conformed, Server
+from tests.conformance.server import Calls, Conformed, Server
 
 _N_REQUESTS = 12
 _ENDED = ("completed", "failed", "expired", "cancelled")
 
 
 def use_openai_batches(server: Server) -> Conformed:
-    calls: list[str] = []
-    http = openai.DefaultHttpxClient(
-        event_hooks={"request": [lambda request: calls.append(request.url.path)]}
-    )
+    calls = Calls()
+    http = openai.DefaultHttpxClient(event_hooks={"request": [calls.note]})
     with openai.OpenAI(base_url=server.openai_url, api_key=server.key, http_client=http) as client:
         _answer(client, server)
         _cancel(client, server)

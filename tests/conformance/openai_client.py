@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.conformance.server import CAPACITY, DAY, DAYS, MESSAGES, Conformed, Server
+from tests.conformance.server import CAPACITY, DAY, DAYS, MESSAGES, Calls, Conformed, Server
 
 _WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": DAY}}
 
@@ -25,15 +24,8 @@ class Reading(BaseModel):
 
 
 def use_openai(server: Server) -> Conformed:
-    calls: list[str] = []
-
-    def note(request: httpx.Request) -> None:
-        calls.append(request.url.path)
-
-    async def note_async(request: httpx.Request) -> None:
-        note(request)
-
-    http = openai.DefaultHttpxClient(event_hooks={"request": [note]})
+    calls = Calls()
+    http = openai.DefaultHttpxClient(event_hooks={"request": [calls.note]})
     options: dict[str, Any] = {"base_url": server.openai_url, "api_key": server.key}
     options |= {"max_retries": 0}
     with openai.OpenAI(**options, http_client=http) as client:
@@ -41,7 +33,7 @@ def use_openai(server: Server) -> Conformed:
         _chat(client, server)
         _call_functions(client, server)
         _fail(client, server)
-    asynchronous = openai.DefaultAsyncHttpxClient(event_hooks={"request": [note_async]})
+    asynchronous = openai.DefaultAsyncHttpxClient(event_hooks={"request": [calls.note_async]})
     asyncio.run(_at_once(openai.AsyncOpenAI(**options, http_client=asynchronous), server))
     return Conformed("openai", openai.__version__, len(calls))
 

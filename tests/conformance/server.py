@@ -38,3 +38,13 @@ class Conformed:
     version: str
     calls: int
     note: str = ""
+
+
+class Calls(list[str]):
+    """The paths of a client's calls, which the hooks of its HTTP client tell."""
+
+    def note(self, request: Any) -> None:
+        self.append(request.url.path)
+
+    async def note_async(self, request: Any) -> None:
+        self.note(request)
