@@ -403,7 +403,7 @@ def test_a_model_that_takes_no_adapters_says_so_at_the_start(
     exported: Path, root: Path, tmp_path: Path
 ) -> None:
     found = load_model_dir(exported / "base")
-    manifests = {
+    manifests: dict[str, dict[str, Any]] = {
         "it was exported for cuda": {"device": "cuda"},
         "it has no adapters.safetensors, being of an older Kvasir": {"files": {}},
     }
