@@ -219,8 +219,10 @@ TGI_TYPES = {"invalid_request_error": "validation", "internal_error": "generatio
 
 
 # Errors of one status take their form in one place: the other dialects show each status once.
-IN_EACH_DIALECT = ("bad request", "too long", "wrong key", "too large", "queue full", "deadline")
-IN_EACH_DIALECT += ("queued at shutdown", "engine fails")
+IN_EACH_DIALECT = (
+    *("bad request", "too long", "wrong key", "too large", "queue full", "deadline"),
+    *("queued at shutdown", "engine fails"),
+)
 ROWS = [(name, "openai", False) for name in CASES]
 ROWS += [(name, dialect, True) for dialect in ("tgi", "anthropic") for name in IN_EACH_DIALECT]
 
