@@ -16,7 +16,7 @@ from kvasir.server.batches.store import RECORD_BYTES, BatchStore
 from kvasir.server.errors import ConflictError, NotFoundError, RequestTooLargeError
 from kvasir.server.state import link
 from kvasir.server.state.redis_state import RedisState
-from tests.batches.test_store import ENDPOINT, NOW
+from tests.kit.batches import ENDPOINT, NOW
 from tests.kit.fake_runner import TIMEOUT
 from tests.kit.redis_server import needs_redis, redis_server
 

@@ -17,7 +17,8 @@ from kvasir.server.api.http.upload import Content
 from kvasir.server.batches import worker as batch_worker
 from kvasir.server.batches.journal import Reply
 from kvasir.server.batches.store import BatchStore
-from tests.batches.test_store import ENDPOINT, check_whole, doubled, upload, worker
+from tests.batches.test_store import worker
+from tests.kit.batches import ENDPOINT, check_whole, doubled, upload
 
 FOREVER = 10**9
 
@@ -82,7 +83,7 @@ async def test_whatever_write_fails_the_batch_ends_whole(
         batch = await retried(lambda: working.create(file, ENDPOINT, None))  # noqa: B023
         assert [*store.batches.values()] == [batch]
         await working.tasks[batch.id]
-        check_whole(store, batch.id)
+        check_whole(store, batch)
         assert not working.waiting
         for one in [*store.files.values()]:
             store.delete(one)

@@ -6,8 +6,8 @@ import gc
 import json
 import tracemalloc
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -57,11 +57,12 @@ from tests.kit.huggingface_models import make_encoder, make_encoder_decoder, sav
 
 pytestmark = needs_library
 MOST_BYTES, N_REQUESTS, N_TEXTS = 2**24, 16, 24
-# With parts of our layers, one fused module, and rows that importers permute; by our operators, or
-# by ONNX Runtime's, which fp32 has. Phi-3's network is Llama's here, so that it is traced once.
-KINDS = ["llama int8 own", "gpt_neox int4 own", "phi3 int8 own", "bart int8 own"]
-KINDS += ["llama fp32 stock", "gpt2 int8 stock", "smollm3 int4 stock", "bart fp32 stock"]
-ENCODERS = ["bert int8 own", "bert fp32 stock", "modernbert int8 stock"]
+# Each product that reads adapters, of our operators and of ONNX Runtime's, which fp32 has.
+# tests/model/test_adapter_layout.py has what importers do. Phi-3's network is Llama's here, so that
+# it is traced once.
+KINDS = ["phi3 int8 own", "gpt_neox int4 own", "bart int8 own"]
+KINDS += ["llama fp32 stock", "gpt2 int8 stock", "llama int4 stock", "bart fp32 stock"]
+ENCODERS = ["bert int8 own", "modernbert int8 stock"]
 MAKERS: dict[str, Callable[[], Any]] = {
     "bart": partial(make_encoder_decoder, "bart"),
     **{kind: partial(make_encoder, kind) for kind in ("bert", "modernbert")},
@@ -153,24 +154,30 @@ class Served:
         assert runner.adapters is not None
         return runner.adapters.load(self.folder / f"adapter{i}", f"adapter{i}", MOST_BYTES)
 
+    def load_all(
+        self, runner: AdaptedRunner | EncoderRunner, order: Iterable[int] = range(len(OPTIONS))
+    ) -> list[Adapter]:
+        """Load the adapters of OPTIONS in any order, and return them in theirs."""
+        loaded = {i: self.load(runner, i) for i in order}
+        return [loaded[i] for i in range(len(OPTIONS))]
+
     @cached_property
     def alone(self) -> list[Result]:
-        """The results of each request alone, by an adapter that is loaded for it."""
-        widths = (1, 3) if self.has_sources else (1,)
-        runners = {n: self.runner(max_num_seqs=n) for n in widths}
+        """The results of each request alone."""
+        runners = {n: self.runner(max_num_seqs=n) for n in ((1, 3) if self.has_sources else (1,))}
+        loaded = {n: self.load_all(runner) for n, runner in runners.items()}
         results = []
         for i in range(N_REQUESTS):
-            runner = runners[self.request(i, [None] * 3).params.n_rows]
-            adapters = [self.load(runner, n) for n in range(len(OPTIONS))]
-            engine = Engine(runner, chunk_size=200)
-            results.append(run_to_end(engine, [self.request(i, adapters)])[i])
+            n_rows = self.request(i, [None] * 3).params.n_rows
+            engine = Engine(runners[n_rows], chunk_size=200)
+            results.append(run_to_end(engine, [self.request(i, loaded[n_rows])])[i])
         return results
 
     @cached_property
     def vectors_alone(self) -> list[NDArray[np.float32]]:
         """The vectors of each text alone."""
         runner = self.encoder()
-        adapters = [self.load(runner, i) for i in range(len(OPTIONS))]
+        adapters = self.load_all(runner)
         return [runner.run([make_text(i, adapters)])[0] for i in range(N_TEXTS)]
 
     def request(self, i: int, adapters: list[Adapter] | list[None]) -> Sequence:
@@ -293,19 +300,26 @@ def test_numbers_that_16_bits_do_not_hold_are_refused(tmp_path: Path) -> None:
         graph.load(tmp_path, "a", 2**30)
 
 
-@pytest.mark.parametrize("n", range(4))
+def test_a_rank_that_operators_do_not_take_is_refused(tmp_path: Path) -> None:
+    graph = save_constant(tmp_path, 16, 33, np.float32(1))
+    with pytest.raises(AdapterError, match=r"'mine': r of a is 33; expected at most 32$"):
+        graph.load(tmp_path, "mine", MOST_BYTES)
+
+
+@pytest.mark.parametrize("n", range(3))
 def test_same_request_same_bits(served: Served, n: int) -> None:
-    """In any mix and chunks, from the prefix cache or not, with drafts, after loading again."""
+    """In any mix and chunks, on any path, from the prefix cache or not, with drafts.
+
+    Of an encoder-decoder, ONNX Runtime computes some, which depends on the CPU alone.
+    """
     generator = np.random.default_rng(n)
-    has_cache = n % 2 == 1 and not served.has_sources
-    runner = served.runner(
-        max_num_seqs=[3, 5, 8, 16][n], threads=1 + n % 2, prefix_cache_bytes=2**20 * has_cache
-    )
-    order = generator.permutation(len(OPTIONS))
-    loaded = {i: served.load(runner, i) for i in order}
-    adapters = [loaded[i] for i in range(len(OPTIONS))]
+    has_cache = n == 1 and not served.has_sources
+    path = "auto" if served.has_sources else served.paths[n % len(served.paths)]
+    sizes = {"max_num_seqs": [3, 5, 16][n], "prefix_cache_bytes": 2**20 * has_cache}
+    runner = served.runner(threads=1 + n % 2, path=path, **sizes)
+    adapters = served.load_all(runner, generator.permutation(len(OPTIONS)).tolist())
     speculate = n > 0 and runner.drafts_exactly
-    engine = Engine(runner, chunk_size=[2, 3, 64, 200][n], speculate=speculate)
+    engine = Engine(runner, chunk_size=[2, 3, 64][n], speculate=speculate)
     for _ in range(1 + has_cache):  # the second time prompts are cached
         requests = [served.request(i, adapters) for i in range(N_REQUESTS)]
         assert_same(run_at_random(engine, requests, generator, n_aborted=n), served.alone)
@@ -319,69 +333,35 @@ def test_without_an_adapter_bits_are_those_of_a_server_without_adapters(served: 
     assert [results[request.id] for request in requests] == served.alone[3::4]
 
 
-def test_same_bits_on_every_path(served: Served) -> None:
-    """Of whole graphs; what ONNX Runtime computes of others depends on the CPU alone."""
-    for path in served.paths if not served.has_sources else ["auto"]:
-        runner = served.runner(path=path)
-        adapters = [served.load(runner, i) for i in range(len(OPTIONS))]
-        requests = [served.request(i, adapters) for i in range(N_REQUESTS)]
-        results = run_to_end(Engine(runner, chunk_size=16), requests)
-        assert [results[i] for i in range(N_REQUESTS)] == served.alone
-
-
-@pytest.mark.parametrize("n", range(4))
-def test_a_text_has_the_same_bits(encoder: Served, n: int) -> None:
-    """Beside any others, in one run or several at a time."""
-    generator, alone = np.random.default_rng(n), encoder.vectors_alone
-    runner = encoder.encoder(path=encoder.paths[n % len(encoder.paths)], threads=1 + n % 2)
-    adapters = [encoder.load(runner, i) for i in range(len(OPTIONS))]
-    budget = [1, 40, 300, 2000][n]
-    engine = EncoderEngine(runner, token_budget=budget, max_num_seqs=8)
-    for i in generator.permutation(N_TEXTS):
-        engine.add(make_text(int(i), adapters))
-    n_done = 0
-    while engine.has_work:
-        for output in engine.step()[0]:
-            assert output.vectors is not None
-            assert output.vectors.tobytes() == alone[output.sequence_id].tobytes()
-            n_done += 1
-    assert n_done == N_TEXTS
-    runner.release_idle_memory()
-
-
-def test_a_text_without_an_adapter_has_the_bits_of_a_server_without(encoder: Served) -> None:
-    runner = encoder.encoder(adapts=False)
+def test_a_text_has_the_same_bits(encoder: Served) -> None:
+    """Beside any others, in one run or several at a time; without an adapter, as without any."""
+    alone = encoder.vectors_alone
+    for n, budget in enumerate((1, 40, 2000)):
+        runner = encoder.encoder(path=encoder.paths[n % len(encoder.paths)], threads=1 + n % 2)
+        engine = EncoderEngine(runner, token_budget=budget, max_num_seqs=8)
+        adapters = encoder.load_all(runner)
+        for i in np.random.default_rng(n).permutation(N_TEXTS):
+            engine.add(make_text(int(i), adapters))
+        found = dict[int, bytes]()
+        while engine.has_work:
+            outputs = engine.step()[0]
+            found |= {one.sequence_id: np.asarray(one.vectors).tobytes() for one in outputs}
+        assert found == {i: vectors.tobytes() for i, vectors in enumerate(alone)}
+        runner.release_idle_memory()
+    without = encoder.encoder(adapts=False)
     for i in range(3, N_TEXTS, 4):
-        (found,) = runner.run([make_text(i, [])])
-        assert found.tobytes() == encoder.vectors_alone[i].tobytes()
+        assert without.run([make_text(i, [])])[0].tobytes() == alone[i].tobytes()
 
 
-def test_vectors_are_no_further_than_those_of_the_merged_model(encoder: Served) -> None:
-    i = 1
-    merged = encoder.adapt("again", i).merge_and_unload()
-    encoder.export(merged, "merged")
-    texts = [make_text(n, []).prompt_ids for n in range(12)]
-    with torch.no_grad():
-        expected = [merged(torch.tensor([ids])).last_hidden_state[0].numpy() for ids in texts]
-
-    def error(runner: EncoderRunner, adapter: Adapter | None) -> float:
-        params, found = SamplingParams(max_tokens=0), list[np.floating[Any]]()
-        for ids, right in zip(texts, expected, strict=True):
-            more: Opening = {"wants_tokens": True, "adapter": adapter}
-            text = EncoderSequence(0, ids, params, frozenset(), 0.0, **more)
-            found.append(np.abs(runner.run([text])[0] - right).mean())
-        return float(np.mean(found))
-
-    runner = encoder.encoder()
-    of_merged = error(encoder.encoder("merged", adapts=False), None)
-    assert error(runner, encoder.load(runner, i)) < 1.1 * of_merged + 1e-6
-    assert error(runner, None) > 5 * of_merged
-
-
-def test_a_rank_that_operators_do_not_take_is_refused(served: Served) -> None:
-    served.adapt("adapter9", 0, r=500)
-    with pytest.raises(AdapterError, match=r"'adapter9': r of .* is 500; expected at most \d+$"):
-        served.load(served.runner(), 9)
+def vector_errors(runner: EncoderRunner, adapter: Adapter | None, right: nn.Module) -> float:
+    """Return the mean error of tokens' vectors, of those that PyTorch computes."""
+    errors = list[np.floating[Any]]()
+    for n in range(12):
+        text = replace(make_text(n, []), adapter=adapter)
+        with torch.no_grad():
+            expected = right(torch.tensor([text.prompt_ids])).last_hidden_state[0].numpy()
+        errors.append(np.abs(runner.run([text])[0] - expected).mean())
+    return float(np.mean(errors))
 
 
 def prompt_errors(runner: AdaptedRunner, adapter: Adapter | None, right: nn.Module) -> float:
@@ -424,18 +404,27 @@ def target_errors(runner: AdaptedRunner, adapter: Adapter | None, right: nn.Modu
     return float(np.mean(errors))
 
 
-def test_errors_are_no_larger_than_those_of_the_merged_model_exported(served: Served) -> None:
-    """But for noise. Without an adapter they are far larger, so it is no small change."""
-    i = 1
-    merged = served.adapt("again", i).merge_and_unload()
-    served.export(merged, "merged")
-    of_merged = prompt_errors(served.runner("merged"), None, merged)
-    runner = served.runner()
-    found = prompt_errors(runner, served.load(runner, i), merged)
-    assert found < 1.1 * of_merged + 1e-6
+def assert_as_merged(
+    served: Served, runner: Any, errors: Callable[[Any, Adapter | None, nn.Module], float]
+) -> None:
+    """Compare with PyTorch's merged model: errors are those of the model without an adapter.
+
+    But for noise. By the model alone they are far larger, so the adapter is no small change.
+    """
+    merged = served.adapt("again", 1).merge_and_unload()
+    of_rounding = errors(runner, None, served.model())
+    assert errors(runner, served.load(runner, 1), merged) < 1.1 * of_rounding + 1e-6
     # int4 loses much of so small a model.
     larger = {"fp32": 100, "int8": 5, "int4": 1.5}[served.precision]
-    assert prompt_errors(runner, None, merged) > larger * of_merged
+    assert errors(runner, None, merged) > larger * of_rounding
+
+
+def test_answers_are_the_merged_models(served: Served) -> None:
+    assert_as_merged(served, served.runner(), prompt_errors)
+
+
+def test_vectors_are_the_merged_models(encoder: Served) -> None:
+    assert_as_merged(encoder, encoder.encoder(), vector_errors)
 
 
 def test_memory_lives_until_the_last_sequence_has_ended(served: Served) -> None:

@@ -122,17 +122,24 @@ def test_a_lark_grammar_derives_the_text(compiler: GrammarCompiler) -> None:
 
 
 def test_the_last_token_of_a_finished_text_belongs_to_it(compiler: GrammarCompiler) -> None:
-    """It needs no end-of-sequence token where that would be the only choice."""
-    result = run([constrained(compiler, 0, by_regex("read"), logprobs=0)])[0]
+    """It needs no end-of-sequence token where that would be the only choice.
+
+    Log-probabilities are the model's own, whatever the grammar allows. A text may be cut short.
+    """
+    sequence = constrained(compiler, 0, by_regex("read"), logprobs=3)
+    shorter = [constrained(compiler, n, by_regex("[abc]{9}"), max_tokens=n) for n in (1, 5)]
+    engine = make_engine()
+    results = run_to_end(engine, [sequence, *shorter])
+    result = results[0]
     assert text_of(result) == "read"
     assert EOS not in result.token_ids
     assert result.finish_reasons == [FinishReason.STOP]
-
-
-@pytest.mark.parametrize("max_tokens", [1, 5])
-def test_a_text_may_be_cut_short(compiler: GrammarCompiler, max_tokens: int) -> None:
-    result = run([constrained(compiler, 0, by_regex("[abc]{9}"), max_tokens=max_tokens)])[0]
-    assert (len(result.token_ids), result.finish_reasons) == (max_tokens, [FinishReason.LENGTH])
+    assert isinstance(engine.runner, FakeRunner)
+    for i, token_id in enumerate(result.token_ids):
+        row = engine.runner.logits(sequence.prompt_ids + result.token_ids[:i])
+        assert result.logprobs[i] == token_logprobs(row, token_id, 3)
+    for n in (1, 5):
+        assert (len(results[n].token_ids), results[n].finish_reasons) == (n, [FinishReason.LENGTH])
 
 
 def test_ending_tokens_come_where_the_text_may_end_or_goes_through_them(
@@ -231,16 +238,6 @@ def test_other_formats_say_what_a_text_is_for(compiler: GrammarCompiler) -> None
     compiler.compile(by_lark("start: %json " + json.dumps(enforceable_schema(schema))))
     result = run([constrained(compiler, 0, by_schema(schema))])[0]
     jsonschema.validate(json.loads(text_of(result)), schema)
-
-
-def test_logprobs_are_the_models_own(compiler: GrammarCompiler) -> None:
-    engine = make_engine()
-    sequence = constrained(compiler, 0, by_regex("[ab]{5}"), logprobs=3)
-    result = run_to_end(engine, [sequence])[0]
-    assert isinstance(engine.runner, FakeRunner)
-    for i, token_id in enumerate(result.token_ids):
-        row = engine.runner.logits(sequence.prompt_ids + result.token_ids[:i])
-        assert result.logprobs[i] == token_logprobs(row, token_id, 3)
 
 
 def test_constrained_sequences_do_not_guess(compiler: GrammarCompiler) -> None:
@@ -375,16 +372,6 @@ def test_what_only_looks_hostile_is_held(
     assert trial.check(grammar) == ""
     result = run([constrained(compiler, 0, grammar, max_tokens=20)])[0]
     assert result.finish_reasons[0] in (FinishReason.LENGTH, FinishReason.STOP)
-
-
-def test_a_trial_that_was_killed_starts_again() -> None:
-    trial = GrammarTrial(*MODEL)
-    assert trial.check(by_regex("a")) == ""
-    assert trial._process is not None
-    trial._process.process.kill()
-    trial._process.process.wait()
-    assert trial.check(by_regex("b")) == ""
-    trial.close()
 
 
 @pytest.mark.parametrize("tokenizer_json", ["{}", "nonsense"])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -157,45 +155,6 @@ def test_without_a_capture_that_works_all_runs_are_eager(
     assert why in caplog.text
     assert len(caplog.records) == 1
     assert len(recorded.session.replays) <= 1
-
-
-def in_a_thread(run: Callable[[], None]) -> None:
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(run).result()
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        "other addresses",
-        "another attention_metadata",
-        "a binding in",
-        "an allocation in",
-        "another thread",
-    ],
-)
-def test_the_recording_session_sees_what_a_card_would_not(
-    paged_model: RandomModel, message: str
-) -> None:
-    recorded = Recorded.open(paged_model)
-    run_to_end(recorded.engine(), [make_sequence(0, [1, 2, 3], GREEDY)])
-    graphs = recorded.runner.model.graphs
-    assert graphs is not None
-    graph: Any = list(graphs._graphs.values())[-1]
-    replay = partial(recorded.session.run_with_iobinding, graph.binding, graph.options)
-    replay()
-    if message == "other addresses":
-        graph.binding.places["input_ids"] = (*graph.binding.places["input_ids"][:4], 4096)
-    elif message == "another attention_metadata":
-        graph.binding.inputs["attention_metadata"][1] += 1
-    elif message == "a binding in":
-        recorded.session.io_binding()
-    elif message == "an allocation in":
-        recorded.stream.device_buffer(1)
-    else:
-        replay = partial(in_a_thread, replay)
-    with pytest.raises(AssertionError, match=message):
-        replay()
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 20, 64])

@@ -307,19 +307,6 @@ def step_stats(engine: Engine, sequences: list[Sequence]) -> list[StepStats]:
     return stats
 
 
-def test_prompts_that_begin_alike_and_come_together_compute_it_once() -> None:
-    """Would catch a lookup at admission, when nothing of the first prompt has been computed."""
-    engine, runner = make_engine(chunk_size=8, cache_blocks=50, max_num_seqs=8)
-    shared, n = list(range(5 * BLOCK)), 6
-    sequences = [greedy(i, [*shared, 40 + i, 9, 9], 3) for i in range(n)]
-    stats = step_stats(engine, sequences)
-    assert sum(s.n_prefill_tokens for s in stats) == len(shared) + n * 3
-    assert [s.n_cached for s in sequences] == [0] + [len(shared)] * (n - 1)
-    assert sum(s.n_queried for s in stats) == n * (len(shared) + 3)
-    assert sum(s.n_cached for s in stats) == (n - 1) * len(shared)
-    assert [s.output_ids for s in sequences] == [runner.greedy(s.prompt_ids, 3) for s in sequences]
-
-
 @pytest.mark.parametrize(("length", "cached"), [(8, 4), (9, 4), (10, 8), (11, 8), (3, 0), (1, 0)])
 def test_a_hit_leaves_two_tokens_to_run(length: int, cached: int) -> None:
     """A run of one token takes another kernel. Blocks are 4 tokens here."""
@@ -356,24 +343,13 @@ def test_what_was_generated_is_not_kept() -> None:
     assert second.n_cached == BLOCK
 
 
-def test_a_text_that_repeats_itself_takes_fewer_steps() -> None:
-    """The tokens stay the same, and the figures count every draft and every token."""
-    engine, runner = make_engine(speculate=True, next_token=lambda prefix: prefix[-3])
-    sequence = greedy(0, [1, 2, 3], 50)
-    stats = step_stats(engine, [sequence])
-    assert sequence.output_ids == runner.greedy([1, 2, 3], 50)
-    assert len(stats) < 12
-    assert sum(s.n_decode + s.n_accepted for s in stats) == 49
-    assert sum(s.n_drafted for s in stats) == sum(s.n_accepted for s in stats)
-
-
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_sampled_tokens_and_logprobs_are_those_of_one_step_a_token(seed: int) -> None:
     """With penalties and several sequences: would catch a random draw lost or made twice."""
     results, n_steps = [], []
     for speculate in (False, True):
         engine, runner = make_engine(
-            speculate=speculate, next_token=repeating(2 + seed % 3), max_num_seqs=3
+            speculate=speculate, next_token=repeating(2 + seed), max_num_seqs=3
         )
         requests = []
         for i in range(6):

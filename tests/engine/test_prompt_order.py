@@ -72,8 +72,7 @@ def alone(n_prompt: int) -> float:
     return server.run(server.add(n_prompt))
 
 
-@pytest.mark.parametrize("n_long", [1, 4])
-@pytest.mark.parametrize("n_steps", [1, 9, 30])
+@pytest.mark.parametrize(("n_long", "n_steps"), [(1, 9), (4, 1), (4, 30)])
 def test_a_short_prompt_waits_for_a_step_whatever_is_computed(n_long: int, n_steps: int) -> None:
     """For the one that runs: here it comes between two, and shares its own with no long prompt."""
     server = Server()
@@ -99,21 +98,15 @@ def test_a_cancelled_prompt_frees_its_step_at_once() -> None:
     assert short.output_ids
 
 
-def test_no_prompt_starves_beside_endless_short_ones() -> None:
-    """Would catch an order by the work left alone."""
+@pytest.mark.parametrize(
+    ("priority", "n_short"), [(0, CHUNK), (BACKGROUND_PRIORITY, 64)], ids=["client's", "background"]
+)
+def test_no_prompt_starves_beside_endless_short_ones(priority: int, n_short: int) -> None:
+    """Would catch an order by the work left alone. CHUNK is a whole step."""
     server = Server()
-    long = server.add(2000)
+    long = server.add(2000, priority=priority)
     while not long.output_ids:
-        server.add(CHUNK)  # a step's tokens, in each step
-        server.step()
-    assert server.runner.now - long.arrived_at <= 4 * alone(2000) + 4 * STEP
-
-
-def test_a_prompt_in_the_background_goes_on_beside_endless_short_ones() -> None:
-    server = Server()
-    long = server.add(2000, priority=BACKGROUND_PRIORITY)
-    while not long.output_ids:
-        server.add(64)
+        server.add(n_short)
         server.step()
     assert server.runner.now - long.arrived_at <= 4 * alone(2000) + 4 * STEP
 
@@ -149,17 +142,6 @@ def test_the_prompts_of_a_key_delay_others_as_one_of_them_would(length: int) -> 
         return server.run(server.add(length, owner="b"))
 
     assert seconds(10) <= 4 / 3 * seconds(1) + STEP
-
-
-def test_a_key_that_had_its_turn_comes_after_the_others() -> None:
-    server = Server()
-    first = [server.add(CHUNK, owner="a") for _ in range(4)]
-    second = [server.add(CHUNK, owner="b") for _ in range(2)]
-    order: list[Sequence] = []
-    while server.engine.has_work:
-        server.step()
-        order += [s for s in (*first, *second) if s.output_ids and s not in order]
-    assert order.index(second[1]) <= 4  # of six, instead of the last
 
 
 @settings(max_examples=15, deadline=None)
@@ -265,16 +247,3 @@ def test_the_order_is_of_age_priority_work_left_and_turns(
             order.completes(found, float(now))
             turns |= {} if found.is_background else {found.owner: float(now)}
     assert not left
-
-
-def test_owners_take_turns_from_the_last_completed_prompt_on() -> None:
-    prompts: list[Sequence] = []
-    for number, owner in enumerate("aaabbc"):
-        sequence = make_sequence(number, [1], SamplingParams(max_tokens=1))
-        sequence.owner, sequence.arrived_at = owner, float(number)
-        prompts.append(sequence)
-    order, found = PromptOrder(lambda prompts: np.zeros(len(prompts))), ""
-    for now, sequence in enumerate(order.first_to_last(prompts), 10):
-        order.completes(sequence, float(now))
-        found += sequence.owner
-    assert found == "abcaba"

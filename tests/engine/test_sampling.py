@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,50 +96,29 @@ def sample(logits: Floats, sequences: list[Sequence]) -> list[int | None]:
     return [sampler.sample(row, one) for row, one in zip(logits, sequences, strict=True)]
 
 
-filters = st.fixed_dictionaries(
-    {
-        "temperature": st.floats(0.1, 3.0),
-        "top_k": st.sampled_from([0, 1, 2, 17, VOCAB, VOCAB + 5]),
-        "top_p": st.sampled_from([1e-18, 0.05, 0.5, 0.9, 0.999, 1.0]),
-        "typical_p": st.sampled_from([0.2, 0.9, 1.0]),
-        "min_p": st.sampled_from([0.0, 0.02, 0.5, 1.0]),
-    }
-)
-
-
-@settings(max_examples=60)
-@given(rows=st.lists(filters, min_size=1, max_size=5), seed=st.integers(0, 2**64 - 1))
-def test_drawn_tokens_equal_the_definition_row_by_row(
-    rows: list[dict[str, float]], seed: int
-) -> None:
-    logits = random_logits(seed % 1000, len(rows))
-    params = [SamplingParams(max_tokens=1, seed=seed + i, **row) for i, row in enumerate(rows)]  # type: ignore[arg-type]
-    tokens = sample(logits, [sampled_sequence(p) for p in params])
-    for token, row, p in zip(tokens, logits, params, strict=True):
-        assert token in draws_by_definition(row, p, 1)[0]
-
-
 @settings(max_examples=80)
 @given(
     shape=st.sampled_from(["flat", "middling", "peaked", "tied", "constant", "banned", "striped"]),
+    typical_p=st.sampled_from([1.0, 1.0, 0.2, 0.9]),
     vocab=st.sampled_from([1, 300, 2049, 5000, 6144]),
     temperature=st.sampled_from([0.1, 0.8, 2.0]),
-    top_k=st.sampled_from([0, 0, 0, 50, 4000]),
+    top_k=st.sampled_from([0, 0, 0, 1, 50, 4000]),
     top_p=st.sampled_from([1e-18, 1e-3, 0.3, 0.5, 0.9, 0.95, 0.999, 1 - 1e-7, 1 - 1e-16]),
-    min_p=st.sampled_from([0.0, 0.0, 0.0, 0.05]),
-    seed=st.integers(0, 2**32),
+    min_p=st.sampled_from([0.0, 0.0, 0.0, 0.05, 1.0]),
+    seed=st.integers(0, 2**64 - 1),
 )
 @example(  # the sample misses the place
-    shape="striped", vocab=5000, temperature=0.8, top_k=0, top_p=0.5, min_p=0.0, seed=2
-)
-def test_a_nucleus_is_the_smallest_whatever_the_distribution(
-    shape: str, vocab: int, temperature: float, top_k: int, top_p: float, min_p: float, seed: int
+    shape="striped", typical_p=1.0, vocab=5000, temperature=0.8, top_k=0, top_p=0.5, min_p=0.0,
+    seed=2,
+)  # fmt: skip
+def test_drawn_tokens_equal_the_definition(
+    shape: str, typical_p: float, vocab: int, seed: int, **filters: Any
 ) -> None:
-    """Vocabularies both smaller and larger than the sample that locates its end."""
-    logits = logits_of_shape(shape, seed, vocab)
-    params = SamplingParams(
-        max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
-    )
+    """Vocabularies both smaller and larger than the sample that locates the end of a nucleus."""
+    logits = logits_of_shape(shape, seed % 2**32, vocab)
+    if vocab <= 300 and shape not in ("tied", "constant", "banned"):
+        filters["typical_p"] = typical_p  # whose definition keeps no ties, near ones included
+    params = SamplingParams(max_tokens=1, seed=seed, **filters)
     sequences = [sampled_sequence(replace(params, sample_index=i)) for i in range(12)]
     tokens = sample(np.tile(logits, (12, 1)), sequences)
     for token, expected in zip(tokens, draws_by_definition(logits, params, 12), strict=True):
@@ -168,15 +148,6 @@ def test_greedy_takes_the_likeliest_and_leaves_the_logits_alone() -> None:
         int(before[2].argmax()),
     ]
     assert np.array_equal(logits, before)
-
-
-def test_draws_follow_the_distribution() -> None:
-    """Would catch a generator that is restarted for every token, or a biased search."""
-    logits = np.log(np.array([[0.5, 0.25, 0.125, 0.125]], dtype=np.float32))
-    sequence = sampled_sequence(SamplingParams(max_tokens=1, seed=7))
-    tokens = [sample(logits, [sequence])[0] for _ in range(4000)]
-    drawn = np.array([tokens.count(i) for i in range(4)]) / 4000
-    assert np.abs(drawn - [0.5, 0.25, 0.125, 0.125]).max() < 0.03  # four standard deviations
 
 
 def test_penalties_and_bias_by_definition() -> None:
@@ -251,20 +222,3 @@ def test_penalties_keep_up_with_a_growing_output() -> None:
         chosen = sample(logits, [growing])
         assert chosen == sample(logits, [sampled_sequence(params, growing.output_ids)])
         growing.output_ids += [token for token in chosen if token is not None]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
-def test_a_row_without_a_token_to_choose_is_told_apart_from_its_neighbours(
-    temperature: float, broken: float
-) -> None:
-    """An overflow of the model or a ban of every token does not end the other sequences."""
-    logits = random_logits(0, 3)
-    params = SamplingParams(max_tokens=1, temperature=temperature)
-    expected = sample(logits, [sampled_sequence(params) for _ in range(3)])
-    logits[1] = broken
-    assert sample(logits, [sampled_sequence(params) for _ in range(3)]) == [
-        expected[0],
-        None,
-        expected[2],
-    ]

@@ -194,16 +194,6 @@ def greedy(max_tokens: int = 9, **params: Any) -> Sequence:
     return make_sequence(0, PROMPT, SamplingParams(**params))
 
 
-@pytest.mark.parametrize(
-    ("draft", "tokens"),
-    [([], [4]), ([5], [4]), ([4, 5, 7], [4, 5, 6]), ([4, 5, 6], [4, 5, 6, 7]), ([6, 5, 4], [4])],
-)
-def test_a_draft_is_kept_up_to_its_first_error_and_a_token_follows(
-    draft: list[int], tokens: list[int]
-) -> None:
-    assert verify(likes(4, 5, 6, 7)[: len(draft) + 1], greedy(), draft) == tokens
-
-
 def test_a_row_without_a_token_to_choose_comes_last() -> None:
     logits = likes(4, 5, 6)
     logits[1] = np.nan

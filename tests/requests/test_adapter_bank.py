@@ -238,9 +238,9 @@ def parents(models: ModelRegistry) -> dict[str, str]:
 
 
 def test_an_adapter_is_of_the_model_that_it_names_or_else_of_the_first_that_it_fits(
-    tmp_path: Path,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A model is named by its directory, or by what was exported, too."""
+    """A model is named by its directory, or by what was exported, too. A choice is told once."""
     sizes = {"a": 8, "b": 8, "c": 16}
     found = {n: save_model(tmp_path / "models" / n, n_in, f"Tiny-{n}") for n, n_in in sizes.items()}
     bases = {"by_id": "b", "by_source": "org/tiny-B", "of_run": "/runs/b/step-00000500", "no": None}
@@ -255,7 +255,10 @@ def test_an_adapter_is_of_the_model_that_it_names_or_else_of_the_first_that_it_f
     assert models.adapted is not None
     expected = dict.fromkeys(("by_id", "by_source", "of_run"), "b") | {"no": "a", "wide": "c"}
     expected["pipe"] = "a"
-    assert parents(models) == expected
+    for _ in range(2):
+        assert parents(models) == expected
+    (told,) = (message for message in caplog.messages if "is of the first" in message)
+    assert told.startswith("adapter 'no' fits 'a' and 'b', and is of the first; ")
     folder = tmp_path / "adapters/no"
     assert models.adapted.choose("no", folder, "b") == "b"
     message = (
@@ -309,20 +312,6 @@ def test_an_adapters_model_is_chosen_again_when_its_files_change(tmp_path: Path)
     for file in (tmp_path / "newer").iterdir():
         file.replace(folder / file.name)
     assert parents(models) == {"late": "a"}
-
-
-def test_an_adapter_that_fits_several_models_is_told_in_the_log_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    found = {name: save_model(tmp_path / "models" / name, 8) for name in "ab"}
-    save_peft(tmp_path / "adapters/named", 8, "org/b")
-    save_peft(tmp_path / "adapters/poet", 8, "org/renamed")
-    models = of_folder(tmp_path, **found)
-    for _ in range(2):
-        assert parents(models) == {"named": "b", "poet": "a"}
-    assert caplog.messages == [
-        "adapter 'poet' fits 'a' and 'b', and is of the first; base_model_name_or_path can choose"
-    ]
 
 
 def test_another_thread_may_unload_an_adapter_while_it_is_looked_for(tmp_path: Path) -> None:

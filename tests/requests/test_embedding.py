@@ -108,8 +108,10 @@ class Counted:
         return getattr(self.tokenizer, name)
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    ("name", "side"),
+    [("template", "left"), ("template", "right"), ("roberta", "left"), ("sequence", "right")],
+)
 def test_texts_and_pairs_are_cut_as_the_tokenizer_cuts_them(name: str, side: Side) -> None:
     """A long text that is in many pairs costs each of them no more than what is left of it."""
     tokenizer = Tokenizer.from_str(small_tokenizer().to_str())

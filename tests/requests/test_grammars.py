@@ -31,6 +31,7 @@ from tests.kit.serving import (
     VOCAB_SIZE,
     Served,
     fake_model_dir,
+    sample,
     serving,
     small_tokenizer,
 )
@@ -128,6 +129,11 @@ async def test_a_text_that_cannot_go_on_ends_only_its_own_request() -> None:
             complete(served, regex="[ab]{30}"),
         )
         assert (await served.client.get("/health/live")).status_code == 200
+        ends = {
+            reason: sample(served.model.metrics, "request_success_total", finished_reason=reason)
+            for reason in ("grammar", "error", "stop")
+        }
+    assert ends == {"grammar": 2, "error": 0, "stop": 2}, "it is no error of the engine"
     error = stuck.json()["error"]
     assert stuck.status_code == 400
     assert (error["type"], error["param"]) == ("invalid_request_error", "response_format")

@@ -47,7 +47,8 @@ class RedisFleet(Fleet):
 
     def __init__(self, url: str) -> None:
         self.url = url
-        super().__init__(RedisState(url, MOST_BYTES), RedisState(url, MOST_BYTES))
+        self.both = RedisState(url, MOST_BYTES), RedisState(url, MOST_BYTES)
+        super().__init__(*self.both)
 
     def advance(self, seconds: float) -> None:
         """See Fleet."""

@@ -14,10 +14,9 @@ from tests.state.conftest import MOST_BYTES, Fleet
 ACCOUNT = b"\x01" * 16
 
 
-@pytest.mark.parametrize("seed", range(5))
-async def test_tokens_are_counted_over_all_replicas(fleet: Fleet, seed: int) -> None:
+async def test_tokens_are_counted_over_all_replicas(fleet: Fleet) -> None:
     """A token a second is forgotten, and steps are so large that the test's own time is nothing."""
-    chance, limit = random.Random(seed), 60
+    chance, limit = random.Random(0), 60
     used = dict.fromkeys((b"", ACCOUNT), 0)
     running = []
     n_refused = 0
@@ -81,11 +80,8 @@ class Oracle:
             self.kept.remove(next(one for one in self.kept if one[0][0] == most))
 
 
-@pytest.mark.parametrize("seed", range(3))
-async def test_responses_are_kept_for_all_replicas_within_their_limits(
-    fleet: Fleet, seed: int
-) -> None:
-    chance, oracle = random.Random(seed), Oracle(max_responses=12)
+async def test_responses_are_kept_for_all_replicas_within_their_limits(fleet: Fleet) -> None:
+    chance, oracle = random.Random(0), Oracle(max_responses=12)
     for replica in fleet.replicas:
         replica.max_responses = oracle.max_responses
     keys: list[Key] = []

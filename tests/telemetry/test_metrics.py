@@ -155,17 +155,6 @@ def test_a_request_that_ends_without_a_slot_counts_as_queued_until_then() -> Non
     assert value(metrics, "requests_good_total") == 0
 
 
-async def test_a_grammar_that_cannot_go_on_is_no_error_of_the_engine() -> None:
-    async with serving() as served:
-        await post(served, prompt="a", max_tokens=9, grammar='start: "ab" rest\nrest: rest "c"')
-        metrics = served.model.metrics
-    counts = {
-        reason: value(metrics, "request_success_total", finished_reason=reason)
-        for reason in FinishReason
-    }
-    assert counts == dict.fromkeys(FinishReason, 0) | {FinishReason.GRAMMAR: 1}
-
-
 @pytest.mark.parametrize(
     ("cache_bytes", "n_queried", "n_hit"), [(2**20, 23 + 23 + 14 + 1, 20 + 8), (0, 0, 0)]
 )
