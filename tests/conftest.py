@@ -11,7 +11,6 @@ import re
 import secrets
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,11 +27,11 @@ from torch.onnx._internal._lazy_import import onnxscript_apis  # type: ignore[at
 from torch.onnx._internal.exporter import _decomp
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-from kvasir.model.configuration.parts import Latents
-from kvasir.model.configuration.recurrences import DeltaRule, Mamba, Mamba2, ShortConvolution
+from kvasir.model.configuration.recurrences import DeltaRule
 from kvasir.model.directory import GRAPH_FILE
 from kvasir.server.telemetry.logs import QueuedHandler
 from tests.kit.random_models import RandomModel, export_random, make_config, make_decoder
+from tests.model.variants import VARIANTS
 
 # A slow machine is no failure of the code under test.
 settings.register_profile(
@@ -154,7 +153,7 @@ def _shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
 
 
-def _shared(precision: str = "fp32", **changes: Any) -> Any:
+def _exported(precision: str, shape: dict[str, Any]) -> Any:
     """Return a fixture: a model that is exported by whichever of pytest-xdist's workers asks first.
 
     Its folder has its name.
@@ -164,13 +163,18 @@ def _shared(precision: str = "fp32", **changes: Any) -> Any:
     def model(
         request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     ) -> RandomModel:
-        folder, shape = _shared_folder(tmp_path_factory) / str(request.fixturename), SHAPE | changes
+        folder = _shared_folder(tmp_path_factory) / str(request.fixturename)
         with FileLock(f"{folder}.lock"):
             if (folder / GRAPH_FILE).exists():
                 return RandomModel(make_decoder(make_config(**shape)), folder / GRAPH_FILE)
             return export_random(folder, precision, **shape)
 
     return model
+
+
+def _shared(precision: str = "fp32", **changes: Any) -> Any:
+    """Return a fixture: a model whose matrices are as large as those that kernels cut up."""
+    return _exported(precision, SHAPE | changes)
 
 
 SHAPE: dict[str, Any] = {"max_model_len": 200, "n_layer": 2, "n_head": 6, "head_dim": 32}
@@ -198,82 +202,23 @@ random_windowed_model = _shared(
 # precision's network is the same, so that it is traced once.
 random_mixture_model = _shared(**MIXTURE, dense_layers=(1,))
 random_int8_mixture_model = _shared("int8", **MIXTURE, dense_layers=(1,))
-# Everything that gpt-oss has: biases, clamped gates, sinks and windows.
-random_int4_mixture_model = _shared(
-    "int4",
-    **MIXTURE,
-    **WINDOWS,
-    feed_forward="swiglu_clamped",
-    normalize_expert_shares=True,
-    attention_sinks=True,
-    qkv_bias=True,
-    output_bias=True,
-    feed_forward_bias=True,
-)
-# One latent a token is all heads' keys and values; experts in groups, and a shared one.
-random_latent_model = _shared(
-    "int8",
-    **MIXTURE,
-    n_kv_head=1,
-    rotary_dim=16,
-    latents=Latents(rank=16, key_dim=24, value_dim=40),
-    dense_layers=(0,),
-    d_shared_expert=64,
-    n_expert_groups=3,
-    n_groups_per_token=2,
-    n_best_of_group=1,
-    router="sigmoid",
-    choice_bias="scores",
-    mixture_norm=True,
-)
-# Short convolutions around attention: a row keeps a state beside its keys and values.
-CONVOLUTIONS: dict[str, Any] = {
-    "n_layer": 3,
-    "recurrence": ShortConvolution(kernel=3),
-    "recurrent_layers": (0, 2),
-    "qk_norm": True,
-}
 # Matrices that keys read, in most layers; three heads a key head, so that few numbers are in a row.
-DELTA_RULE: dict[str, Any] = {
-    "n_layer": 3,
-    "recurrence": DeltaRule(kernel=4, n_head=3, n_key_head=1, key_dim=24, value_dim=16),
-    "recurrent_layers": (0, 1),
-    "attention_gate": True,
-}
-random_delta_model = _shared("int8", **DELTA_RULE)
-# Matrices of Mamba-2 in most layers; three heads, so that few numbers are in a row. One layer has
-# no feed-forward.
-MAMBA2: dict[str, Any] = {
-    "recurrence": Mamba2(kernel=4, n_head=3, head_dim=24, d_state=16, least_step=0.8),
-    "recurrent_layers": (0,),
-    "layers_without_feed_forward": (0,),
-}
-random_mamba2_model = _shared("int8", **MAMBA2)
-# Numbers of channels, by ONNX Runtime's operator, beside attention.
-MAMBA = Mamba(kernel=4, d_inner=80, d_state=16, step_rank=12, inner_norm_eps=1e-5)
-random_mamba_model = _shared("int8", recurrence=MAMBA, recurrent_layers=(0,))
-# A state beside keys and values, in both layers.
-random_both_model = _shared(
-    "int4",
-    recurrence=Mamba2(kernel=4, n_head=3, head_dim=24, d_state=16, normed=False),
+random_delta_model = _shared(
+    "int8",
+    n_layer=3,
+    recurrence=DeltaRule(kernel=4, n_head=3, n_key_head=1, key_dim=24, value_dim=16),
     recurrent_layers=(0, 1),
-    recurrence_beside_attention=True,
+    attention_gate=True,
 )
-# No layer with keys and values at all; each channel of keys has a decay, which has a bound.
-random_recurrent_model = _shared(
-    "int4",
-    n_layer=2,
-    recurrence=replace(
-        DELTA_RULE["recurrence"],
-        decays_by_channel=True,
-        rank=16,
-        least_log_decay=-5.0,
-        output_gate="sigmoid",
-    ),
-    recurrent_layers=(0, 1),
-)
-random_hybrid_model = _shared("int8", **CONVOLUTIONS)
-random_int4_hybrid_model = _shared("int4", **CONVOLUTIONS)
+# Smaller ones, which tests/export/test_parity.py traces, too: biases, clamped gates, sinks and
+# windows beside experts; latents as keys and values, and matrices that forget by channel; states of
+# short convolutions and of channels; matrices of Mamba-2 beside attention; no attention at all.
+random_int4_mixture_model = _exported("int4", VARIANTS["gpt-oss"])
+random_latent_model = _exported("int8", VARIANTS["ling"])
+random_hybrid_model = _exported("int8", VARIANTS["lfm2"])
+random_mamba_model = _exported("int8", VARIANTS["jamba"])
+random_both_model = _exported("int4", VARIANTS["falcon h1"])
+random_recurrent_model = _exported("int4", VARIANTS["without attention"])
 # Scores with a learned bias by distance, over int8 rows; both sublayers read one input.
 random_biased_model = _shared(
     "int8",

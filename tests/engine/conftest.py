@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -11,8 +10,6 @@ from filelock import FileLock
 from kvasir.model.directory import GRAPH_FILE
 from tests.kit.numpy_session import export_paged
 from tests.kit.random_models import RandomModel, make_config, make_decoder
-
-PAGED: dict[str, Any] = {"sliding_window": 30, "sliding_window_layers": (1,), "qk_norm": True}
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +19,6 @@ def paged_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
     folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "paged_model"
     with FileLock(f"{folder}.lock"):
         if (folder / GRAPH_FILE).exists():
-            return RandomModel(make_decoder(make_config(**PAGED)), folder / GRAPH_FILE)
+            return RandomModel(make_decoder(make_config()), folder / GRAPH_FILE)
         folder.mkdir()
-        return export_paged(folder, **PAGED)
+        return export_paged(folder)

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from torch import nn
 
 from kvasir.export.directory import export_checkpoint
-from kvasir.export.verification import vectors
+from kvasir.export.verification import plan
 from kvasir.kernels.adapter_table import HADAMARD, TABLE
 from kvasir.kernels.library import FILE, Library
 from kvasir.model.adapters.config import ADAPTER_FILE, ADAPTER_WEIGHTS_FILE, AdapterError
@@ -54,6 +54,7 @@ from tests.kit.adapters import save_adapter
 from tests.kit.engine_driver import Result, assert_same, run_at_random, run_to_end
 from tests.kit.huggingface_checkpoints import make_model
 from tests.kit.huggingface_models import make_encoder, make_encoder_decoder, save
+from tests.kit.short_samples import shorten_samples
 
 pytestmark = needs_library
 MOST_BYTES, N_REQUESTS, N_TEXTS = 2**24, 16, 24
@@ -94,7 +95,8 @@ class Served:
         """Export a model, and save an adapter for each of OPTIONS."""
         kind, precision, operators = name.split()
         served = cls(kind, precision, operators, folder)
-        served.export(served.model(), "base")
+        source = save(folder / "source", served.model())
+        export_checkpoint(source, folder / "base", precision=precision)
         for i in range(len(OPTIONS)):
             served.adapt(f"adapter{i}", i)
         return served
@@ -118,24 +120,15 @@ class Served:
     def paths(self) -> list[str]:
         return usable_paths() if self.operators == "own" else ["auto"]
 
-    def export(self, model: nn.Module, name: str) -> Path:
-        """Export a model as this one."""
-        source = save(self.folder / f"{name}.source", model)
-        out = self.folder / name
-        export_checkpoint(source, out, precision=self.precision)
-        return out
-
-    def opening(self, name: str, path: str, *, adapts: bool) -> tuple[ModelDirectory, Opening]:
-        model = load_model_dir(self.folder / name)
+    def opening(self, path: str, *, adapts: bool) -> tuple[ModelDirectory, Opening]:
+        model = load_model_dir(self.folder / "base")
         layout = Layout.load(model.path / ADAPTERS_FILE) if adapts else None
         library = Library(FILE, path) if self.operators == "own" else None
         return model, {"layout": layout, "library": library}
 
-    def runner(
-        self, name: str = "base", *, adapts: bool = True, path: str = "auto", **options: Any
-    ) -> AdaptedRunner:
+    def runner(self, *, adapts: bool = True, path: str = "auto", **options: Any) -> AdaptedRunner:
         options = {"max_num_seqs": 4, "threads": 2, "kv_cache_bytes": 2**26, **options}
-        model, opening = self.opening(name, path, adapts=adapts)
+        model, opening = self.opening(path, adapts=adapts)
         if self.has_sources:
             options.pop("prefix_cache_bytes", 0)
             encoder = model.path / ENCODER_GRAPH_FILE
@@ -145,9 +138,9 @@ class Served:
         return runner
 
     def encoder(
-        self, name: str = "base", *, adapts: bool = True, path: str = "auto", threads: int = 1
+        self, *, adapts: bool = True, path: str = "auto", threads: int = 1
     ) -> EncoderRunner:
-        model, opening = self.opening(name, path, adapts=adapts)
+        model, opening = self.opening(path, adapts=adapts)
         return EncoderRunner(model.graph_path, model.config, threads=threads, **opening)
 
     def load(self, runner: AdaptedRunner | EncoderRunner, i: int) -> Adapter:
@@ -204,10 +197,10 @@ class Served:
 
 @pytest.fixture(scope="module", autouse=True)
 def few_pairs() -> Iterator[None]:
-    """Measure exported encoders, of which other tests are, on as few texts as is ever done."""
+    """Measure exported models, of which other tests are, on as little text as is ever done."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vectors, "_MOST", vectors._FEWEST)
-        yield
+        patch.setattr(plan, "_BUDGET", 0.0)
+        yield from shorten_samples()
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -315,7 +308,7 @@ def test_same_request_same_bits(served: Served, n: int) -> None:
     generator = np.random.default_rng(n)
     has_cache = n == 1 and not served.has_sources
     path = "auto" if served.has_sources else served.paths[n % len(served.paths)]
-    sizes = {"max_num_seqs": [3, 5, 16][n], "prefix_cache_bytes": 2**20 * has_cache}
+    sizes: Opening = {"max_num_seqs": [3, 5, 16][n], "prefix_cache_bytes": 2**20 * has_cache}
     runner = served.runner(threads=1 + n % 2, path=path, **sizes)
     adapters = served.load_all(runner, generator.permutation(len(OPTIONS)).tolist())
     speculate = n > 0 and runner.drafts_exactly
@@ -413,7 +406,7 @@ def assert_as_merged(
     """
     merged = served.adapt("again", 1).merge_and_unload()
     of_rounding = errors(runner, None, served.model())
-    assert errors(runner, served.load(runner, 1), merged) < 1.1 * of_rounding + 1e-6
+    assert errors(runner, served.load(runner, 1), merged) < 1.25 * of_rounding + 1e-6
     # int4 loses much of so small a model.
     larger = {"fp32": 100, "int8": 5, "int4": 1.5}[served.precision]
     assert errors(runner, None, merged) > larger * of_rounding

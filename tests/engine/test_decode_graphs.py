@@ -94,9 +94,7 @@ def run_traffic(engine: Engine, seed: int) -> dict[int, Result]:
     return run_at_random(engine, sequences, generator, n_aborted=3, longest_wait=20)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"speculate": True}, {"rounds_kv": True}, {"max_num_seqs": 3}]
-)
+@pytest.mark.parametrize("options", [{"speculate": True}, {"rounds_kv": True}, {"max_num_seqs": 3}])
 def test_replays_give_the_tokens_of_eager_runs(
     paged_model: RandomModel, options: dict[str, Any]
 ) -> None:

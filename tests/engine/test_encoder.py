@@ -79,13 +79,13 @@ def test_vectors_are_pytorchs(model: RandomModel) -> None:
                 np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_same_text_same_bits(model: RandomModel, seed: int) -> None:
     generator = np.random.default_rng(seed)
     alone = open_runner(model, threads=1)
     # Products of int8 encoders are exact either way.
-    runner = open_runner(model, threads=[1, 2][seed % 2], fits_16_bits=True)
-    budget, max_num_seqs = [1, 40, 300, 2000][seed % 4], [3, 16][seed % 2]
+    runner = open_runner(model, threads=[1, 2][seed], fits_16_bits=True)
+    budget, max_num_seqs = [40, 2000][seed], [3, 16][seed]
     engine = EncoderEngine(runner, token_budget=budget, max_num_seqs=max_num_seqs)
     order = generator.permutation(N_TEXTS).tolist()
     found: dict[int, Floats | None] = {}
@@ -153,12 +153,11 @@ def make_texts(lengths: list[int], **fields: Any) -> list[EncoderSequence]:
     ]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_step_takes_the_first_text_and_others_within_its_limits(seed: int) -> None:
-    generator = np.random.default_rng(seed)
+def test_a_step_takes_the_first_text_and_others_within_its_limits() -> None:
+    generator = np.random.default_rng(0)
     runner = fake_runner()
     engine = EncoderEngine(runner, token_budget=60, max_num_seqs=4)
-    texts = make_texts(generator.integers(1, 100, size=40).tolist())
+    texts = make_texts(generator.integers(1, 100, size=100).tolist())
     for text in texts:
         text.priority = int(generator.integers(-2, 3))
         engine.add(text)

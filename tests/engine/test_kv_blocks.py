@@ -128,11 +128,8 @@ def test_what_is_to_be_shared_is_not_evicted_to_make_room_for_the_rest() -> None
     assert blocks.cache.count(blocks.cache.names([1] * 12)) == 0
 
 
-def test_sequences_wait_for_whole_blocks() -> None:
-    blocks = make_blocks(n_blocks=4, max_num_seqs=2)
-    assert blocks.admit(4, 9, []) == (0, 0)  # 13 tokens are 4 blocks
-    assert blocks.admit(1, 0, []) is None
-    blocks.free(0)
+def test_a_slot_beyond_a_sequences_blocks_is_refused() -> None:
+    blocks = make_blocks()
     assert blocks.admit(4, 0, []) == (0, 0)
     with pytest.raises(ValueError, match="a row of 1 blocks cannot hold 5 tokens"):
         slots(blocks, 0, 4, 5)

@@ -88,22 +88,6 @@ def test_a_row_is_filled_with_its_prompt_rounded_to_its_type(int8: bool) -> None
     assert {-127, 127} <= set(written.reshape(-1).tolist())
 
 
-def test_few_prompts_are_computed_at_once() -> None:
-    """The next one is admitted when another's prompt has ended, or its sequence."""
-    rows = make_rows(max_num_seqs=12, budget_tokens=600)
-    assert [admit(rows, 20) for _ in range(9)] == [*range(8), None]
-    assert rows.reserved_tokens == 320
-    end_prompt(rows, 3)
-    assert rows.reserved_tokens == 300
-    assert admit(rows, 20) == 8
-    assert rows.prompt_row(8) == 3
-    with pytest.raises(KeyError):
-        rows.prompt_row(3)
-    rows.free(8)
-    rows.free(3)
-    assert admit(rows, 20) == 3
-
-
 def test_padding_is_reserved_or_refused_and_kept_no_longer_than_a_prompt() -> None:
     rows = make_rows(int8=True, budget_tokens=100)
     assert [admit(rows, 7), admit(rows, 9)] == [0, 1]

@@ -67,7 +67,6 @@ def make_prompts(n: int, seed: int, vocab_size: int = 300) -> list[list[int]]:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"max_num_seqs": 8, "chunk_size": 64},
         {"max_num_seqs": 8, "n_blocks": 12},  # for two sequences: the others wait
         {"speculate": True, "chunk_size": 3},

@@ -62,7 +62,7 @@ def open_engine(model: RandomModel, files: PrefixFiles | None, *, packed: bool) 
     ("name", "packed"),
     [
         ("random_model", False),
-        ("random_latent_model", False),
+        ("random_int8_model", False),
         pytest.param("random_int8_model", True, marks=needs_library),
     ],
 )

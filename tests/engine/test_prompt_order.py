@@ -194,7 +194,7 @@ def test_every_prompt_ends_within_a_bound_of_work(
         assert ended[sequence] - sequence.arrived_at <= bound
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(
         st.tuples(

@@ -96,7 +96,7 @@ def sample(logits: Floats, sequences: list[Sequence]) -> list[int | None]:
     return [sampler.sample(row, one) for row, one in zip(logits, sequences, strict=True)]
 
 
-@settings(max_examples=80)
+@settings(max_examples=60)
 @given(
     shape=st.sampled_from(["flat", "middling", "peaked", "tied", "constant", "banned", "striped"]),
     typical_p=st.sampled_from([1.0, 1.0, 0.2, 0.9]),

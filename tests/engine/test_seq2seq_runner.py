@@ -45,8 +45,7 @@ class Exported:
         return Seq2SeqRunner(*graphs, self.model.config, **options)
 
 
-KINDS: tuple[str, ...] = ("sinusoidal fp32", "relative int8", "none fp32", "none int8")
-KINDS += ("additive fp32", "additive int8")
+KINDS = ("relative fp32", "relative int8", "none fp32", "additive fp32", "additive int8")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -127,26 +126,23 @@ def test_answers_are_those_of_the_network(exported: Exported, alone: list[Result
     assert set(endings) == {True, False}
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_same_request_same_bits(exported: Exported, alone: list[Result], seed: int) -> None:
     """In any order and company, with rows that move, and aborts; beams and scores included."""
     generator = np.random.default_rng(seed)
-    runner = exported.runner(max_num_seqs=[5, 6, 12][seed % 3], threads=[1, 2][seed % 2])
-    runner._never_alone |= seed % 4 == 1  # as on a CPU whose kernel for a lone row differs
-    engine = Engine(runner, chunk_size=[4, 30, 100][seed // 2])
+    runner = exported.runner(max_num_seqs=[5, 12, 6][seed], threads=[1, 2][seed % 2])
+    runner._never_alone |= seed == 1  # as on a CPU whose kernel for a lone row differs
+    engine = Engine(runner, chunk_size=[4, 30, 100][seed])
     requests = [make_request(exported.model, i) for i in range(N_REQUESTS)]
-    results = run_at_random(engine, requests, generator, n_aborted=seed % 4, longest_wait=6)
+    results = run_at_random(engine, requests, generator, n_aborted=seed, longest_wait=6)
     assert_same(results, alone)
     assert engine.kv.reserved_tokens == 0
 
 
-def test_memory_for_less_than_a_source_is_refused(exported: Exported) -> None:
-    with pytest.raises(ValueError, match="kv_cache_memory of 3 bytes"):
-        exported.runner(max_num_seqs=1, kv_cache_bytes=3)
-
-
 def test_states_take_memory_before_tokens_do(exported: Exported) -> None:
     """One for each sequence, and a row that decoding may run beside the last."""
+    with pytest.raises(ValueError, match="kv_cache_memory of 3 bytes"):
+        exported.runner(max_num_seqs=1, kv_cache_bytes=3)
     state_bytes = exported.runner(max_num_seqs=1).kv.state_bytes
     kv = exported.runner(max_num_seqs=2, kv_cache_bytes=3 * state_bytes + 16_000).kv
     assert kv.budget_tokens == min(16_000 // kv.token_bytes, 2 * (24 + 20))

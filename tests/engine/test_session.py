@@ -216,37 +216,27 @@ def test_webgpu_never_runs_a_node_on_the_cpu(
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_packages_for_gpus_are_pinned() -> None:
-    """With torch's own versions, so that one environment can hold both."""
-    text = (Path(__file__).parents[2] / "constraints.txt").read_text(encoding="utf-8")
-    pinned = dict(line.split("==") for line in text.splitlines()[1:])
-    brought = {"nvidia-cublas", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-curand"}
-    assert brought | {"onnxruntime-gpu"} <= pinned.keys()
-    assert pinned["onnxruntime-gpu"] == pinned["onnxruntime"]
-
-
 def test_the_extra_for_gpus_brings_what_onnxruntime_links_and_nothing_else() -> None:
     """`readelf -d libonnxruntime_providers_cuda.so` names cublas (and cublasLt), curand, cudart.
 
-    The wheel's own extra lacks cuBLAS, and two ONNX Runtimes would overwrite each other.
+    The wheel's own extra lacks cuBLAS, and two ONNX Runtimes would overwrite each other. They are
+    pinned with torch's own versions, so that one environment can hold both.
     """
-    project = tomllib.loads(
-        (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
-    )["project"]
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     names = {
         extra: {re.split(r"[<>=\[]", requirement)[0] for requirement in requirements}
         for extra, requirements in project["optional-dependencies"].items()
     }
-    assert names["cuda"] == {
-        "nvidia-cublas",
-        "nvidia-cuda-runtime",
-        "nvidia-curand",
-        "onnxruntime-gpu",
-    }
+    linked = {"nvidia-cublas", "nvidia-cuda-runtime", "nvidia-curand"}
+    assert names["cuda"] == linked | {"onnxruntime-gpu"}
     assert names["cpu"] == {"onnx", "onnxruntime"}
-    devices = {"cpu", "cuda", "webgpu"}
-    others = set().union(*(brought for extra, brought in names.items() if extra not in devices))
+    others = set().union(*(names[extra] for extra in names.keys() - {"cpu", "cuda", "webgpu"}))
     assert not {"onnxruntime", "onnxruntime-gpu"} & others
+    text = (root / "constraints.txt").read_text(encoding="utf-8")
+    pinned = dict(line.split("==") for line in text.splitlines()[1:])
+    assert linked | {"nvidia-cuda-nvrtc", "onnxruntime-gpu"} <= pinned.keys()
+    assert pinned["onnxruntime-gpu"] == pinned["onnxruntime"]
 
 
 @pytest.mark.parametrize("change", [{"vocab_size": 4096}, {"n_layer": 5}, {"vocab_size": 8}])
