@@ -32,8 +32,9 @@ from kvasir.model.training.data.pairs import (
     write_pairs,
 )
 from kvasir.model.training.data.tokens import Batch, TokenData, write_tokens
-from kvasir.model.training.distributed import Processes
+from kvasir.model.training.distributed import Processes, one_process
 from kvasir.model.training.objectives import Ranking
+from kvasir.model.training.run import open_run
 from kvasir.model.training.trainer import Trainer
 from tests.kit.encoders import BERT, LAST_TOKEN
 from tests.kit.huggingface_models import make_encoder, save
@@ -307,6 +308,9 @@ def test_an_encoder_of_text_gets_a_pooling_and_then_learns_pairs() -> None:
     options += ["--batch-size=4", "--steps=2"]
     output = trained("text.txt", *options, "--set=causal=false", "--out=base")
     assert "the mean of its tokens'" in output
+    data = open_run(Path("base"), one_process()).data
+    assert isinstance(data, TokenData)
+    assert data.masking is not None
     assert load_checkpoint(Path("base")).config.pooling == Pooling(kind="mean", normalize=True)
     write_jsonl(PAIRS)
     tuning = ["pairs.jsonl", "--init=base", "--context=16", "--batch-size=4", "--steps=2"]
