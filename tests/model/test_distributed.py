@@ -78,8 +78,9 @@ def pairs() -> Iterator[Pairs]:
     ) as process:
 
         def end() -> None:
-            for running in [*psutil.Process(process.pid).children(), process]:
-                running.kill()
+            if process.poll() is None:
+                for running in [*psutil.Process(process.pid).children(), process]:
+                    running.kill()
 
         limit = Timer(LIMIT, end)
         limit.start()

@@ -29,7 +29,8 @@ def counted(decoder: Transformer, *inputs: Tensor, **more: Tensor) -> int:
         torch.inference_mode(),
     ):
         decoder(*inputs, **more)
-    return counter.get_total_flops()
+    n: int = counter.get_total_flops()
+    return n
 
 
 def n_in_vectors(module: nn.Module) -> int:
