@@ -43,7 +43,8 @@ class Adapted:
     """A model with an adapter, explained here and by PyTorch."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        self.served = Served(*name.split(), folder)
+        kind, precision, operators = name.split()
+        self.served = Served(kind, precision, operators, folder)
         self.served.export(self.served.model(), "base")
         self.merged: Any = self.served.adapt("adapter1", 1).merge_and_unload()
         self.is_encoder = self.served.kind in ("bert", "modernbert")

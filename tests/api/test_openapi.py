@@ -67,7 +67,8 @@ def told_apart(field: str, about: Fields) -> str:
 def sessions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, asgi.ASGIClient]]:
     """An application of each task, called in this process: sockets would take half of the time."""
     runner, folder = FakeRunner(VOCAB_SIZE, max_model_len=256), tmp_path_factory.mktemp("batches")
-    apps = {"generate": fake_app(runner, api_key=KEY["x-api-key"], batch_dir=folder)}
+    apps: dict[str, Any] = {}
+    apps["generate"] = fake_app(runner, api_key=KEY["x-api-key"], batch_dir=folder)
     for task, labels in (("embed", ()), ("classify", ("relevant",))):
         model_dir = encoder_model_dir(labels, max_model_len=256)
         apps[task] = encoder_app(model_dir, api_key=KEY["x-api-key"])[0]
