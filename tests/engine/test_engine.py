@@ -306,6 +306,17 @@ def step_stats(engine: Engine, sequences: list[Sequence]) -> list[StepStats]:
     return stats
 
 
+@pytest.mark.parametrize(("length", "cached"), [(9, 4), (10, 8), (1, 0)])
+def test_a_hit_leaves_two_tokens_to_run(length: int, cached: int) -> None:
+    """A run of one token takes another kernel. Blocks are 4 tokens here."""
+    engine, runner = make_engine(cache_blocks=50)
+    sequences = [greedy(i, list(range(length)), 2) for i in range(2)]
+    for sequence in sequences:
+        run_to_end(engine, [sequence])
+    assert sequences[1].n_cached == cached
+    assert sequences[1].output_ids == runner.greedy(list(range(length)), 2)
+
+
 def test_a_scored_prompt_runs_whole_and_leaves_its_blocks_to_others() -> None:
     engine, runner = make_engine(cache_blocks=50)
     ids = list(range(11))
