@@ -5,7 +5,6 @@ What clients get from a server that works is in tests/conformance.
 
 from __future__ import annotations
 
-import socket
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +13,7 @@ import openai
 import pytest
 
 from tests.kit.fake_runner import FakeRunner
-from tests.kit.live import Live, live, wait
+from tests.kit.live import live, wait
 from tests.kit.serving import MODEL, VOCAB_SIZE
 
 
@@ -54,67 +53,41 @@ def test_a_request_cancelled_in_the_queue_never_runs() -> None:
     assert served.model.admission.n_inside == 0
 
 
-def begin_stream(served: Live) -> socket.socket:
-    """Stream, and hold the model in the third step."""
-    served.runner.hold()
-    connection = served.post_raw(max_tokens=50, stream=True)
-    served.runner.allow(2)
-    wait(served.submitted)
-    served.runner.wait_until_held()
-    assert connection.recv(4096).startswith(b"HTTP/1.1 200")
-    return connection
+GET = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
-def test_a_cancelled_stream_frees_its_slot_within_one_step(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("stream", "more"), [(True, b""), (True, GET), (True, b"\0\r\n\r\n"), (False, b"")]
+)
+def test_a_cancelled_request_frees_its_slot_within_one_step(
+    stream: bool, more: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also of a client that has sent more than its request: its next one, or what is none.
+
+    Nothing more is read, so only writing shows the end.
+    """
     monkeypatch.setattr("kvasir.server.api.http.streams.KEEP_ALIVE_SECONDS", 0.05)  # written to it
     with live(FakeRunner(VOCAB_SIZE, max_num_seqs=1)) as served:
-        leaving = begin_stream(served)
-        leaving.close()
-        wait(served.left)
-        served.runner.allow(1)
-        wait(served.freed)
-        n_runs = len(served.runner.batches)
-        assert n_runs == 3
-        with served.http() as client:
-            served.runner.release()
-            again = client.post(
-                "/v1/completions", json={"prompt": "a", "max_tokens": 1, "ignore_eos": True}
-            )
-            assert again.status_code == 200
-        assert 2 <= served.value("tokens_wasted_total") <= 3
-
-
-@pytest.mark.parametrize("more", [b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n", b"\0\r\n\r\n"])
-def test_a_client_that_has_sent_more_than_its_request_is_cancelled_too(
-    more: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its next request, or what is none. Nothing more is read, so only writing shows the end."""
-    monkeypatch.setattr("kvasir.server.api.http.streams.KEEP_ALIVE_SECONDS", 0.05)
-    with live(FakeRunner(VOCAB_SIZE, max_num_seqs=1)) as served:
-        leaving = begin_stream(served)
-        leaving.sendall(more)
-        leaving.close()
-        served.runner.allow(10)
-        wait(served.left)
-        served.runner.release()
-        wait(served.freed)
-    assert served.value("request_success_total", finished_reason="abort") == 1
-    assert not [record for record in caplog.records if record.levelname == "ERROR"]
-
-
-def test_a_cancelled_request_without_a_stream_frees_its_slot_too() -> None:
-    with live(FakeRunner(VOCAB_SIZE, max_num_seqs=1)) as served:
         served.runner.hold()
-        leaving = served.post_raw(max_tokens=50)
+        leaving = served.post_raw(max_tokens=50, stream=stream)
+        served.runner.allow(2)
         wait(served.submitted)
         served.runner.wait_until_held()
+        if stream:
+            assert leaving.recv(4096).startswith(b"HTTP/1.1 200")
+        leaving.sendall(more)
         leaving.close()
         wait(served.left)
         served.runner.allow(1)
         wait(served.freed)
-        assert served.value("request_success_total", finished_reason="length") == 0
+        assert len(served.runner.batches) == 3
+        with served.http() as client:
+            served.runner.release()
+            body = {"prompt": "a", "max_tokens": 1, "ignore_eos": True}
+            assert client.post("/v1/completions", json=body).status_code == 200
+    assert served.value("request_success_total", finished_reason="abort") == 1
+    assert 2 <= served.value("tokens_wasted_total") <= 3
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_a_queued_request_whose_status_is_not_known_yet_is_sent_nothing(
@@ -181,7 +154,5 @@ def test_a_client_that_stops_reading_once_all_is_generated_frees_its_slot_too() 
     ):
         wait(served.left)
         with served.http() as client:
-            assert (
-                client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code
-                == 200
-            )
+            again = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+            assert again.status_code == 200

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,18 +29,21 @@ TEXTS = ["def a(): pass", "import os", "x" * 40]
 QUERIES = [f"find {text}" for text in TEXTS]
 
 
-def test_a_text_is_the_same_whole_in_pieces_and_from_the_command() -> None:
-    command = [sys.executable, "-m", "kvasir", "generate", str(STDLIB), "def "]
-    command += ["--max-tokens", "9", "--seed", "4"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+@pytest.fixture(scope="module")
+def stdlib() -> Iterator[kvasir.Model]:
     with kvasir.load(STDLIB) as model:
-        text = model.generate("def ", max_tokens=9, seed=4)
-        assert "".join(model.stream("def ", max_tokens=9, seed=4)) == text
-        assert ended.stdout == text + "\n"
-        middle = text[3:6]
-        for stop in (middle, [middle, "\0"]):
-            ended_early = model.generate("def ", max_tokens=9, seed=4, stop=stop)
-            assert ended_early == text.partition(middle)[0]
+        yield model
+
+
+def test_a_text_is_the_same_whole_in_pieces_and_from_the_command(stdlib: kvasir.Model) -> None:
+    command = ["generate", str(STDLIB), "def ", "--max-tokens", "9", "--seed", "4"]
+    text = stdlib.generate("def ", max_tokens=9, seed=4)
+    assert "".join(stdlib.stream("def ", max_tokens=9, seed=4)) == text
+    assert CliRunner().invoke(app, command).stdout == text + "\n"
+    middle = text[3:6]
+    for stop in (middle, [middle, "\0"]):
+        ended_early = stdlib.generate("def ", max_tokens=9, seed=4, stop=stop)
+        assert ended_early == text.partition(middle)[0]
 
 
 def test_a_reader_may_leave_but_two_cannot_read_at_once() -> None:
@@ -58,25 +60,23 @@ def test_a_reader_may_leave_but_two_cannot_read_at_once() -> None:
             use()
 
 
-def test_a_temperature_next_to_0_is_0() -> None:
+def test_a_temperature_next_to_0_is_0(stdlib: kvasir.Model) -> None:
     """A model's default as well: no float32 is as large as what logits would be multiplied by."""
-    with kvasir.load(STDLIB) as model:
-        texts = {model.generate("def ", max_tokens=9, temperature=of) for of in (0, 1e-40)}
+    texts = {stdlib.generate("def ", max_tokens=9, temperature=of) for of in (0, 1e-40)}
     assert len(texts) == 1
 
 
-def test_wrong_options_are_named() -> None:
+def test_wrong_options_are_named(stdlib: kvasir.Model) -> None:
     wrong: dict[str, Any] = {"temperature": -1, "top_k": "x", "top_p": 2, "max_tokens": 0}
-    with kvasir.load(STDLIB) as model:
-        for name, value in wrong.items():
-            with pytest.raises(ValueError, match=f"^{name} [^\n]*must be [^\n]+$"):
-                model.generate("a", **{name: value})
-        with pytest.raises(ValueError, match="stop text"):
-            model.generate("a", stop=[""])
-        with pytest.raises(ValueError, match="makes no vectors"):
-            model.embed(["a"])
-        with pytest.raises(ValueError, match="no chat template"):
-            model.generate([{"role": "user", "content": "a"}])
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=f"^{name} [^\n]*must be [^\n]+$"):
+            stdlib.generate("a", **{name: value})
+    with pytest.raises(ValueError, match="stop text"):
+        stdlib.generate("a", stop=[""])
+    with pytest.raises(ValueError, match="makes no vectors"):
+        stdlib.embed(["a"])
+    with pytest.raises(ValueError, match="no chat template"):
+        stdlib.generate([{"role": "user", "content": "a"}])
 
 
 def test_a_chat_is_its_templates_text(tmp_path: Path) -> None:

@@ -188,15 +188,12 @@ def test_commands_change_the_conversation(conversation: Conversation, tmp_path: 
     assert conversation.is_over
 
 
-def test_a_pipe_is_answered_line_by_line_by_a_directory() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "kvasir", "chat", EXAMPLE, "--temperature", "0", "--max-tokens=4"],
-        input="import \n\nimport \n",
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"KVASIR_LOG_FORMAT": "text", "http_proxy": "http://127.0.0.1:9"},
-    )
+def test_a_pipe_is_answered_line_by_line_by_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVASIR_LOG_FORMAT", "text")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    command = ["chat", EXAMPLE, "--temperature", "0", "--max-tokens=4"]
+    ran = CliRunner().invoke(app, command, input="import \n\nimport \n")
+    assert ran.exit_code == 0, ran.output
     half = len(ran.stdout) // 2
     assert ran.stdout[:half] == ran.stdout[half:] != ""
     assert "no chat template" in ran.stderr

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib.metadata import requires
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -16,13 +17,12 @@ from kvasir.__main__ import app
 from kvasir.commands import doctor
 from kvasir.export.directory import export_checkpoint
 from kvasir.kernels import library
-from kvasir.kernels.library import Library
 from kvasir.model.adapters.layout import Layout
 from kvasir.model.directory import ADAPTERS_FILE, load_model_dir
 from kvasir.model.platform.machine import usable_cpus
 from kvasir.server.engine.adapters.loaded import GraphAdapters
 from tests.api_reference import EXAMPLE
-from tests.kernels.graphs import needs_library
+from tests.kernels.graphs import needs_library, usable_paths
 from tests.kit.adapters import save_adapter
 from tests.kit.huggingface_checkpoints import make_model, save_checkpoint
 
@@ -44,9 +44,15 @@ def test_features_are_those_of_the_processor(cpuinfo: str, features: list[str]) 
     assert doctor.cpu_features(cpuinfo) == features
 
 
+def told(*arguments: object, exit_code: int = 0) -> Any:
+    """Return what the command prints as JSON."""
+    result = CliRunner().invoke(app, ["doctor", "--json", *map(str, arguments)])
+    assert result.exit_code == exit_code, result.output
+    return json.loads(result.stdout)
+
+
 def test_it_tells_of_this_machine_in_tables_and_in_json() -> None:
-    shown = CliRunner().invoke(app, ["doctor", "--all"])
-    found = json.loads(CliRunner().invoke(app, ["doctor", "--all", "--json"]).stdout)
+    shown, found = CliRunner().invoke(app, ["doctor", "--all"]), told("--all")
     assert shown.exit_code == 0
     assert found["machine"]["cpus"].startswith(f"{usable_cpus()} of {os.cpu_count()} ")
     for section in ("versions", "machine", "precisions", "missing"):
@@ -54,29 +60,22 @@ def test_it_tells_of_this_machine_in_tables_and_in_json() -> None:
         assert all(name in shown.stdout for name in found[section])
 
 
-@pytest.mark.parametrize("is_built", [False, True])
-def test_it_tells_what_computes(is_built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = "stock operators are used: libkvasir.so was not built when Kvasir was installed"
-    found = Library(library.FILE, "avx2") if is_built else stock
-    monkeypatch.setattr(library, "load", lambda *_: found)
-    shown = CliRunner().invoke(app, ["doctor"])
-    facts = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
-    assert facts["machine"]["kernels"] == ("avx2" if is_built else stock)
-    assert "kernels" in shown.stdout
-
-
 @pytest.mark.parametrize("is_built", [False, pytest.param(True, marks=needs_library)])
-def test_it_tells_the_memory_of_a_token(is_built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_tells_what_computes_and_the_memory_of_a_token(
+    is_built: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bytes in rows of ONNX Runtime's operators, beside floats of prompts; blocks have scales."""
+    stock = "stock operators are used: libkvasir.so was not built when Kvasir was installed"
     if not is_built:
-        monkeypatch.setattr(library, "load", lambda *_: "stock operators are used")
+        monkeypatch.setattr(library, "load", lambda *_: stock)
     config = load_model_dir(EXAMPLE).config
     n_heads = 2 * config.n_layer * config.n_kv_head
     size = n_heads * (config.head_dim + 4 * is_built)
     words = f"a token of context takes {size:,} bytes"
     if not is_built:
         words += f", and {4 * size:,} more while its prompt is computed"
-    found = json.loads(CliRunner().invoke(app, ["doctor", str(EXAMPLE), "--json"]).stdout)
+    found = told(EXAMPLE)
+    assert found["machine"]["kernels"] == (usable_paths()[-1] if is_built else stock)
     assert f"stdlib: {words}; " in found["notes"][1]
 
 
@@ -103,22 +102,19 @@ def test_a_gpu_is_used_by_webgpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not doctor._notes(["AVX2"], ["onnxruntime"], has_gpu=True)
 
 
-@pytest.mark.parametrize("every", [False, True])
-def test_what_contributors_need_is_left_out(every: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_contributors_need_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_version", lambda name: "1" if name == "onnxruntime" else None)
     monkeypatch.setattr(doctor, "_gpus", list)
-    found = json.loads(CliRunner().invoke(app, ["doctor", "--json", *["--all"] * every]).stdout)
-    assert ({"dev", "loadtest", "cuda"} <= found["missing"].keys()) == every
-    assert ("dev" in found["missing"], "train" in found["missing"]) == (every, True)
+    of_users, every = told()["missing"].keys(), told("--all")["missing"].keys()
+    assert every - of_users == {"dev", "loadtest", "cuda"}
+    assert "train" in of_users
 
 
 def test_missing_packages_are_named_with_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = {"torch", "onnxruntime", "onnxruntime-gpu"}
     version = doctor._version
     monkeypatch.setattr(doctor, "_version", lambda name: None if name in absent else version(name))
-    result = CliRunner().invoke(app, ["doctor", "--json"])
-    found = json.loads(result.stdout)
-    assert result.exit_code == 1
+    found = told(exit_code=1)
     assert "'.[train]' (brings torch)" in found["missing"]["train"]
     assert "'.[cpu]' (brings onnxruntime)" in found["missing"]["cpu"]
     assert "no ONNX Runtime" in found["notes"][0]
@@ -126,7 +122,7 @@ def test_missing_packages_are_named_with_their_extra(monkeypatch: pytest.MonkeyP
 
 def test_both_runtimes_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_version", lambda _: "1.0")
-    found = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    found = told()
     assert "share a folder" in found["notes"][0]
     assert not found["missing"].keys() & doctor._PURPOSES.keys()
 
@@ -137,11 +133,11 @@ def test_a_gpu_that_the_runtime_cannot_use_is_told(
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'NVIDIA L4, 23034 MiB, 580.65'\n")
     tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     version = doctor._version
     gpu_only = "onnxruntime-gpu"
     monkeypatch.setattr(doctor, "_version", lambda one: None if one == gpu_only else version(one))
-    found = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    found = told()
     assert found["machine"]["gpu"] == "NVIDIA L4, 23034 MiB, 580.65"
     assert "bf16" in found["precisions"]
     assert "install cuda instead" in found["notes"][0]

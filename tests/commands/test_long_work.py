@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,21 +11,16 @@ from typer.testing import CliRunner
 
 from kvasir.__main__ import app
 from kvasir.commands.console import progress
-from kvasir.model.checkpoint import save_checkpoint
-from kvasir.model.tokenizer import train_tokenizer
-from tests.kit.huggingface_checkpoints import make_model
-from tests.kit.huggingface_checkpoints import save_checkpoint as save_folder
-from tests.kit.random_models import make_config, make_decoder
+from tests.export.runs import save_run
+from tests.kit.huggingface_checkpoints import make_model, save_checkpoint
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint, and a Hugging Face folder."""
     folder = tmp_path_factory.mktemp("sources")
-    tokenizer = train_tokenizer(["a text of a few words"], 270)
-    decoder = make_decoder(make_config(vocab_size=270, n_layer=1))
-    save_checkpoint(folder / "run", 1, decoder, tokenizer, {}, {})
-    save_folder(folder / "llama", make_model("llama"))
+    save_run(folder / "run")
+    save_checkpoint(folder / "llama", make_model("llama"))
     return folder
 
 
@@ -39,7 +32,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (signal.SIGTERM, 143, "run", "computing in ONNX Runtime"),
     ],
 )
-def test_a_signal_leaves_nothing_behind(
+def test_stages_are_lines_and_a_signal_leaves_nothing_behind(
     number: signal.Signals,
     exit_code: int,
     source: str,
@@ -61,24 +54,9 @@ def test_a_signal_leaves_nothing_behind(
     out = str(tmp_path / "new/out")
     result = CliRunner().invoke(app, ["export", str(sources / source), "--out", out])
     assert result.exit_code == exit_code
+    lines = result.stderr.splitlines()
+    assert all(re.fullmatch(r" *\d+\.\d s  \w.*", line) for line in lines)
+    assert len(lines) == len(set(lines)) > 1
     assert len(partial) == 1
     assert not list(tmp_path.iterdir())
     assert signal.getsignal(number) is before
-
-
-def test_a_process_prints_its_stages_and_ends_by_sigterm(sources: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kvasir", "export", str(sources / "run")]
-    with subprocess.Popen(
-        [*command, "--out", str(tmp_path / "out")], stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stderr is not None
-        lines = [process.stderr.readline()]
-        while "tracing" not in lines[-1]:
-            assert lines[-1]
-            lines.append(process.stderr.readline())
-        process.send_signal(signal.SIGTERM)
-        lines += process.stderr
-    assert process.returncode == 143
-    assert all(re.fullmatch(r" *\d+\.\d s  \w.*\n", line) for line in lines)
-    assert len(lines) == len(set(lines)) > 1
-    assert not list(tmp_path.iterdir())

@@ -22,20 +22,17 @@ from kvasir.model.directory import (
 )
 from kvasir.model.network.skeleton import parameter_shapes
 from kvasir.model.tokenizer import train_tokenizer
+from tests.export.runs import TEXT, save_run
 from tests.kit.commands import kvasir
 from tests.kit.random_models import make_config, make_decoder
 from tests.kit.short_samples import shorten_samples
 
 short_samples = pytest.fixture(scope="module", autouse=True)(shorten_samples)
 
-TEXT = "\n".join(f"the {i}th line of a text that nobody needs to read twice" for i in range(400))
-
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    tokenizer = train_tokenizer([TEXT], 300)
-    decoder = make_decoder(make_config(vocab_size=tokenizer.get_vocab_size(), n_layer=1))
-    return save_checkpoint(tmp_path / "run", 1, decoder, tokenizer, {}, {})
+    return save_run(tmp_path / "run")
 
 
 def test_calibration_is_on_text_of_ones_own_or_left_out(run: Path, tmp_path: Path) -> None:
@@ -62,24 +59,22 @@ def test_calibration_is_on_text_of_ones_own_or_left_out(run: Path, tmp_path: Pat
 
 
 def test_int4_keeps_some_matrices_in_8_bits_within_its_size(run: Path, tmp_path: Path) -> None:
-    """Those that the manifest names, and none at the fewest bits or without calibration."""
+    """Those that the manifest names, and none at the fewest bits."""
     options = ("export", run, "--precision", "int4", "--no-int8-prompts", "--out")
-    given = {"more": ("--bits", "6.5"), "fewest": ("--bits", "4.5"), "none": ("--no-calibration",)}
     kept, sizes = dict[str, set[str]](), dict[str, int]()
-    for name, more in given.items():
-        kvasir(*options, out := tmp_path / name, *more)
+    for name, bits in {"more": "6.5", "fewest": "4.5"}.items():
+        kvasir(*options, out := tmp_path / name, "--bits", bits)
         kept[name] = set(load_model_dir(out).manifest.in_8_bits)
         stored = onnx.load(out / GRAPH_FILE, load_external_data=False).graph.initializer
         in_8_bits = {of.name for of in stored if of.data_type == onnx.TensorProto.INT8}
         assert in_8_bits == {f"{of}.T.int8" for of in kept[name]} | {"embedding.weight.int8"}
         sizes[name] = (out / WEIGHTS_FILE).stat().st_size
     assert 0 < len(kept["more"]) < 4
-    assert kept["fewest"] == kept["none"] == set()
+    assert kept["fewest"] == set()
     shapes = parameter_shapes(load_model_dir(tmp_path / "more").config)
     grown = sum(math.prod(shapes[name]) for name in kept["more"]) * 3.5 / 8
     assert 0.5 * grown < sizes["more"] - sizes["fewest"] < 1.1 * grown  # of blocks, not all full
     int8, no = ("export", run, "--out"), tmp_path / "no"
-    assert "--bits must be 4.5 to 8, not 9" in kvasir(*options, no, "--bits", "9", fails=True)
     for wrong in ((*options, no, "--no-calibration"), (*int8, no)):
         told = kvasir(*wrong, "--bits", "5", fails=True)
         assert "--bits is for --precision int4 on cpu, with calibration" in told

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,8 @@ from kvasir.export.rounding.smoothing import smooth
 from kvasir.export.verification.paged_session import PagedSession
 from kvasir.export.verification.segments import SegmentedGraph
 from kvasir.export.verification.verify import MAX_KL, VerificationError, Verifier, check
-from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import GRAPH_FILE
-from kvasir.model.records import LayerFigures, Verification
+from kvasir.model.records import Verification
 from tests.export.test_places import MODELS
 from tests.kit.outliers import make_outliers
 from tests.kit.random_models import make_decoder
@@ -49,36 +49,44 @@ def swap_experts(weights: Weights, _: Weights) -> None:
         matrices[[0, 1]] = matrices[[1, 0]]
 
 
-def measure(
-    config: TransformerConfig, folder: Path, precision: str, damage: Damage | None = None
-) -> tuple[list[Verification], list[LayerFigures]]:
-    """Return figures of a graph of damaged weights, with outliers, of both kinds of operators."""
-    folder.mkdir()
-    network = make_decoder(config)
-    make_outliers(network, config)
-    right = network.state_dict()
-    activations, scales, verifier = Activations(), KVScales(config), Verifier(config, right)
-    verifier.compute(observe=scales.observe, activations=activations)
-    smoothed: Mapping[str, Tensor] = right
-    if precision != "fp32":
-        smoothed = smooth(config, right, activations, "cpu", precision, keeps_values=True)
-    damaged = {name: weight.clone() for name, weight in smoothed.items()}
-    if damage is not None:
-        damage(damaged, right)
-    path = folder / GRAPH_FILE
-    export_graph(config, damaged, path, precision, scales.steps())
-    graph, packed = SegmentedGraph(path, config), None
-    if precision != "fp32":
-        packed = PagedSession.find(path, config)
-    figures = [verifier.verify(of.logits) for of in (graph, packed) if of is not None]
-    return figures, verifier.by_layer(graph) if config.n_experts is None else []
+class Model:
+    """A model with outliers that PyTorch has computed once, whose graphs may then be damaged."""
+
+    def __init__(self, name: str, precision: str) -> None:
+        self.config, self.precision = MODELS[name], precision
+        network = make_decoder(self.config)
+        make_outliers(network, self.config)
+        self.right = network.state_dict()
+        activations, scales = Activations(), KVScales(self.config)
+        self.verifier = Verifier(self.config, self.right)
+        self.verifier.compute(observe=scales.observe, activations=activations)
+        self.smoothed: Mapping[str, Tensor] = self.right
+        if precision != "fp32":
+            self.smoothed = smooth(
+                self.config, self.right, activations, "cpu", precision, keeps_values=True
+            )
+        self.scales = scales.steps()
+
+    def export(self, folder: Path, damage: Damage | None = None) -> SegmentedGraph:
+        """Export a graph of damaged weights."""
+        folder.mkdir(exist_ok=True)
+        damaged = {name: weight.clone() for name, weight in self.smoothed.items()}
+        if damage is not None:
+            damage(damaged, self.right)
+        export_graph(self.config, damaged, folder / GRAPH_FILE, self.precision, self.scales)
+        return SegmentedGraph(folder / GRAPH_FILE, self.config)
+
+    def figures(self, graph: SegmentedGraph, folder: Path) -> Iterator[Verification]:
+        """Yield what verification says of both kinds of operators."""
+        packed = None
+        if self.precision != "fp32":
+            packed = PagedSession.find(folder / GRAPH_FILE, self.config)
+        for of_operators in (graph, packed):
+            if of_operators is not None:
+                yield self.verifier.verify(of_operators.logits)
 
 
-@pytest.fixture(scope="module")
-def right(tmp_path_factory: pytest.TempPathFactory) -> list[LayerFigures]:
-    figures, layers = measure(MODELS["llama"], tmp_path_factory.mktemp("right") / "int8", "int8")
-    assert all((of_operators.mean_kl or 1.0) < MAX_KL["int8"] for of_operators in figures)
-    return layers
+model_of = cache(Model)
 
 
 @pytest.mark.parametrize(
@@ -91,29 +99,32 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> list[LayerFigures]:
     ],
 )
 def test_an_fp32_graph_is_refused(name: str, damage: Damage, tmp_path: Path) -> None:
-    (figures,), _ = measure(MODELS[name], tmp_path / "fp32", "fp32", damage)
+    model = model_of(name, "fp32")
+    (figures,) = model.figures(model.export(tmp_path, damage), tmp_path)
     with pytest.raises(VerificationError, match="logits differ from PyTorch's"):
         check(figures, "fp32")
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_a_missing_factor_is_refused(precision: str, tmp_path: Path) -> None:
-    figures, _ = measure(MODELS["llama"], tmp_path / precision, precision, forget_a_factor)
-    for of_operators in figures:
+    model = model_of("llama", precision)
+    for of_operators in model.figures(model.export(tmp_path, forget_a_factor), tmp_path):
         with pytest.raises(VerificationError, match="next tokens diverge"):
             check(of_operators, precision)
 
 
-@pytest.mark.parametrize("damage", [scale_a_layer, flip_a_channel, flip_an_output])
-def test_int8_loses_more_where_a_layer_is_wrong(
-    damage: Damage, right: list[LayerFigures], tmp_path: Path
-) -> None:
+def test_int8_loses_more_where_a_layer_is_wrong(tmp_path: Path) -> None:
     """Next tokens may hardly change, so the graph is served; the layer's own figures tell."""
-    _, layers = measure(MODELS["llama"], tmp_path / "int8", "int8", damage)
-    *others, wrong = layers
-    assert others == right[:-1]
-    assert wrong.mean_kl > right[-1].mean_kl
-    if damage is scale_a_layer:
-        assert wrong.gain - right[-1].gain == pytest.approx(0.0036, rel=0.1)
-    else:
-        assert wrong.error > 5 * right[-1].error
+    model = model_of("llama", "int8")
+    graph = model.export(tmp_path)
+    for of_operators in model.figures(graph, tmp_path):
+        assert (of_operators.mean_kl or 1.0) < MAX_KL["int8"]
+    right = model.verifier.by_layer(graph)
+    for damage in (scale_a_layer, flip_a_channel, flip_an_output):
+        *others, wrong = model.verifier.by_layer(model.export(tmp_path / damage.__name__, damage))
+        assert others == right[:-1]
+        assert wrong.mean_kl > right[-1].mean_kl
+        if damage is scale_a_layer:
+            assert wrong.gain - right[-1].gain == pytest.approx(0.0036, rel=0.1)
+        else:
+            assert wrong.error > 5 * right[-1].error

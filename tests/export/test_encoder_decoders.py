@@ -42,8 +42,8 @@ _MAX_TOKENS = 48
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [("t5", "int8"), ("t5 1.1", "fp32"), ("bart", "fp32"), ("m2m_100", "int8")],
-)  # one of each kind of graph
+    [("t5", "fp32"), ("t5", "int8"), ("m2m_100", "int8")],  # one trace serves both precisions
+)
 @torch.inference_mode()
 def test_the_likeliest_text(name: str, precision: str, tmp_path: Path) -> None:
     """48 tokens, in one batch whose sources and targets all have other lengths.
@@ -51,7 +51,7 @@ def test_the_likeliest_text(name: str, precision: str, tmp_path: Path) -> None:
     In int8 each token is likeliest, or nearly so, in PyTorch after the same ones.
     """
     model = make_encoder_decoder(name)
-    for parameter_name, parameter in model.named_parameters() if precision == "int8" else ():
+    for parameter_name, parameter in model.named_parameters():
         if "Attention.q." in parameter_name:  # T5 trains small ones, since it has no scale
             parameter.mul_(0.25)
     checkpoint = load_checkpoint(save(tmp_path / "theirs", model))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import onnx_ir
 import pytest
-import torch
 
 from kvasir.export import directory as export_directory
 from kvasir.export.directory import export_checkpoint
@@ -21,37 +19,31 @@ from kvasir.export.graphs.decoder import STEP_INPUTS, export_graph
 from kvasir.export.rounding.weights import Weights
 from kvasir.export.verification.samples import make_sample
 from kvasir.export.verification.verify import VerificationError
-from kvasir.model.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from kvasir.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import cache_names, load_model_dir
-from kvasir.model.tokenizer import train_tokenizer
 from kvasir.model.training.data.corpus import Corpus
 from kvasir.model.training.data.tokens import write_tokens
 from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.model_runner import warm_up
 from kvasir.server.engine.runner import OnnxRunner
 from kvasir.server.engine.sampling.params import SamplingParams
+from tests.export.runs import TEXT, save_run, tokenizer_of_text
 from tests.kit.commands import kvasir
 from tests.kit.engine_driver import make_sequence, run_to_end
 from tests.kit.huggingface_checkpoints import set_values
-from tests.kit.random_models import export_random, make_config, make_decoder
+from tests.kit.random_models import export_random, make_decoder
 from tests.kit.short_samples import shorten_samples
 
 short_samples = pytest.fixture(scope="module", autouse=True)(shorten_samples)
-
-TEXT = "\n".join(f"the {i}th line of a text that nobody needs to read twice" for i in range(400))
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A training run: a checkpoint with random weights, and its tokens."""
     folder = tmp_path_factory.mktemp("runs") / "tale"
-    tokenizer = train_tokenizer([TEXT], 300)
-    write_tokens(Corpus([TEXT], 0), tokenizer, folder / "data", held_out=0.1, context=32)
-    decoder = make_decoder(make_config(vocab_size=tokenizer.get_vocab_size(), n_layer=1))
-    save_checkpoint(
-        folder, 40, decoder, tokenizer, {"torch_rng": torch.get_rng_state()}, {"seconds": 3.5}
-    )
+    save_run(folder, step=40, notes={"seconds": 3.5})
+    write_tokens(Corpus([TEXT], 0), tokenizer_of_text(), folder / "data", held_out=0.1, context=32)
     return folder
 
 
@@ -107,7 +99,7 @@ def test_limits_that_cannot_be_met_are_refused(exported: Path, options: dict[str
 def test_models_of_any_length_can_be_verified(tmp_path: Path) -> None:
     """The checks' own lengths must fit the shortest model; without positions one graph is all."""
     model = export_random(tmp_path, n_layer=1, position="none")
-    for max_model_len in (2, 3, 5, 36, 37, 38):
+    for max_model_len in (2, 3, 36, 37):
         model.decoder.config = replace(model.config, max_model_len=max_model_len)
         assert model.verify().max_logit_error < 1e-4
 
@@ -139,9 +131,7 @@ def rounded(run: Path) -> tuple[Path, dict[str, Any]]:
     return out, json.loads(kvasir("export", run, "--out", out, *advice))
 
 
-def test_int8_is_smaller_and_as_good(
-    run: Path, exported: Path, rounded: tuple[Path, dict[str, Any]]
-) -> None:
+def test_int8_is_smaller_and_as_good(exported: Path, rounded: tuple[Path, dict[str, Any]]) -> None:
     out, made = rounded
     manifest = load_model_dir(out).manifest
     figures = manifest.verification
@@ -153,7 +143,6 @@ def test_int8_is_smaller_and_as_good(
     assert figures.perplexity_onnx != load_model_dir(exported).manifest.verification.perplexity_onnx
     sizes = [(folder / "model.onnx.data").stat().st_size for folder in (out, exported)]
     assert sizes[0] < 0.4 * sizes[1]
-    assert verify_directory(out, run)[1] == figures
 
 
 def test_what_rounding_costs_is_told_by_position_in_a_picture_and_in_words(
@@ -198,13 +187,11 @@ def test_a_folder_that_happens_to_be_called_data_is_not_a_runs(
     exported: Path, tmp_path: Path
 ) -> None:
     """Beside a model directory, or an imported checkpoint, it may hold anything."""
-    shutil.copytree(exported, tmp_path / "model")
     (tmp_path / "data").mkdir()
-    measured = verify_directory(tmp_path / "model")[1]
-    assert measured is not None
-    assert measured.text is None
-    decoder = make_decoder(make_config(n_layer=1))
-    checkpoint = save_checkpoint(tmp_path, 1, decoder, train_tokenizer([TEXT], 300), {}, {})
+    model = load_model_dir(exported)
+    beside = Checkpoint(tmp_path / "model", model.config, {}, model.tokenizer, {})
+    assert make_sample(beside, None, "fp32") is None
+    checkpoint = save_run(tmp_path)
     (checkpoint / "training.json").unlink()  # as an imported checkpoint
     assert make_sample(load_checkpoint(checkpoint), None, "fp32") is None
 
@@ -213,8 +200,7 @@ def test_int8_without_text_to_measure_on_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    decoder = make_decoder(make_config(n_layer=1, max_model_len=16))
-    checkpoint = save_checkpoint(tmp_path, 1, decoder, train_tokenizer([TEXT], 300), {}, {})
+    checkpoint = save_run(tmp_path, max_model_len=16)
     with pytest.raises(VerificationError, match="has none; give --text FILE"):
         export_checkpoint(checkpoint, tmp_path / "out")
 
@@ -227,10 +213,7 @@ def test_a_checkpoint_of_ones_own_is_exported_as_it_is(tmp_path: Path) -> None:
         "special_tokens_map.json": b'{"bos_token": "<s>"}',
         "generation_config.json": b'{"temperature": 0.6, "top_k": 40}',
     }
-    decoder = make_decoder(make_config(position="learned", n_layer=1))
-    checkpoint = save_checkpoint(
-        run, 1, decoder, train_tokenizer([TEXT], 300), {}, {}, extra_files=files
-    )
+    checkpoint = save_run(run, files=files, position="learned")
     options = ("--temperature", 0.3, "--top-p", 0.9, "--max-model-len", 40)
     told = kvasir("export", checkpoint, "--out", out, *options)
     manifest = load_model_dir(out).manifest
@@ -247,8 +230,7 @@ def test_a_checkpoint_of_ones_own_is_exported_as_it_is(tmp_path: Path) -> None:
 
 
 def test_positions_beyond_all_memory_are_refused(tmp_path: Path) -> None:
-    tokenizer, decoder = train_tokenizer([TEXT], 300), make_decoder(make_config(n_layer=1))
-    path = save_checkpoint(tmp_path / "run", 1, decoder, tokenizer, {}, {})
+    path = save_run(tmp_path / "run")
     set_values(path, "config.json", max_model_len=2**31 - 1)
     with pytest.raises(ValueError, match="tables of 2,147,483,647 positions take 512 GiB"):
         export_checkpoint(path, tmp_path / "out", precision="fp32")
@@ -256,8 +238,7 @@ def test_positions_beyond_all_memory_are_refused(tmp_path: Path) -> None:
 
 def test_bad_advice_in_a_checkpoint_is_named(tmp_path: Path) -> None:
     files = {"generation_config.json": b'{"temperature": -1}'}
-    decoder, tokenizer = make_decoder(make_config()), train_tokenizer([TEXT], 300)
-    save_checkpoint(tmp_path / "run", 1, decoder, tokenizer, {}, {}, extra_files=files)
+    save_run(tmp_path / "run", files=files)
     with pytest.raises(CheckpointError, match=r"generation_config\.json: temperature .* not -1"):
         export_checkpoint(tmp_path / "run", tmp_path / "out", precision="fp32")
     assert not (tmp_path / "out").exists()
@@ -267,7 +248,6 @@ def test_commands_in_one_line_each(
     run: Path, exported: Path, rounded: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     (advised, made), out = rounded, tmp_path / "out"
-    assert "greedy agreement" in kvasir("eval", exported)
     measured = json.loads(kvasir("eval", exported, "--json"))
     assert measured["manifest"] == load_model_dir(exported).manifest.verification.model_dump()
     assert load_model_dir(advised).generation.given() == {"temperature": 0.5, "top_p": 0.9}
@@ -276,25 +256,25 @@ def test_commands_in_one_line_each(
     assert "to measure int8 again" in kvasir("eval", advised)
     found = json.loads(kvasir("eval", advised, "--json"))
     assert (found["manifest"], found["measured"]) == (made["verification"], None)
-    assert json.loads(kvasir("eval", advised, "--against", run, "--json"))["measured"]
-    assert "name their checkpoint: --against" in kvasir("eval", advised, "--text", "x", fails=True)
-    assert "--force" in kvasir("export", run, "--out", exported, fails=True)
-    assert "is a model directory" in kvasir("export", exported, "--out", out, fails=True)
-    assert "has no manifest.json" in kvasir("export", run, "--out", run, "--force", fails=True)
-    assert "no precision 'int3'" in kvasir(
-        "export", run, "--out", out, "--precision", "int3", fails=True
-    )
-    for device, precision in (("cpu", "int8"), ("cpu", "fp32"), ("cuda", "int4")):
-        options = ("--device", device, "--precision", precision, "--no-int8-prompts")
-        assert f"{precision} on {device} has no int8 prompts" in kvasir(
-            "export", run, "--out", out, *options, fails=True
-        )
-    assert "holds no checkpoint" in kvasir("export", run.parent, "--out", out, fails=True)
-    assert "does not exist" in kvasir("eval", run.parent / "absent", fails=True)
-    assert "does not exist" in kvasir("generate", run.parent / "absent", "prompt", fails=True)
-    other = run.parent / "other"
-    save_checkpoint(
-        other, 1, make_decoder(make_config(), seed=2), train_tokenizer([TEXT], 300), {}, {}
-    )
-    assert "was not exported from" in kvasir("eval", exported, "--against", other, fails=True)
+    save_run(other := run.parent / "other", seed=2)
+    no_prompts: dict[tuple[object, ...], str] = {
+        ("--device", device, "--precision", precision): f"{precision} on {device} has no int8"
+        for device, precision in (("cpu", "int8"), ("cpu", "fp32"), ("cuda", "int4"))
+    }
+    wrong: dict[tuple[object, ...], str] = {
+        ("eval", advised, "--text", "x"): "name their checkpoint: --against",
+        ("export", run, "--out", exported): "--force",
+        ("export", exported, "--out", out): "is a model directory",
+        ("export", run, "--out", run, "--force"): "has no manifest.json",
+        ("export", run, "--out", out, "--precision", "int3"): "no precision 'int3'",
+        ("export", run.parent, "--out", out): "holds no checkpoint",
+        ("eval", run.parent / "absent"): "does not exist",
+        ("generate", run.parent / "absent", "prompt"): "does not exist",
+        ("eval", exported, "--against", other): "was not exported from",
+    } | {
+        ("export", run, "--out", out, "--no-int8-prompts", *options): told
+        for options, told in no_prompts.items()
+    }
+    for line, told in wrong.items():
+        assert told in kvasir(*line, fails=True)
     assert not list(tmp_path.iterdir())

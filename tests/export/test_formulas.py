@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from kvasir.export.rounding.formulas import (
     BLOCK,
@@ -62,6 +63,18 @@ def cut_pairs(row: NDArray[np.float64], scale: float) -> NDArray[np.float64]:
             excess = np.abs(pair).sum() - 128
             pair[int(excess % 2)] -= np.sign(pair[int(excess % 2)])
     return integers * scale
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_blocks_are_within_a_step_and_are_found_again(bits: int) -> None:
+    """A step, since the largest value of a block may be cut by one."""
+    matrix = torch.randn(5, 3 * BLOCK - 7, generator=torch.Generator().manual_seed(0))
+    packed, scales = quantize_blocks(matrix, bits)
+    assert packed.shape == (5, 3, BLOCK * bits // 8)
+    restored = restore_blocks(packed, scales, bits)
+    steps = scales.abs().repeat_interleave(BLOCK, dim=1)
+    assert ((restored - nn.functional.pad(matrix, (0, 7))).abs() <= 1.001 * steps).all()
+    assert torch.equal(restore_blocks(*quantize_blocks(restored, bits), bits), restored)
 
 
 @pytest.mark.parametrize("largest", range(1, 9))

@@ -139,7 +139,7 @@ def test_decoding_writes_and_reads_rows_of_int8(random_int8_model: RandomModel) 
 
 def test_layers_with_equal_attention_have_scales_of_their_own(tmp_path: Path) -> None:
     """The exporter keeps one copy of equal weights, which must not be scaled twice."""
-    decoder = make_decoder(make_config(qk_norm=True))
+    decoder = make_decoder(make_config())
     first, second = (decoder.get_submodule(f"blocks.{i}.attention") for i in range(2))
     second.load_state_dict(first.state_dict())
     figures = export_decoder(decoder, tmp_path, "int8").verify()

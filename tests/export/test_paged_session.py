@@ -14,15 +14,14 @@ from kvasir.export.directory import export_checkpoint
 from kvasir.export.verification import paged_session
 from kvasir.export.verification.paged_session import Floats, PagedSession
 from kvasir.export.verification.verify import VerificationError, Verifier
-from kvasir.model.checkpoint import save_checkpoint
-from kvasir.model.tokenizer import train_tokenizer
 from kvasir.server.engine.gpu.cuda_runtime import NoDeviceError
 from kvasir.server.engine.gpu.graphs import Inputs
 from kvasir.server.engine.gpu.model import DeviceModel
 from kvasir.server.engine.sampling.logits import Candidates, Logits
 from tests.engine.test_session import NO_GPU
+from tests.export.runs import save_run
 from tests.kit.numpy_session import BLOCK, NumpyModel, export_paged, numpy_backend
-from tests.kit.random_models import RandomModel, make_config, make_decoder
+from tests.kit.random_models import RandomModel
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +99,7 @@ def test_the_candidates_are_verified(model: RandomModel, monkeypatch: pytest.Mon
 def test_what_cannot_be_exported_for_cuda_leaves_nothing(
     changes: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    tokenizer = train_tokenizer(["some text"], 257)
-    decoder = make_decoder(make_config(vocab_size=tokenizer.get_vocab_size(), **changes))
-    save_checkpoint(tmp_path / "run", 1, decoder, tokenizer, {}, {})
+    save_run(tmp_path / "run", **changes)
     with pytest.raises((NoDeviceError, ValueError), match=message):
         export_checkpoint(tmp_path / "run", tmp_path / "out", device="cuda", **options)
     assert not (tmp_path / "out").exists()

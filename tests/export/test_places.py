@@ -70,7 +70,7 @@ def test_answers_stay_what_they_are(config: TransformerConfig) -> None:
                 assert not (multiplier == 1.0).all()
                 parameters[name].mul_(torch.from_numpy(multiplier))
         read += place.readers
-        torch.testing.assert_close(outputs(model), expected, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(outputs(model), expected, rtol=1e-9, atol=1e-11)
     assert len(read) == len(set(read))
     assert set(read) == read_after_a_norm_or_a_product(model)
 

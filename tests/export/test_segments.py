@@ -62,8 +62,7 @@ def check_segments(model: RandomModel, library: Library | None = None) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["model", "int8_model", "int4_model", "int4_mixture_model", "windowed_model", "biased_model"],
+    "name", ["model", "int4_model", "int4_mixture_model", "windowed_model", "biased_model"]
 )
 def test_segments_compute_the_same_bits(name: str, request: pytest.FixtureRequest) -> None:
     check_segments(request.getfixturevalue(f"random_{name}"))

@@ -10,31 +10,23 @@ import pytest
 
 from kvasir.export.directory import export_checkpoint
 from kvasir.export.evaluation import verify_directory
+from kvasir.export.graphs.encoder import export_encoder_graph
 from kvasir.export.verification import vectors
 from kvasir.export.verification.vectors import verify_vectors
 from kvasir.export.verification.verify import VerificationError
-from kvasir.model.checkpoint import load_checkpoint, save_checkpoint
-from kvasir.model.directory import load_model_dir
-from kvasir.model.tokenizer import train_tokenizer
+from kvasir.model.checkpoint import load_checkpoint
+from kvasir.model.directory import GRAPH_FILE, load_model_dir
+from tests.export.runs import save_run
 from tests.kit.encoders import BERT, MPNET
-from tests.kit.random_models import make_config, make_decoder
 from tests.kit.short_samples import shorten_samples
 
 short_samples = pytest.fixture(scope="module", autouse=True)(shorten_samples)
 
-TEXT = "It was the best of times, it was the worst of times, in 1859. " * 40
-
-
-def save_run(folder: Path, **changes: Any) -> Path:
-    tokenizer = train_tokenizer([TEXT], 300)
-    network = make_decoder(make_config(**changes))
-    save_checkpoint(folder, 1, network, tokenizer, {}, {"held_out_accuracy": 0.75})
-    return folder
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_run(tmp_path_factory.mktemp("runs") / "tale", **BERT)
+    folder = tmp_path_factory.mktemp("runs") / "tale"
+    return save_run(folder, notes={"held_out_accuracy": 0.75}, **BERT)
 
 
 @pytest.fixture(scope="module")
@@ -76,16 +68,12 @@ def test_a_classifiers_graph_is_enough_to_verify_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"device": "cuda"}, "cuda"),
-        ({"precision": "int4"}, "int4"),
-        ({"text": Path("prose.txt")}, "prose.txt"),
-    ],
+    "options", [{"device": "cuda"}, {"precision": "int4"}, {"text": Path("prose.txt")}]
 )
 def test_options_of_decoders_are_refused(
-    run: Path, tmp_path: Path, options: dict[str, Any], named: str
+    run: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
+    (named,) = map(str, options.values())
     with pytest.raises(ValueError, match=named):
         export_checkpoint(run, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
@@ -94,9 +82,11 @@ def test_options_of_decoders_are_refused(
 def test_an_fp32_graph_may_be_as_far_as_pytorch_is_from_float64(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    checkpoint, path = load_checkpoint(run), tmp_path / GRAPH_FILE
+    config, weights = checkpoint.config, checkpoint.weights
+    export_encoder_graph(config, weights, path, "fp32")
     monkeypatch.setattr(vectors, "MAX_LOGIT_ERROR", 0.0)
-    manifest, _ = export_checkpoint(run, tmp_path / "out", precision="fp32")
-    assert manifest.verification.max_logit_error > 0.0
+    assert verify_vectors(config, weights, path, checkpoint.tokenizer, "fp32").max_logit_error > 0.0
     monkeypatch.setattr(vectors, "MOST_OF_NOISE", 0.0)
     with pytest.raises(VerificationError, match=r"more than 0e\+00"):
-        export_checkpoint(run, tmp_path / "refused", precision="fp32")
+        verify_vectors(config, weights, path, checkpoint.tokenizer, "fp32")

@@ -14,7 +14,6 @@ from kvasir.loadtest.gpu import check as gpu_check
 from kvasir.loadtest.gpu import steps as gpu_steps
 from kvasir.loadtest.gpu.check import FigureLog, Sequences, check
 from kvasir.loadtest.gpu.promises import SkippedError, check_figures, check_promises
-from kvasir.loadtest.random_model import make_random_model
 from kvasir.model.directory import PRECISIONS
 from kvasir.model.presets import PRESETS, preset
 from kvasir.model.records import Verification
@@ -131,7 +130,10 @@ def small_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_card")
-def test_the_whole_check_runs_in_numpy(tmp_path: Path) -> None:
+def test_the_whole_check_runs_in_numpy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """compute-sanitizer, which is another command here, gets a prefill and two decodes."""
     failed = check(tmp_path / "models", tmp_path / "figures.json")
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert not failed, {name: figures[name] for name in failed}
@@ -148,7 +150,17 @@ def test_the_whole_check_runs_in_numpy(tmp_path: Path) -> None:
     assert beside["same greedy tokens"] == 1.0
     for how, captures in (("greedy", True), ("greedy, no graphs", False)):
         assert figures[f"small bf16, context 300, batch 2, {how}: step"]["graphs"] is captures
-    assert str(tmp_path / "models" / "small-cuda-bf16") in figures["compute-sanitizer"]
+    folder = tmp_path / "models" / "small-cuda-bf16"
+    assert str(folder) in figures["compute-sanitizer"]
+    capsys.readouterr()
+    gpu_steps.run_shortly(folder)
+    assert len(json.loads(capsys.readouterr().out)[0]) == 3
+    (tmp_path / "compute-sanitizer").write_text("#!/bin/sh\necho an invalid read\nexit 9\n")
+    with pytest.raises(AssertionError, match="an invalid read"):
+        gpu_steps.check_memory(folder)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SkippedError):
+        gpu_steps.check_memory(folder)
 
 
 def test_the_check_of_webgpu_runs_in_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,22 +180,6 @@ def test_the_check_of_webgpu_runs_in_numpy(tmp_path: Path, monkeypatch: pytest.M
     assert figures["tokens as alone"] == 1.0
     assert figures["stream over HTTP"] == "tiny-webgpu-fp16"
     assert figures["batch 8, tokens/s"] > 0
-
-
-@pytest.mark.usefixtures("small_card")
-def test_compute_sanitizer_gets_a_prefill_and_two_decodes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = make_random_model("small", "bf16", tmp_path / "model", "cuda")
-    gpu_steps.run_shortly(folder)
-    assert len(json.loads(capsys.readouterr().out)[0]) == 3
-    tool = tmp_path / "compute-sanitizer"
-    tool.write_text("#!/bin/sh\necho an invalid read\nexit 9\n")
-    with pytest.raises(AssertionError, match="an invalid read"):
-        gpu_steps.check_memory(folder)
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(SkippedError):
-        gpu_steps.check_memory(folder)
 
 
 @NO_GPU

@@ -128,12 +128,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "feed_forward": "relu2",
     },
     "deepseek": {
+        "n_layer": 1,
         "n_kv_head": 1,
         "head_dim": 32,
         "rotary_dim": 16,
         "latents": Latents(rank=16, key_dim=8, value_dim=12, query_rank=24),
         "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_model_len=24),
-        "layers_without_rotary": (0,),
+        "attention_gate": True,
+        "attention_gate_by_head": True,
         "output_bias": True,
     },
     "lfm2": {
@@ -170,13 +172,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         ),
         "recurrent_layers": (0,),
     },
-    "ling": {
-        "n_kv_head": 1,
-        "head_dim": 32,
-        "rotary_dim": 16,
-        "latents": Latents(rank=16, key_dim=8, value_dim=12),
-        "attention_gate": True,
-        "attention_gate_by_head": True,
+    "ling": {  # both layers are alike, so that one is traced
         "recurrence": DeltaRule(
             kernel=3,
             n_head=4,
@@ -186,7 +182,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
             decays_by_channel=True,
             least_log_decay=-5.0,
         ),
-        "recurrent_layers": (1,),
+        "recurrent_layers": (0, 1),
     },
     "bamba": {
         "n_layer": 3,
@@ -195,9 +191,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "rotary_dim": 8,
     },
     "falcon h1": {
-        "n_layer": 3,
         "recurrence": Mamba2(kernel=3, n_head=4, head_dim=12, d_state=16, normed=False),
-        "recurrent_layers": (0, 2),
+        "recurrent_layers": (0, 1),
         "recurrence_beside_attention": True,
         "qk_norm": True,
     },
@@ -232,6 +227,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "recurrent_layers": (0, 1),
     },
     "hunyuan mixture": {
+        "n_layer": 1,
         "d_model": 64,
         "n_experts": 6,
         "n_experts_per_token": 3,
@@ -244,7 +240,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "expert_scale": 1.7,
         "d_shared_expert": 48,
         "shared_expert_gate": True,
-        "dense_layers": (0,),
         "qk_norm": True,
         "qk_norm_after_rotary": True,
     },

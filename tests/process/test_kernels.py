@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,49 +14,16 @@ import numpy as np
 import pytest
 
 from kvasir.kernels.library import Library
-from kvasir.model.directory import ModelDirectory, load_model_dir
-from kvasir.server.engine.engine import Engine
+from kvasir.model.directory import load_model_dir
 from kvasir.server.process import engine_builder
-from kvasir.server.process.app import create_app
-from kvasir.server.process.engine_builder import build_engine
-from kvasir.server.requests.registry import ModelRegistry
-from kvasir.server.requests.served_model import ServedModel
 from kvasir.server.settings import load_settings
 from kvasir.server.telemetry.logs import TextFormatter
-from kvasir.server.telemetry.start_clock import StartClock
 from tests.kernels.graphs import needs_library, usable_paths
 from tests.kit.serving import sample as value
+from tests.process.example_server import EXAMPLE, serving
 
-EXAMPLE = Path(__file__).parents[2] / "examples/stdlib"  # in int8
 BODY = {"prompt": "def f(", "max_tokens": 2, "temperature": 0}
 STOCK = "stock operators are used: the setting asks for them"
-
-
-@pytest.fixture(scope="module")
-def model_dir() -> ModelDirectory:
-    return load_model_dir(EXAMPLE)
-
-
-@asynccontextmanager
-async def serving(
-    model_dir: ModelDirectory, kernels: str, *, names: tuple[str, ...] = ("one",), **options: Any
-) -> AsyncIterator[tuple[ModelRegistry, httpx.AsyncClient]]:
-    engine_builder._find_library.cache_clear()
-    settings = load_settings(
-        model=",".join(f"{name}={EXAMPLE}" for name in names),
-        kernels=kernels, threads=1, kv_cache_memory=2**24, max_num_seqs=2, **options,
-    )  # fmt: skip
-    app = create_app(settings, dict.fromkeys(names, model_dir))
-    models: ModelRegistry = app.state.models
-
-    def build(served: ServedModel, _: StartClock) -> Engine:
-        return build_engine(served.settings, served.model_dir)
-
-    await models.start(build, StartClock())
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        yield models, client
-    await models.close()
 
 
 def records_of(caplog: pytest.LogCaptureFixture, message: str) -> list[logging.LogRecord]:
@@ -65,10 +31,10 @@ def records_of(caplog: pytest.LogCaptureFixture, message: str) -> list[logging.L
 
 
 async def test_without_the_library_it_serves_and_says_so_once(
-    model_dir: ModelDirectory, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", logger="kvasir")
-    async with serving(model_dir, "off", names=("one", "two")) as (_, client):
+    async with serving("one", "two", kernels="off") as (_, client):
         for name in ("one", "two"):
             answer = await client.post("/v1/completions", json=BODY | {"model": name})
             assert answer.status_code == 200
@@ -77,19 +43,14 @@ async def test_without_the_library_it_serves_and_says_so_once(
     assert TextFormatter(colours=False).format(record).endswith(f"  {STOCK}")
     ready = records_of(caplog, "ready")
     assert [record.__dict__["fields"]["kernels"] for record in ready] == [None, None]
-    assert (
-        TextFormatter(colours=False)
-        .format(ready[0])[10:]
-        .startswith("one is ready: int8 on cpu, 0")
-    )
+    line = TextFormatter(colours=False).format(ready[0])
+    assert line[10:].startswith("one is ready: int8 on cpu, 0")
 
 
 @needs_library
-async def test_the_path_is_told_where_the_library_is_used(
-    model_dir: ModelDirectory, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_the_path_is_told_where_the_library_is_used(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="kvasir")
-    async with serving(model_dir, "auto") as (_, client):
+    async with serving() as (_, client):
         told = (await client.get("/version")).json()["kernels"]
     (ready,) = records_of(caplog, "ready")
     assert told == usable_paths()[-1] == ready.__dict__["fields"]["kernels"]
@@ -102,15 +63,15 @@ async def test_the_path_is_told_where_the_library_is_used(
 
 @needs_library
 async def test_the_fingerprint_is_that_of_the_library_whatever_its_path(
-    model_dir: ModelDirectory, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Paths compute the same bits; another library, and stock operators, may not."""
     fingerprints = []
     for kernels in ("auto", "scalar", "off", "changed"):
         if kernels == "changed":
             monkeypatch.setattr(Library, "version", "changed")
-        async with serving(model_dir, kernels.replace("changed", "auto")) as (models, _):
-            fingerprints.append(models.served["one"].fingerprint)
+        async with serving(kernels=kernels.replace("changed", "auto")) as (models, _):
+            fingerprints.append(models.served["stdlib"].fingerprint)
     assert fingerprints[0] == fingerprints[1]
     assert len(set(fingerprints)) == 3
 
@@ -118,16 +79,14 @@ async def test_the_fingerprint_is_that_of_the_library_whatever_its_path(
 @pytest.mark.parametrize(
     "kernels", [pytest.param("auto", marks=needs_library), "off"], ids=["ours", "stock"]
 )
-async def test_drafts_are_on_where_answers_stay_the_same(
-    model_dir: ModelDirectory, kernels: str
-) -> None:
+async def test_drafts_are_on_where_answers_stay_the_same(kernels: str) -> None:
     """The fingerprint differs only where answers may."""
     drafting, fingerprints = [], []
     every: list[dict[str, Any]] = [{}, {"speculate": True}, {"speculate": False}]
     for options in every:
-        async with serving(model_dir, kernels, **options) as (models, client):
+        async with serving(kernels=kernels, **options) as (models, client):
             drafting.append((await client.get("/version")).json()["speculate"])
-            fingerprints.append(models.served["one"].fingerprint)
+            fingerprints.append(models.served["stdlib"].fingerprint)
     assert drafting == [kernels == "auto", True, False]
     assert fingerprints[0] == fingerprints[2]
     assert (fingerprints[0] == fingerprints[1]) == (kernels == "auto")
@@ -151,12 +110,12 @@ def random_bodies(n: int) -> list[dict[str, Any]]:
 
 
 @needs_library
-async def test_drafts_change_no_byte_of_answers(model_dir: ModelDirectory) -> None:
+async def test_drafts_change_no_byte_of_answers() -> None:
     """All samplers, stop strings and log-probabilities, several requests at a time and one."""
     answers: list[list[Any]] = []
     for speculate in (True, False):
         options: dict[str, Any] = {"speculate": speculate, "max_queue": 64}
-        async with serving(model_dir, "auto", **options) as (models, client):
+        async with serving(**options) as (models, client):
 
             async def answer(body: dict[str, Any], client: httpx.AsyncClient = client) -> Any:
                 whole = json.loads((await client.post("/v1/completions", json=body)).content)
@@ -165,7 +124,9 @@ async def test_drafts_change_no_byte_of_answers(model_dir: ModelDirectory) -> No
             bodies = random_bodies(24)
             if speculate:
                 answers.append(await asyncio.gather(*map(answer, bodies)))
-                drafted = value(models.served["one"].metrics, "spec_decode_accepted_tokens_total")
+                drafted = value(
+                    models.served["stdlib"].metrics, "spec_decode_accepted_tokens_total"
+                )
                 assert (drafted or 0) > 0
             else:
                 answers.append([await answer(body) for body in bodies])
@@ -175,17 +136,15 @@ async def test_drafts_change_no_byte_of_answers(model_dir: ModelDirectory) -> No
         assert with_drafts == without
 
 
-def test_graphs_without_rounded_products_need_no_library(model_dir: ModelDirectory) -> None:
-    settings = load_settings(model=EXAMPLE)
+def test_graphs_without_rounded_products_need_no_library() -> None:
+    settings, model_dir = load_settings(model=EXAMPLE), load_model_dir(EXAMPLE)
     for change in ({"precision": "fp32"}, {"device": "cuda"}):
         manifest = model_dir.manifest.model_copy(update=change)
-        other = ModelDirectory(EXAMPLE, model_dir.config, manifest, model_dir.tokenizer)
+        other = replace(model_dir, manifest=manifest)
         assert engine_builder.find_library(settings, other) is None
 
 
-async def test_a_user_without_a_home_is_served(
-    model_dir: ModelDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_user_without_a_home_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container, whose user has no entry in the system's list."""
 
     def expanduser(_: Path) -> Path:
@@ -193,5 +152,5 @@ async def test_a_user_without_a_home_is_served(
 
     monkeypatch.setattr(Path, "expanduser", expanduser)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    async with serving(model_dir, "auto") as (_, client):
+    async with serving() as (_, client):
         assert (await client.post("/v1/completions", json=BODY)).status_code == 200

@@ -23,7 +23,7 @@ from kvasir.server.errors import StartupError
 from kvasir.server.process.tracing import make_provider
 from tests.kit.fake_encoder import encoder_app, encoder_model_dir
 from tests.kit.fake_runner import FakeRunner
-from tests.kit.serving import EOS, MODEL, VOCAB_SIZE, serving, small_tokenizer
+from tests.kit.serving import EOS, MODEL, VOCAB_SIZE, running, serving, small_tokenizer
 
 ENDPOINT = "http://collector.invalid:4318/v1/traces"
 BODY = {"prompt": "a", "max_tokens": 2, "ignore_eos": True}
@@ -87,41 +87,45 @@ def trace_ids_logged(caplog: pytest.LogCaptureFixture) -> list[str | None]:
     return [fields.get("trace_id") for fields in lines]
 
 
+TOKENS = {"input": [[5] * 9, [6] * 3]}
+
+
 @pytest.mark.parametrize(
-    ("path", "operation", "body"),
+    ("labels", "asked"),
     [
-        ("/v1/embeddings", "embeddings", {"input": [[5] * 9, [6] * 3]}),
-        ("/rerank", "rerank", {"query": "a", "texts": ["b", "c"]}),
-        ("/v1/classify", "classify", {"input": [[5] * 9, [6] * 3]}),
-        ("/pooling", "pooling", {"input": [[5] * 9, [6] * 3]}),
-        ("/score", "score", {"text_1": "a", "text_2": "b"}),
-        ("/predict", "classify", {"inputs": "a"}),
+        ((), [("/v1/embeddings", "embeddings", TOKENS)]),
+        (
+            ("relevant",),
+            [
+                ("/rerank", "rerank", {"query": "a", "texts": ["b", "c"]}),
+                ("/v1/classify", "classify", TOKENS),
+                ("/pooling", "pooling", TOKENS),
+                ("/score", "score", {"text_1": "a", "text_2": "b"}),
+                ("/predict", "classify", {"inputs": "a"}),
+            ],
+        ),
     ],
 )
 async def test_spans_and_log_have_the_tokens_of_an_encoders_request(
     exporter: InMemorySpanExporter,
-    path: str,
-    operation: str,
-    body: dict[str, Any],
+    labels: tuple[str, ...],
+    asked: list[tuple[str, str, dict[str, Any]]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "kvasir")
-    model_dir = encoder_model_dir(() if operation == "embeddings" else ("relevant",))
-    app, runner = encoder_app(model_dir, otlp_endpoint=ENDPOINT)
-    transport = httpx.ASGITransport(app)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
-    ):
-        assert (await client.post(path, json=body)).status_code == 200
-        assert (await client.post(path, json={})).status_code == 400
-    answered, refused = (dict(span.attributes or {}) for span in request_spans(exporter))
-    n_tokens = sum(len(text.prompt_ids) for text in runner.texts)
-    assert answered["gen_ai.operation.name"] == operation
-    assert answered["gen_ai.usage.input_tokens"] == n_tokens
+    app, runner = encoder_app(encoder_model_dir(labels), otlp_endpoint=ENDPOINT)
+    n_tokens = list[int | None]()
+    async with running(app) as client:
+        for path, _, body in asked:
+            runner.batches.clear()
+            assert (await client.post(path, json=body)).status_code == 200
+            n_tokens += [sum(len(text.prompt_ids) for text in runner.texts), None]
+            assert (await client.post(path, json={})).status_code == 400
+    spans = [dict(span.attributes or {}) for span in request_spans(exporter)]
+    assert [span["gen_ai.operation.name"] for span in spans[::2]] == [one for _, one, _ in asked]
+    assert [span.get("gen_ai.usage.input_tokens") for span in spans] == n_tokens
     lines = [vars(one)["fields"] for one in caplog.records if one.getMessage() == "request"]
-    assert [one.get("prompt_tokens") for one in lines] == [n_tokens, None]
-    assert "gen_ai.usage.input_tokens" not in refused
+    assert [one.get("prompt_tokens") for one in lines] == n_tokens
 
 
 # These run no model.
@@ -243,26 +247,29 @@ async def test_a_refused_request_has_a_span_with_the_reason(
     assert trace_ids_logged(caplog) == [f"{span.context.trace_id:032x}"]
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        PARENT.upper(),
-        PARENT.replace("-", " "),
-        "ff" + PARENT[2:],
-        f"00-{'0' * 32}-{'1' * 16}-01",
-        PARENT + "-" + "a" * 9000,
-        "\u00e9" * 55,
-    ],
-)
+NO_TRACES = [
+    PARENT.upper(),
+    PARENT.replace("-", " "),
+    "ff" + PARENT[2:],
+    f"00-{'0' * 32}-{'1' * 16}-01",
+    PARENT + "-" + "a" * 9000,
+    "\u00e9" * 55,
+]
+
+
 async def test_a_callers_trace_is_believed_only_in_the_standards_form(
-    exporter: InMemorySpanExporter, caplog: pytest.LogCaptureFixture, given: str
+    exporter: InMemorySpanExporter, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "kvasir")
-    headers = httpx.Headers({"traceparent": given}, encoding="latin-1")
-    status, span = await posted(exporter, headers)
-    assert (status, span.parent) == (200, None)
-    (logged,) = trace_ids_logged(caplog)
-    assert re.fullmatch("[0-9a-f]{32}", logged or "")
+    async with serving(otlp_endpoint=ENDPOINT) as served:
+        for given in NO_TRACES:
+            headers = httpx.Headers({"traceparent": given}, encoding="latin-1")
+            answer = await served.client.post("/v1/completions", json=BODY, headers=headers)
+            assert answer.status_code == 200
+    assert [span.parent for span in request_spans(exporter)] == [None] * len(NO_TRACES)
+    logged = trace_ids_logged(caplog)
+    assert len(logged) == len(NO_TRACES)
+    assert all(re.fullmatch("[0-9a-f]{32}", trace_id or "") for trace_id in logged)
 
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
