@@ -33,7 +33,7 @@ def shards(folder: Path) -> Path:
 
 
 def gptq(folder: Path) -> Path:
-    llama = save_checkpoint(folder / "llama", make_model("llama", num_hidden_layers=1))
+    llama = save_checkpoint(folder / "llama", make_model("llama"))
     return write_rounded(llama, folder, "gptq sym")
 
 
@@ -70,7 +70,7 @@ def test_a_published_model_is_exported_and_verified(
 ) -> None:
     monkeypatch.setitem(verify.MAX_PERPLEXITY_LOSS, "int4", 10.0)  # random weights
     source, out = gptq(tmp_path), tmp_path / "out/one"
-    manifest, notes = export_checkpoint(source, out, precision="int4", max_model_len=64, bits=5.0)
+    manifest, notes = export_checkpoint(source, out, precision="int4", bits=5.0)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["one"]
     assert notes == (*load_checkpoint(source).notes, *notes_on_bits(5.0, []))  # it was in 4 bits
     assert verify_directory(out, source)[1] == manifest.verification

@@ -26,7 +26,7 @@ short_samples = pytest.fixture(scope="module", autouse=True)(shorten_samples)
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "tale"
-    return save_run(folder, notes={"held_out_accuracy": 0.75}, **BERT)
+    return save_run(folder, n_layer=2, notes={"held_out_accuracy": 0.75}, **BERT)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_another_checkpoints_graph_is_refused(run: Path, exported: Path) -> None
 
 
 def test_a_classifiers_graph_is_enough_to_verify_it(tmp_path: Path) -> None:
-    run = save_run(tmp_path / "run", **MPNET)
+    run = save_run(tmp_path / "run", n_layer=2, **MPNET)
     manifest, _ = export_checkpoint(run, tmp_path / "out", precision="fp32")
     figures = manifest.verification
     assert figures.retrieval_torch is None

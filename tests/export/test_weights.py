@@ -21,17 +21,12 @@ from kvasir.export.rounding.weights import Weights
 from kvasir.model.config import TransformerConfig
 from kvasir.model.tensor_files import LazyWeights
 from tests.kit.random_models import make_config, make_decoder
-from tests.model.variants import BIASES
+from tests.model.variants import VARIANTS
 
 Floats = NDArray[np.float32]
 CHANGES: dict[str, Any] = {
-    "biases, square matrices": {
-        "d_model": 64,
-        "attention_scale": 0.3,
-        "feed_forward": "gelu",
-        **BIASES,
-    },
-    "head norms, untied": {"qk_norm": True, "tied_embeddings": False, "d_model": 40},
+    "biases, square matrices, untied": {"d_model": 64} | VARIANTS["gpt2"],
+    "head norms": {"n_layer": 1, "qk_norm": True, "d_model": 40, "attention_scale": 0.3},
 }
 
 
@@ -133,9 +128,9 @@ def test_initializers_are_bit_for_bit_what_plain_formulas_make(
 ) -> None:
     """Parameters in slices of a few rows; scales of keys and values that differ by channel."""
     monkeypatch.setattr(export_weights, "SLICE", 200)
-    config = make_config(**changes, n_layer=1)
+    config = make_config(**changes)
     stored = {name: of.to(dtype) for name, of in make_decoder(config).state_dict().items()}
-    shape = (2, config.n_kv_head, config.head_dim)
+    shape = (2 * config.n_layer, config.n_kv_head, config.head_dim)
     scales = np.random.default_rng(0).uniform(0.1, 9, shape).astype(np.float32)
     for precision in ("fp32", "int8", "int4"):
         path = tmp_path / f"{precision}.onnx"
