@@ -17,12 +17,15 @@ import kvasir
 from kvasir.__main__ import app
 from kvasir.export.directory import export_checkpoint
 from kvasir.model.checkpoint import save_checkpoint
-from kvasir.model.config import Pooling
 from kvasir.model.directory import EMBEDDING_FILE
 from kvasir.model.tokenizer import train_tokenizer
 from tests.faults.damage import with_file
+from tests.kit.encoders import BERT
 from tests.kit.random_models import make_config, make_decoder
 from tests.kit.serving import CHAT_TEMPLATE
+from tests.kit.short_samples import shorten_samples
+
+short_samples = pytest.fixture(scope="module", autouse=True)(shorten_samples)
 
 STDLIB = Path(__file__).parent.parent / "examples/stdlib"
 TEXTS = ["def a(): pass", "import os", "x" * 40]
@@ -87,9 +90,7 @@ def test_a_chat_is_its_templates_text(tmp_path: Path) -> None:
 
 
 def test_vectors_are_the_networks(tmp_path: Path) -> None:
-    config = make_config(
-        causal=False, position="learned", pooling=Pooling(kind="mean", normalize=True)
-    )
+    config = make_config(**BERT)
     network = make_decoder(config).eval()
     tokenizer = train_tokenizer(TEXTS * 4, config.vocab_size)
     embedding = {"prompts": {"query": "find ", "document": ""}, "default_prompt_name": "query"}

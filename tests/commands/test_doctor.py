@@ -25,6 +25,9 @@ from tests.api_reference import EXAMPLE
 from tests.kernels.graphs import needs_library, usable_paths
 from tests.kit.adapters import save_adapter
 from tests.kit.huggingface_checkpoints import make_model, save_checkpoint
+from tests.kit.short_samples import shorten_samples
+
+short_samples = pytest.fixture(scope="module", autouse=True)(shorten_samples)
 
 XEON = "flags\t\t: fpu avx2 avx512f avx512_vnni avx512_bf16 amx_bf16 amx_tile amx_int8\n"
 ZEN_3 = "model name\t: AMD EPYC\nflags\t\t: fpu avx avx2 fma\n"

@@ -13,6 +13,9 @@ from kvasir.__main__ import app
 from kvasir.commands.console import progress
 from tests.export.runs import save_run
 from tests.kit.huggingface_checkpoints import make_model, save_checkpoint
+from tests.kit.short_samples import shorten_samples
+
+short_samples = pytest.fixture(scope="module", autouse=True)(shorten_samples)
 
 
 @pytest.fixture(scope="module")

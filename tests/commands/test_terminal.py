@@ -1,4 +1,4 @@
-"""A terminal: a completion in pieces, and bars beside lines, as an emulator shows them."""
+"""Bars beside lines, as an emulator of a terminal shows them."""
 
 from __future__ import annotations
 
@@ -6,43 +6,8 @@ import os
 import pty
 import sys
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
-
-from kvasir.model.directory import GRAPH_FILE, ModelDirectory
-from kvasir.model.reference import generate as oracle
-from kvasir.model.tokenizer import train_tokenizer
-from kvasir.server.engine.engine import Engine
-from kvasir.server.engine.sampling.params import SamplingParams
-from kvasir.server.process.library import complete
-from tests.kit.random_models import RandomModel
-
-TEXT = "for name, value in zip(names, values): print(f'{name} = {value}')"
-
-
-@pytest.fixture(scope="module")
-def served(random_model: RandomModel) -> tuple[Engine, ModelDirectory]:
-    tokenizer = train_tokenizer([Path(__file__).read_text()], random_model.config.vocab_size)
-    assert tokenizer.get_vocab_size() == random_model.config.vocab_size
-    folder = random_model.graph.parent
-    model_dir = ModelDirectory(folder, random_model.config, manifest=None, tokenizer=tokenizer)  # type: ignore[arg-type]
-    assert model_dir.graph_path == folder / GRAPH_FILE
-    return Engine(random_model.runner(max_num_seqs=1), chunk_size=16), model_dir
-
-
-def test_the_pieces_are_the_oracles_text(
-    random_model: RandomModel, served: tuple[Engine, ModelDirectory]
-) -> None:
-    engine, model_dir = served
-    prompt_ids = model_dir.tokenizer.encode(TEXT).ids
-    params = SamplingParams(max_tokens=20, temperature=0.0)
-    *pieces, last = complete(engine, model_dir, prompt_ids, params)
-    text = "".join(piece.text for piece in [*pieces, last])
-    ids = oracle(random_model.decoder, prompt_ids, max_tokens=20)
-    assert text == model_dir.tokenizer.decode(prompt_ids + ids)[len(TEXT) :]
-    assert [piece.token_id for piece in pieces] == ids
-    assert last.finish_reason == ("stop" if len(ids) < 20 else "length")
 
 
 def screen_of(code: str, *, press_at: bytes = b"", columns: int = 60) -> list[str]:

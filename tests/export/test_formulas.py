@@ -29,25 +29,22 @@ def test_rows_are_symmetric_and_within_half_a_step() -> None:
     assert (np.abs(steps * scales[:, None] - matrix) <= scales[:, None] / 2 * 1.001).all()
 
 
-def test_pairs_fit_in_16_bits_with_no_more_error_than_seven_bits() -> None:
-    matrix = np.random.default_rng(1).standard_normal((20, 51), dtype=np.float32) ** 3
+def test_a_row_of_pairs_gets_the_scale_that_changes_it_least() -> None:
+    """Of those from eight bits to twice as much, each tried with the pairs cut as they must be.
+
+    255 times a pair then fits in 16 bits.
+    """
+    matrix = np.random.default_rng(2).standard_normal((30, 15)) ** 3
     matrix[4], matrix[5] = 0.0, 1.0
     steps, scales = (of.numpy() for of in quantize_pairs(torch.tensor(matrix)))
     assert steps.dtype == np.int8
-    for sign in (1, -1):
-        of_sign = np.pad(np.maximum(sign * steps.astype(int), 0), ((0, 0), (0, 1)))
+    matrix, steps = (np.pad(of, ((0, 0), (0, 1))) for of in (matrix, steps))
+    for of_sign in (np.maximum(sign * steps.astype(int), 0) for sign in (1, -1)):
         assert (255 * (of_sign[:, ::2] + of_sign[:, 1::2]) < 2**15).all()
-    step = np.maximum(np.abs(matrix).max(axis=1, keepdims=True) * 2 / 127, 1e-12)
-    most = np.linalg.norm(np.rint(matrix / step) * step - matrix, axis=1)
-    errors = np.linalg.norm(steps * scales[:, None] - matrix, axis=1)
-    assert (errors <= most * 1.001 + 1e-6).all()
-
-
-def test_a_row_of_pairs_gets_the_scale_that_changes_it_least() -> None:
-    """Of those from eight bits to twice as much, each tried with the pairs cut as they must be."""
-    matrix = np.random.default_rng(2).standard_normal((30, 16)) ** 3
-    steps, scales = (of.numpy() for of in quantize_pairs(torch.tensor(matrix)))
+    assert not steps[4].any()
     for row, integers, scale in zip(matrix, steps.astype(float), scales, strict=True):
+        if not row.any():
+            continue
         eight = np.abs(row).max() / 127
         factors = (1.0, 1.1, 1.2, 1.35, 1.6, 2.0)
         assert min(abs(scale / eight - factor) for factor in factors) < 1e-6

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from kvasir.export.directory import export_checkpoint
 from kvasir.export.verification import paged_session
 from kvasir.export.verification.paged_session import Floats, PagedSession
-from kvasir.export.verification.verify import VerificationError, Verifier
+from kvasir.export.verification.verify import VerificationError
 from kvasir.server.engine.gpu.cuda_runtime import NoDeviceError
 from kvasir.server.engine.gpu.graphs import Inputs
 from kvasir.server.engine.gpu.model import DeviceModel
@@ -27,21 +25,6 @@ from tests.kit.random_models import RandomModel
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
     return export_paged(tmp_path_factory.mktemp("model"), n_layer=1, max_model_len=48)
-
-
-def test_a_graph_for_cuda_is_verified_as_one_for_the_cpu(model: RandomModel) -> None:
-    """Prefill, chunks, ragged decode, a full row, greedy tokens; only numpy takes float32."""
-    decoder, path = deepcopy(model.decoder), model.graph
-    session = PagedSession(
-        decoder.config, lambda n_blocks: NumpyModel(path, n_blocks), block_size=BLOCK
-    )
-    figures = Verifier(decoder.config, decoder.state_dict()).verify(session.logits)
-    assert figures.max_logit_error < 1e-4
-    assert figures.greedy_agreement == 1.0
-    with torch.no_grad():
-        decoder.get_parameter("blocks.0.attention.qkv.weight")[3, 5] += 0.5
-    figures = Verifier(decoder.config, decoder.state_dict()).verify(session.logits)
-    assert figures.max_logit_error > 1e-3
 
 
 class WrongTail(NumpyModel):

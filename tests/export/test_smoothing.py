@@ -29,6 +29,7 @@ from kvasir.export.verification.pair_plan import SamplePairs
 from kvasir.export.verification.segments import SegmentedGraph
 from kvasir.export.verification.vectors import observe_vectors, verify_vectors
 from kvasir.export.verification.verify import Verifier
+from kvasir.kernels.library import FILE
 from kvasir.loadtest.random_model import dummy_tokenizer
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import ENCODER_GRAPH_FILE, GRAPH_FILE
@@ -187,6 +188,7 @@ def test_outliers_cost_vectors_at_most_half_as_much_again(
     """In what matrices read, and in queries and keys, both of which our own operators round."""
     config = make_config(**shape)
     plain = cost_of_vectors(config, make_decoder(config).state_dict(), tmp_path)
+    assert len(plain) == 1 + FILE.exists()
     outliers = with_outliers(config).state_dict()
     balance_wrongly(config, outliers)
     for cost, least in zip(cost_of_vectors(config, outliers, tmp_path), plain, strict=True):

@@ -165,23 +165,9 @@ def test_invalid_options_are_refused_in_one_line(arguments: list[str], reason: s
     assert reason in result.stderr
 
 
-def test_a_directory_that_cannot_be_served_says_why(tmp_path: Path) -> None:
-    result = bench(str(tmp_path), *ONE)
-    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
-    assert result.stderr.startswith(f"kvasir: {tmp_path} has no manifest.json")
-
-
 def test_a_mix_tells_short_prompts_from_long_ones() -> None:
-    options = [
-        "--workload",
-        "long:2x600-700/2",
-        "--rounds",
-        "1",
-        "--requests",
-        "20",
-        "--rate",
-        "999",
-    ]
+    options = ["--workload", "long:2x600-700/2", "--rounds", "1", "--requests", "20"]
+    options += ["--rate", "999"]
     with fake_completions(well) as fake:
         result = bench(fake.url, *options, "--warmup", "0", "--json")
     rows = json.loads(result.stdout)["workloads"]

@@ -101,7 +101,7 @@ def small_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("kvasir.export.directory.version", version_on_a_card)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "numpy")
     monkeypatch.setattr(bench_engine, "measure_gpu", lambda: (1e9, 1e12))
-    sequences = Sequences(LENGTHS, (8, 8), 16, 32, 512)
+    sequences = Sequences(LENGTHS, (8, 8), 16, 6, 512)
     monkeypatch.setitem(gpu_check._SEQUENCES, "cuda", sequences)
     monkeypatch.setitem(PRECISIONS, "cuda", ("bf16", "int4"))
     monkeypatch.setattr(gpu_check, "KV_DTYPES", ("int8",))

@@ -10,6 +10,7 @@ from contextlib import suppress
 
 import pytest
 
+from kvasir.server.process.local_server import run_server
 from tests.kit.fake_runner import TIMEOUT
 
 SERVER = """
@@ -48,3 +49,12 @@ def test_a_signal_to_the_measurement_leaves_no_server(number: signal.Signals) ->
                 pytest.fail("the server lives on")
     if number != signal.SIGINT:
         assert measurement.returncode == 128 + number
+
+
+def test_a_server_that_cannot_start_says_why() -> None:
+    code = "import sys; sys.exit('kvasir: a has no manifest.json')"
+    with (
+        pytest.raises(ChildProcessError, match=r"^a has no manifest\.json$"),
+        run_server([sys.executable, "-c", code]),
+    ):
+        pass
