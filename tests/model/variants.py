@@ -1,6 +1,7 @@
 """Every kind of decoder that a configuration describes, as changes of `make_config`.
 
-Each has several features that do not hide one another, since exporting one takes seconds.
+Each has several features that do not hide one another, since exporting one takes seconds. Layers
+that are alike are traced once.
 """
 
 from __future__ import annotations
@@ -128,14 +129,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "feed_forward": "relu2",
     },
     "deepseek": {
-        "n_layer": 1,
         "n_kv_head": 1,
         "head_dim": 32,
         "rotary_dim": 16,
         "latents": Latents(rank=16, key_dim=8, value_dim=12, query_rank=24),
         "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_model_len=24),
-        "attention_gate": True,
-        "attention_gate_by_head": True,
         "output_bias": True,
     },
     "lfm2": {
@@ -172,7 +170,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         ),
         "recurrent_layers": (0,),
     },
-    "ling": {  # both layers are alike, so that one is traced
+    "ling": {
+        "n_kv_head": 1,
+        "head_dim": 32,
+        "rotary_dim": 16,
+        "latents": Latents(rank=16, key_dim=8, value_dim=12),
+        "attention_gate": True,
+        "attention_gate_by_head": True,
         "recurrence": DeltaRule(
             kernel=3,
             n_head=4,
@@ -182,7 +186,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
             decays_by_channel=True,
             least_log_decay=-5.0,
         ),
-        "recurrent_layers": (0, 1),
+        "recurrent_layers": (1,),
     },
     "bamba": {
         "n_layer": 3,
@@ -227,7 +231,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "recurrent_layers": (0, 1),
     },
     "hunyuan mixture": {
-        "n_layer": 1,
         "d_model": 64,
         "n_experts": 6,
         "n_experts_per_token": 3,
