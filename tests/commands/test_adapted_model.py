@@ -19,15 +19,12 @@ from kvasir.server.settings import load_settings
 from tests.kernels.graphs import needs_library
 from tests.kit.huggingface_checkpoints import TEXT, make_model, make_tokenizer, save_checkpoint
 from tests.kit.serving import running
-from tests.kit.short_samples import shorten_samples
 from tests.kit.training_runs import trained
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
     from peft import PeftModel
-
-short_samples = pytest.fixture(scope="module", autouse=True)(shorten_samples)
 
 PROMPT, N_TOKENS = "the 7th line of", 10  # as TEXT goes on: learned by heart, so ties are rare
 
