@@ -23,13 +23,6 @@ from tests.kit.random_models import make_config, make_decoder
 from tests.model.variants import VARIANTS
 
 
-def encoder_decoder() -> TransformerConfig:
-    """Return the one whose graph our own operators are tested on, which is traced once."""
-    config = small_config()
-    assert config.encoder is not None
-    return replace(config, head_dim=16, encoder=replace(config.encoder, head_dim=16))
-
-
 def with_last_norms(config: TransformerConfig) -> TransformerConfig:
     """Return an encoder-decoder with norms after the sublayers, and a head of its own."""
     assert config.encoder is not None
@@ -40,7 +33,7 @@ def with_last_norms(config: TransformerConfig) -> TransformerConfig:
 DECODERS = {name: make_config(**changes) for name, changes in VARIANTS.items()}
 ENCODERS = {"bert": BERT, "mpnet": MPNET, "modernbert": MODERN}
 MODELS = {**DECODERS, **{name: make_config(**shape) for name, shape in ENCODERS.items()}}
-MODELS["encoder-decoder"] = encoder_decoder()
+MODELS["encoder-decoder"] = small_config()
 MODELS["bloom, untied"] = replace(MODELS["bloom"], tied_embeddings=False)
 MODELS["bart"] = with_last_norms(small_config())
 
