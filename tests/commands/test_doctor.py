@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import kvasir.server.engine.digest  # noqa: F401  it would keep a replaced `load`
 from kvasir.__main__ import app
 from kvasir.commands import doctor
 from kvasir.export.directory import export_checkpoint
