@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import yaml
-
+from tests.deploy.checking import parse
 from tests.deploy.dockerfile import read_stages
 from tests.deploy.server_container import ServerContainer
 from tests.deploy.shapes import SHAPES, misfits
@@ -48,11 +47,11 @@ def merge(base: Any, other: Any) -> Any:
 def compose_faults(root: Path) -> Iterator[str]:
     """Yield what is wrong in docker-compose.yml, and in each overlay on top of it."""
     files = {path.name: path.read_text(encoding="utf-8") for path in root.glob("docker-compose*")}
-    documents = {name: yaml.safe_load(interpolate(text)) for name, text in files.items()}
+    documents = {name: parse(interpolate(text)) for name, text in files.items()}
     if documents.keys() != {BASE, *OVERLAYS}:
         yield f"the files are {sorted(documents)}"
     for config in documents[BASE].get("configs", {}).values():
-        config["content"] = yaml.safe_load(config["content"])
+        config["content"] = parse(config["content"])
     for name in (BASE, *OVERLAYS):
         document = merge(documents[BASE], documents[name] if name != BASE else {})
         wrong = list(misfits(document, SHAPES["compose"], "compose"))

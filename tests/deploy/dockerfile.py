@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
-import subprocess
-import sys
-import tempfile
 import tomllib
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from tests.deploy.shapes import SHAPES, misfits
 
 KERNELS = "./kvasir/kernels/"
 LIBRARY = "--from=library:/built/kvasir/kernels/libkvasir.so"
-SERVE = """import kvasir.__main__, kvasir.server.process.app, kvasir.server.process.serve, sys
-print(*[name for name, module in sys.modules.items() if name.partition(".")[0] == "kvasir"
-        and not module.__file__.startswith(sys.argv[1])])
-"""
+SERVES = ("kvasir.__main__", "kvasir.server.process.app", "kvasir.server.process.serve")
 
 
 @dataclass
@@ -80,9 +75,7 @@ def image_faults(root: Path) -> Iterator[str]:
             yield f"{name}: KVASIR_MODEL is {model}, which no COPY makes"
         if stage.environment["PYTHONPATH"] != stage.words["WORKDIR"]:
             yield f"{name}: the source is in {stage.words['WORKDIR']}, not in PYTHONPATH"
-        copies = [(source, at) for source, at in stage.copies.items() if at.startswith("./")]
-        files = [(path.resolve(), at) for one, at in copies for path in sorted(root.glob(one))]
-        for fault in import_faults(tuple(files)):
+        for fault in import_faults(stage.copies, root):
             yield f"{name}: {fault}"
     if "loadtest" not in stages["load"].copies:
         yield "load: no COPY of loadtest"
@@ -117,19 +110,44 @@ def kernels_faults(root: Path, stages: dict[str, Stage]) -> Iterator[str]:
         yield f"library: no COPY of {sorted(missing)}"
 
 
+def import_faults(copies: dict[str, str], root: Path) -> list[str]:
+    """Follow imports at the top of modules from what serves; return those that nothing copies."""
+    places = {
+        PurePosixPath(target, path.name if target.endswith("/") else ""): path
+        for source, target in copies.items()
+        for path in root.glob(source)
+        if target.startswith("./")
+    }
+    missing, seen, waiting = set[str](), set[str](), [*SERVES]
+    while waiting:
+        module = waiting.pop()
+        path = file_of(module, {PurePosixPath("kvasir"): root / "kvasir"})
+        if module in seen or path is None:  # a name in a module, or another package's
+            continue
+        seen.add(module)
+        waiting += imports(path)
+        if file_of(module, places) is None:
+            missing.add(module)
+    return [f"no COPY of {name}" for name in sorted(missing)]
+
+
+def file_of(module: str, places: dict[PurePosixPath, Path]) -> Path | None:
+    """Return the file of a module, by what is at each place of an image."""
+    name = module.replace(".", "/")
+    for path in (PurePosixPath(f"{name}.py"), PurePosixPath(name, "__init__.py")):
+        for place, source in places.items():
+            if path.is_relative_to(place) and (source / path.relative_to(place)).is_file():
+                return source / path.relative_to(place)
+    return None
+
+
 @cache
-def import_faults(copies: tuple[tuple[Path, str], ...]) -> list[str]:
-    """Import the server in a folder that has only what the image copies; return what it lacks."""
-    with tempfile.TemporaryDirectory() as folder:
-        for source, target in copies:
-            place = Path(folder, target, source.name if target.endswith("/") else "")
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.symlink_to(source)
-        command = [sys.executable, "-B", "-c", SERVE, folder]
-        done = subprocess.run(
-            command, cwd=folder, env={"PYTHONPATH": folder}, capture_output=True, text=True,
-            check=False,
-        )  # fmt: skip
-    if done.returncode:
-        return [done.stderr.strip().splitlines()[-1]]
-    return [f"no COPY of {name}" for name in done.stdout.split()]
+def imports(path: Path) -> list[str]:
+    """Return the modules that a file imports at its top, and names of theirs."""
+    found: list[str] = []
+    for one in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(one, ast.Import):
+            found += [alias.name for alias in one.names]
+        elif isinstance(one, ast.ImportFrom) and one.module:
+            found += [one.module, *(f"{one.module}.{alias.name}" for alias in one.names)]
+    return found

@@ -16,10 +16,9 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from kvasir.server.settings import Settings
 from kvasir.server.telemetry.metrics import Metrics
+from tests.deploy.checking import load
 
 CHART = Path(__file__).resolve().parents[2] / "helm"
 SCHEMA = CHART / "values.schema.json"
@@ -69,8 +68,7 @@ def generated(schema: dict[str, Any], chart: Path = CHART) -> dict[str, Any]:
     schema = deepcopy(schema)
     schema["properties"]["settings"]["properties"] = settings_schema()
     rules = schema["properties"]["prometheusRule"]["properties"]
-    text = (chart / "alerts/kvasir.rules.yaml").read_text(encoding="utf-8")
-    (group,) = yaml.safe_load(text)["groups"]
+    (group,) = load(chart / "alerts/kvasir.rules.yaml")["groups"]
     severities = {rule["alert"]: {"type": "string"} for rule in group["rules"] if "alert" in rule}
     rules["severities"] = {
         "type": "object", "additionalProperties": False, "properties": severities,

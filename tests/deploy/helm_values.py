@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
+from tests.deploy.checking import parse
 
 CHART = Path(__file__).resolve().parents[2] / "helm"
 HEAD = """# Kvasir's chart
@@ -71,7 +71,7 @@ def document(values: Path) -> str:
     text = values.read_text(encoding="utf-8")
     known = comments(text)
     lines = [HEAD]
-    for name, value in leaves(yaml.safe_load(text), known):
+    for name, value in leaves(parse(text), known):
         default = "" if value is None else f"`{json.dumps(value)}`"
         lines.append(f"| `{name}` | {default} | {known.get(name, '')} |\n")
     return "".join(lines)

@@ -15,13 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import yaml
-
-from tests.deploy.checking import ROOT, FailedError, RenderError, SkippedError
+from tests.deploy.checking import ROOT, FailedError, RenderError, SkippedError, parse
 from tests.deploy.validate import CHECKS
 
 TABLE = Path(__file__).with_suffix(".yaml")
-MUTATIONS: list[dict[str, str]] = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+MUTATIONS: list[dict[str, str]] = parse(TABLE.read_text(encoding="utf-8"))
 
 
 @contextmanager

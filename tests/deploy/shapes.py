@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
+from tests.deploy.checking import load
 
-SHAPES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+SHAPES = load(Path(__file__).with_suffix(".yaml"))
 
 
 def misfits(value: Any, shape: Any, place: str) -> Iterator[str]:

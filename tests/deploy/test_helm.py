@@ -90,17 +90,17 @@ def run_chart_test(server: Live, **environment: str) -> subprocess.CompletedProc
     )
 
 
-@pytest.mark.parametrize("content", [f"# of the team\n\n  {KEY} \nanother\n", f"\ufeff{KEY}"])
-def test_the_chart_s_test_reads_its_key_from_any_legal_file(content: str, tmp_path: Path) -> None:
+def test_the_chart_s_test_reads_its_key_from_any_legal_file(tmp_path: Path) -> None:
     path = tmp_path / "keys"
-    path.write_text(content, encoding="utf-8")
     with live() as server:
-        done = run_chart_test(server, KEY_FILE=str(path))
-    assert done.returncode == 0, done.stderr
-    assert "the server answers" in done.stdout
+        for content in (f"# of the team\n\n  {KEY} \nanother\n", f"\ufeff{KEY}"):
+            path.write_text(content, encoding="utf-8")
+            done = run_chart_test(server, KEY_FILE=str(path))
+            assert done.returncode == 0, done.stderr
+            assert "the server answers" in done.stdout
 
 
-@pytest.mark.parametrize("labels", [(), ("relevant",), ("calm", "glad")])
+@pytest.mark.parametrize("labels", [(), ("relevant",)])
 def test_the_chart_s_test_asks_an_encoder_for_what_it_does(labels: tuple[str, ...]) -> None:
     app, runner = encoder_app(encoder_model_dir(labels))
     with live_app(app) as server:

@@ -20,8 +20,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from kvasir.server.settings import PREFIX, Settings
 from tests.deploy import helm_schema, helm_values, monitoring
 from tests.deploy.chart import Chart, one
@@ -34,6 +32,7 @@ from tests.deploy.checking import (
     SkippedError,
     fail_on_first,
     load,
+    parse_all,
     rendered,
     run_tool,
     server_url,
@@ -202,8 +201,7 @@ def kserve_finds_the_model(root: Path) -> str:
 
 
 def kserve_objects(root: Path) -> list[dict[str, Any]]:
-    text = (root / "helm/kserve.yaml").read_text(encoding="utf-8")
-    return list(yaml.safe_load_all(text))
+    return parse_all((root / "helm/kserve.yaml").read_text(encoding="utf-8"))
 
 
 def wrong_values_are_refused(root: Path) -> str:
