@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import hashlib
 import logging
 import os
 import random
@@ -11,26 +9,19 @@ import re
 import secrets
 import signal
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import onnx_ir
 import pytest
 import torch
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
-from torch import Tensor, nn
-from torch._export import utils as export_utils
-from torch.onnx import ONNXProgram
-from torch.onnx._internal._lazy_import import onnxscript_apis  # type: ignore[attr-defined]
-from torch.onnx._internal.exporter import _decomp
-from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from kvasir.model.configuration.recurrences import DeltaRule
 from kvasir.model.directory import GRAPH_FILE
 from kvasir.server.telemetry.logs import QueuedHandler
 from tests.kit.random_models import RandomModel, export_random, make_config, make_decoder
+from tests.kit.traces import list_operators_once, trace_networks_once
 from tests.model.variants import VARIANTS
 
 # A slow machine is no failure of the code under test.
@@ -100,50 +91,11 @@ def one_torch_thread() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def networks_traced_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Let PyTorch trace networks of equal structure once, in whichever worker: most of an export.
-
-    The graphs that it makes have no weights of their own (`kvasir.export.graphs.trace`).
-    """
-    folder, trace = _shared_folder(tmp_path_factory), torch.onnx.export
-
-    def once(module: nn.Module, arguments: tuple[Tensor, ...], **options: Any) -> ONNXProgram:
-        parts = [
-            (name, type(part), {key: value for key, value in vars(part).items() if key[0] != "_"})
-            for name, part in module.named_modules()
-        ]
-        weights = [(name, w.dtype, w.shape) for name, w in module.state_dict().items()]
-        given = [(argument.dtype, argument.shape) for argument in arguments]
-        key = re.sub(" at 0x[0-9a-f]+", "", repr((parts, weights, given, options)))  # functions
-        path = folder / f"traced-{hashlib.sha256(key.encode()).hexdigest()}.onnx"
-        with FileLock(f"{path}.lock"):
-            if not path.exists():
-                program = trace(module, arguments, **options)
-                assert program is not None
-                onnx_ir.save(program.model, path)
-        return ONNXProgram(onnx_ir.load(path), None)
-
+def fast_exports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Trace networks of equal structure once, in whichever worker, and list operators once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.onnx, "export", once)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def operators_read_once() -> Iterator[None]:
-    """Let PyTorch list its operators once: an export takes a third less."""
-    decompositions = cache(_decomp.create_onnx_friendly_decomposition_table)
-    gc.freeze()  # what is imported by now stays, and need not be looked at again
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(onnxscript_apis, "get_torchlib_ops", cache(onnxscript_apis.get_torchlib_ops))
-        registry = staticmethod(cache(ONNXRegistry.from_torchlib))
-        patch.setattr(ONNXRegistry, "from_torchlib", registry)
-        patch.setattr(
-            _decomp,
-            "create_onnx_friendly_decomposition_table",
-            lambda operators: decompositions(frozenset(operators)),
-        )
-        once = cache(export_utils._materialize_cpp_cia_ops)
-        patch.setattr(export_utils, "_materialize_cpp_cia_ops", once)
+        trace_networks_once(patch, _shared_folder(tmp_path_factory))
+        list_operators_once(patch)
         yield
 
 

@@ -55,7 +55,7 @@ def part_of(kinds: Iterable[str], i: int, n: int) -> list[str]:
 
 def try_all(kinds: list[str], at_once: int) -> dict[str, Outcome]:
     """Try types, some at once."""
-    _CONTEXT.set_forkserver_preload(["tests.families.trial"])
+    _CONTEXT.set_forkserver_preload(["tests.families.preload"])
     outcomes: dict[str, Outcome] = {}
     threads = ThreadPoolExecutor(at_once)
     with ProgressBar(takes_minutes=True) as progress:

@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from time import process_time
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -29,6 +30,7 @@ from kvasir.server.engine.sampling.params import SamplingParams
 from tests.kit.engine_driver import make_sequence, run_to_end
 from tests.kit.families import FAMILIES, LENGTH, WINDOW
 from tests.kit.huggingface_checkpoints import make_uneven_model, save_checkpoint
+from tests.kit.traces import trace_networks_once
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -81,7 +83,9 @@ def try_alone(kind: str) -> Outcome:
     messages: Any = transformers.utils.logging
     messages.disable_progress_bar()
     messages.set_verbosity_error()
-    return replace(try_type(kind), seconds=process_time())
+    with TemporaryDirectory() as folder:
+        trace_networks_once(pytest.MonkeyPatch(), Path(folder))
+        return replace(try_type(kind), seconds=process_time())
 
 
 def try_type(kind: str) -> Outcome:
