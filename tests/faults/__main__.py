@@ -12,16 +12,17 @@ from time import perf_counter
 from typer import echo
 
 from tests.faults.damage import refused_models
-from tests.faults.ends import ends
+from tests.faults.ends import kills, terminations
 from tests.faults.full_disk import full_disk
 from tests.faults.step_exceptions import step_exceptions
 
-# The number of times for this command, and for tests/test_faults.py.
+# The number of times for this command, and for tests/test_faults.py, where 0 is never.
 FAULTS = {
-    ends: (10, 1),
+    kills: (10, 1),
+    terminations: (10, 0),
     step_exceptions: (10_000, 20),
     full_disk: (50, 1),
-    refused_models: (100, 1),
+    refused_models: (100, 0),
 }
 
 

@@ -87,9 +87,9 @@ class Row:
         return [*(what for what, is_so in wrong.items() if is_so), *found]
 
 
-def watched(server: Victim) -> Child:
-    """Return the streams and the prober."""
-    return Child("tests.faults.watch", str(server.port), STREAM_KEY)
+def watched(server: Victim, pause: float = 0.0) -> Child:
+    """Return the prober and the streams, with a pause in seconds after each."""
+    return Child("tests.faults.watch", str(server.port), STREAM_KEY, str(pause))
 
 
 def attacking() -> Child:
@@ -192,8 +192,11 @@ def n_open(server: Victim) -> int:
 
 
 @contextmanager
-def serving(names: list[str], checkout: Path) -> Iterator[Victim]:
-    """Serve what these attacks are for. Raises PermissionError where that is not allowed."""
+def serving(names: list[str], checkout: Path, *more: str) -> Iterator[Victim]:
+    """Serve what these attacks are for, with more options.
+
+    Raises PermissionError where that is not allowed.
+    """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvasir-attack-")))
         (folder / "batches").mkdir()
@@ -205,7 +208,7 @@ def serving(names: list[str], checkout: Path) -> Iterator[Victim]:
                 raise PermissionError(f"{names} needs a disk of its own, which root can mount")
             unmount = ["umount", "-l", at]
             stack.callback(lambda: subprocess.run(unmount, check=False))
-        options = (*(one.models(folder) if one.models else ()), *one.options)
+        options = (*(one.models(folder) if one.models else ()), *one.options, *more)
         yield stack.enter_context(attacked(checkout, folder, options, one.n_files))
 
 

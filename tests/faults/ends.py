@@ -1,4 +1,4 @@
-"""Servers killed or terminated while clients stream: no client hangs, and the next server works.
+"""Servers killed or terminated while clients stream: no client hangs, and nothing is left.
 
 There is no canary: its stream would end with the server, as those of the clients do.
 """
@@ -21,31 +21,36 @@ from tests.kit.fake_runner import TIMEOUT
 _CLIENTS = 24  # more than run at once
 
 
-def ends(n: int, seed: int = 0) -> Report:
-    """Kill a server under load, and terminate another on its port, n times.
-
-    Streams of the first are cut, and nothing of it is left. Those of the second end, be the time
-    to drain too short or long enough.
-    """
-    report, chance, port = Report("kill -9 and SIGTERM under load"), random.Random(seed), 0
-    killed, terminated = Counter[str](), Counter[str]()
-    for i in range(n):
+def kills(n: int, seed: int = 0) -> Report:
+    """Kill n servers on one port under load: their streams are cut, and nothing of them is left."""
+    report, chance, port = Report("kill -9 under load"), random.Random(seed), 0
+    streams = Counter[str]()
+    for _ in range(n):
         with closing(ServerProcess(port)) as server:
             port = server.port
             process = psutil.Process(server.popen.pid)
             family = [process, *process.children(recursive=True)]
-            killed += asyncio.run(_end_under_load(server, signal.SIGKILL, chance, 200))
+            streams += asyncio.run(_end_under_load(server, signal.SIGKILL, chance, 200))
             _, alive = psutil.wait_procs(family, TIMEOUT)
             report.check(not alive, f"processes outlive it: {alive}")
-        with closing(ServerProcess(port, "--drain-timeout", ("0.05", "30")[i % 2])) as server:
-            terminated += asyncio.run(_end_under_load(server, signal.SIGTERM, chance, 100))
+    report.lost += ["a client hangs"] * streams["hangs"]
+    report.check(streams["cut"] > 0, "no stream was running")
+    report.tried, report.note = streams.total(), f"{dict(streams)}"
+    return report
+
+
+def terminations(n: int, seed: int = 0) -> Report:
+    """Terminate n servers: streams end, be the time to drain too short or long enough."""
+    report, chance = Report("SIGTERM under load"), random.Random(seed)
+    streams = Counter[str]()
+    for i in range(n):
+        with closing(ServerProcess(0, "--drain-timeout", ("0.05", "30")[i % 2])) as server:
+            streams += asyncio.run(_end_under_load(server, signal.SIGTERM, chance, 100))
             code = server.wait()
             report.check(code == 0, f"it ended with {code}")
-    report.lost += ["a client hangs"] * killed["hangs"]
-    report.lost += [f"a stream {how}" for how in ("cut", "hangs") for _ in range(terminated[how])]
-    report.check(killed["cut"] > 0 and terminated["whole"] > 0, "no stream was running")
-    report.tried = killed.total() + terminated.total()
-    report.note = f"killed: {dict(killed)}; terminated: {dict(terminated)}"
+    report.lost += [f"a stream {how}" for how in ("cut", "hangs") for _ in range(streams[how])]
+    report.check(streams["whole"] > 0, "no stream was running")
+    report.tried, report.note = streams.total(), f"{dict(streams)}"
     return report
 
 

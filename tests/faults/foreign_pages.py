@@ -24,10 +24,10 @@ _ORIGINS = (
     *("http://127.0.0.1:1", "http://localhost:1", "https://page.example.evil.example"),
     *("http://page.example", "file://", "chrome-extension://abc", "https://page.example:8443"),
 )
-ALLOWED = (  # options of the server
-    *("--allowed-hosts", "allowed.example, *.below.example"),
-    *("--cors-origins", "https://page.example"),
-)
+ALLOWED = {  # settings of the server, which has no keys
+    "allowed_hosts": "allowed.example, *.below.example",
+    "cors_origins": "https://page.example",
+}
 
 
 async def foreign_pages(site: Site, n: int, report: Report) -> None:

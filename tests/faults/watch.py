@@ -1,8 +1,8 @@
 """Ordinary clients beside an attack: two steady streams, and a prober of the server's liveness.
 
-python -m tests.faults.watch PORT KEY answers each line on standard input, `begin`, `report` or
-`end`, with what it has seen since the last, the first once both streams have begun. It is a process
-of its own, so that the attackers' work does not delay it.
+python -m tests.faults.watch PORT KEY PAUSE answers each line on standard input, `begin`, `report`
+or `end`, with what it has seen since the last, the first once both streams have begun. It is a
+process of its own, so that the attackers' work does not delay it. PAUSE: seconds between streams.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class Seen:
 
 
 class _Watch:
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, pause: float) -> None:
         self._target, self._request = target, json.dumps(_FIELDS).encode()
+        self._pause = pause
         self.seen = Seen()
         self.begun = asyncio.Semaphore(0)
         self._last: dict[int, float] = {}  # the time of the last token of each running stream
@@ -74,10 +75,10 @@ class _Watch:
             except (OSError, TimeoutError) as error:
                 answer.fail(repr(error))
             self._last.pop(i, None)
-            if not answer.event_times:  # refused
-                await asyncio.sleep(_PAUSE)
-            elif not answer.ended:
+            was_refused = not answer.event_times
+            if not (answer.ended or was_refused):
                 self.seen.errors.append(f"a stream broke off: {answer.error}")
+            await asyncio.sleep(_PAUSE if was_refused else self._pause)
 
     async def _read(self, i: int, answer: Answer) -> None:
         reader, writer = await asyncio.open_connection(self._target.host, self._target.port)
@@ -125,8 +126,9 @@ class _Watch:
             self.seen.machine = max(self.seen.machine, perf_counter() - started - _TICK)
 
 
-async def _main(port: str, key: str) -> None:
-    watch, tasks = _Watch(Target(f"http://127.0.0.1:{port}", key)), set[asyncio.Task[None]]()
+async def _main(port: str, key: str, pause: str) -> None:
+    watch = _Watch(Target(f"http://127.0.0.1:{port}", key), float(pause))
+    tasks = set[asyncio.Task[None]]()
     while line := await asyncio.to_thread(sys.stdin.readline):
         if "begin" in line:
             works = (watch.stream(0), watch.stream(1), watch.probe(), watch.tick())
