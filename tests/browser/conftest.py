@@ -67,11 +67,12 @@ def models_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Serve both example models, a decoder and an encoder-decoder, and batches."""
     options = (str(NUMBERS), "--batch-dir", str(tmp_path_factory.mktemp("batches")))
     with serve_locally(EXAMPLE, *options, python=PYTHON) as started:
-        _wait_for_all_models(started)
+        wait_for_all_models(started)
         yield started
 
 
-def _wait_for_all_models(url: str) -> None:
+def wait_for_all_models(url: str) -> None:
+    """Wait until a server of several models serves all of them: it listens with the first."""
     while True:
         with suppress(HTTPError):  # 503 while one is loading
             urlopen(f"{url}/health/ready").close()  # noqa: S310  our own server
@@ -110,12 +111,17 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_page(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Callable[..., Page]]:
-    """Open pages in new browser contexts and watch them: open_page(url, color_scheme="dark")."""
+    """Open pages in new browser contexts and watch them: open_page(url, color_scheme="dark").
+
+    prepare: is called with a page before it loads anything.
+    """
     may_refuse = request.node.get_closest_marker("refusals") is not None
     pages: list[Page] = []
     faults: list[str] = []
 
-    def open_one(address: str, **options: Any) -> Page:
+    def open_one(
+        address: str, prepare: Callable[[Page], object] = lambda _: None, **options: Any
+    ) -> Page:
         origin = "/".join(address.split("/")[:3]) + "/"
         page = browser.new_context(
             **{"viewport": {"width": 1280, "height": 800}} | options
@@ -130,6 +136,7 @@ def open_page(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Call
                 None if asked.url.startswith((origin, "blob:")) else faults.append(asked.url)
             ),
         )
+        prepare(page)
         page.goto(address)
         return page
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urljoin
 
 import pytest
 from playwright.sync_api import Page, Route, expect
@@ -20,14 +21,14 @@ MAP, WEIGHT = "#map", "#weight"
 
 def explanation(page: Page, **body: Any) -> dict[str, Any]:
     answer: dict[str, Any] = page.request.post(
-        f"{page.url.split('#')[0]}explain", data=body, fail_on_status_code=True
+        urljoin(page.url, "explain"), data=body, fail_on_status_code=True
     ).json()
     return answer
 
 
 @pytest.fixture
-def explorer(page: Page) -> Page:
-    page.goto(f"{page.url.split('#')[0]}{LINK}")
+def explorer(open_page: Callable[..., Page], url: str) -> Page:
+    page = open_page(f"{url}/{LINK}")
     wait_until_settled(page)
     return page
 
@@ -268,27 +269,26 @@ def test_a_long_text_is_fetched_in_parts(explorer: Page) -> None:
     assert explorer.evaluate("document.documentElement.scrollWidth") <= 1280
 
 
-def other_card(page: Page, **changes: Any) -> Page:
+@pytest.fixture
+def other_card(open_page: Callable[..., Page], url: str) -> Callable[..., Page]:
     """Open the explorer with a changed model card."""
 
-    def change(route: Route) -> None:
-        answer = route.fetch()
-        card = answer.json()
-        route.fulfill(
-            response=answer,
-            json=card | changes | {"config": card["config"] | changes.get("config", {})},
-        )
+    def opened(**changes: Any) -> Page:
+        def change(route: Route) -> None:
+            answer = route.fetch()
+            card = answer.json()
+            config = card["config"] | changes.get("config", {})
+            route.fulfill(response=answer, json=card | changes | {"config": config})
 
-    page.route(CARD, change)
-    page.goto(page.url + LINK)
-    page.reload()
-    return page
+        return open_page(f"{url}/{LINK}", prepare=lambda page: page.route(CARD, change))
+
+    return opened
 
 
-def test_invalid_weights_are_reported(page: Page) -> None:
+def test_invalid_weights_are_reported(other_card: Callable[..., Page]) -> None:
     """The model has no window. With a card that names one, it attends to masked tokens."""
     explorer = other_card(
-        page, config={"sliding_window": 3, "sliding_window_layers": [0], "attention_softcap": 30.0}
+        config={"sliding_window": 3, "sliding_window_layers": [0], "attention_softcap": 30.0}
     )
     wait_until_settled(explorer)
     expect(explorer.locator("#contract.error")).to_contain_text("outside the window")
@@ -303,17 +303,14 @@ def test_invalid_weights_are_reported(page: Page) -> None:
     expect(explorer.locator("#about-m")).to_contain_text("later tokens", use_inner_text=True)
 
 
-def test_the_view_has_no_link_where_explanations_are_switched_off(page: Page) -> None:
-    explorer = other_card(page, has_attention=False, explain_limits=None)
-    expect(explorer.locator("#attention-missing")).to_contain_text(
-        "switched off", use_inner_text=True
-    )
-    expect(explorer.locator("header a[href='#attention']")).to_be_hidden()
-
-
-def test_a_missing_attention_graph_is_reported(page: Page) -> None:
-    explorer = other_card(page, has_attention=False)
-    expect(explorer.locator("#attention-missing")).to_contain_text(
-        "attention.onnx", use_inner_text=True
-    )
+@pytest.mark.parametrize(
+    ("changes", "said"), [({"explain_limits": None}, "switched off"), ({}, "attention.onnx")]
+)
+def test_a_model_without_explanations_says_why(
+    changes: dict[str, Any], said: str, other_card: Callable[..., Page]
+) -> None:
+    explorer = other_card(has_attention=False, **changes)
+    expect(explorer.locator("#attention-missing")).to_contain_text(said, use_inner_text=True)
     expect(explorer.get_by_role("button", name="Explain")).to_be_hidden()
+    if changes:  # nobody can mend it, so there is no link to the view
+        expect(explorer.locator("header a[href='#attention']")).to_be_hidden()

@@ -72,7 +72,7 @@ class FakeServer:
     """Answers polls with the metrics of one second after the other."""
 
     def __init__(self, page: Page) -> None:
-        self.polls = 0
+        self.page, self.polls = page, 0
         self.refusal: tuple[str, int] | None = None
         page.route("**/metrics", self._metrics)
         page.route(BATCH_PATH, lambda route: route.fulfill(json=BATCH))
@@ -88,12 +88,11 @@ class FakeServer:
 
 
 @pytest.fixture
-def server(page: Page) -> FakeServer:
-    server = FakeServer(page)
-    page.reload()
-    page.locator("header a[href='#live']").click()
+def server(open_page: Callable[..., Page], url: str) -> FakeServer:
+    servers: list[FakeServer] = []
+    page = open_page(f"{url}/#live", prepare=lambda page: servers.append(FakeServer(page)))
     expect(page.locator("#batch-table tr")).to_have_count(3)  # the end of the first poll
-    return server
+    return servers[0]
 
 
 def figure(page: Page, name: str) -> Any:
@@ -150,7 +149,8 @@ def test_quantiles_are_interpolated(modules: Page) -> None:
             assert value == pytest.approx(lower + (bounds[place] - lower) * within / sizes[place])
 
 
-def test_figures_show_the_metrics(page: Page, server: FakeServer) -> None:
+def test_figures_show_the_metrics(server: FakeServer) -> None:
+    page = server.page
     expect(figure(page, "output")).to_have_text(NO_VALUE)  # a rate needs two snapshots
     page.clock.run_for(1000)
     expect(figure(page, "ttft-p50")).to_have_text("15 ms")
@@ -204,8 +204,8 @@ def test_figures_are_of_one_model(modules: Page) -> None:
         assert rejected == {"overloaded": rate + 1}
 
 
-@pytest.mark.usefixtures("server")
-def test_the_batch_shows_its_sequences(page: Page) -> None:
+def test_the_batch_shows_its_sequences(server: FakeServer) -> None:
+    page = server.page
     rows = page.locator("#batch-table tr")
     expect(rows).to_have_count(3)
     expect(rows.nth(0).locator("th")).to_have_attribute("title", "a-name-longer-than-the-table")
@@ -222,7 +222,8 @@ def test_the_batch_shows_its_sequences(page: Page) -> None:
     expect(page.locator("#batch-waiting .waiter")).to_have_count(1)
 
 
-def test_a_hidden_view_does_not_poll(page: Page, server: FakeServer) -> None:
+def test_a_hidden_view_does_not_poll(server: FakeServer) -> None:
+    page = server.page
     page.get_by_role("button", name="Pause").click()
     page.evaluate(LATER_REQUEST)
     polls = server.polls
@@ -240,7 +241,8 @@ def test_a_hidden_view_does_not_poll(page: Page, server: FakeServer) -> None:
 
 
 @pytest.mark.refusals
-def test_errors_are_shown_and_polling_goes_on(page: Page, server: FakeServer) -> None:
+def test_errors_are_shown_and_polling_goes_on(server: FakeServer) -> None:
+    page = server.page
     server.refusal = "the server is shutting down", 503
     page.clock.run_for(1000)
     expect(page.locator("#live-error")).to_contain_text("the server is shutting down")
@@ -251,10 +253,9 @@ def test_errors_are_shown_and_polling_goes_on(page: Page, server: FakeServer) ->
 
 @pytest.mark.refusals
 @pytest.mark.parametrize("status", [404, 401])
-def test_polling_ends_where_metrics_are_refused(
-    page: Page, server: FakeServer, status: int
-) -> None:
+def test_polling_ends_where_metrics_are_refused(server: FakeServer, status: int) -> None:
     """It begins again with a new key, or when the view is opened again."""
+    page = server.page
     server.refusal = "no such page here", status
     page.clock.run_for(1000)
     expect(page.locator("#live-error")).to_contain_text("no such page here")
@@ -284,12 +285,16 @@ def test_a_real_server_shows_its_requests(open_page: Callable[..., Page], url: s
 
 
 def test_requests_can_be_sent_from_an_empty_batch(page: Page) -> None:
+    def shorten(route: Route) -> None:
+        route.continue_(post_data=route.request.post_data_json | {"max_tokens": 16})
+
+    page.route("**/v1/completions", shorten)
     page.locator("header a[href='#live']").click()
     button = page.get_by_role("button", name="Send 16 requests")
-    with page.expect_response("**/v1/completions", timeout=120_000) as sent:
+    with page.expect_response("**/v1/completions") as sent:
         button.click()
     assert len(sent.value.json()["choices"]) == 16
-    expect(page.locator("#batch-idle")).to_be_visible(timeout=60_000)
+    expect(page.locator("#batch-idle")).to_be_visible()
     expect(button).to_be_visible()
 
 

@@ -136,7 +136,6 @@ def test_experts_and_latents_are_drawn_and_counted(
     open_page: Callable[..., Page], url: str, check_looks: Callable[[Page, str], None]
 ) -> None:
     """DeepSeek-V3's shape: 256 experts of which 8 are a token's, one of all, 576 cached numbers."""
-    page = open_page(url)
 
     def answer(route: Route) -> None:
         card = route.fetch().json()
@@ -144,9 +143,7 @@ def test_experts_and_latents_are_drawn_and_counted(
         card["kv_cache"]["bytes_per_token"] = 61 * (576 + 4)  # a scale for each token
         route.fulfill(json=card | {"parameters": 671_026_419_200})
 
-    page.route(CARD, answer)
-    page.reload()
-    page.locator("header a[href='#model']").click()
+    page = open_page(f"{url}/#model", prepare=lambda page: page.route(CARD, answer))
     drawing = page.locator("#architecture")
     for name, count in {"expert": 256, "chosen": 8, "shared": 1, "query": 128, "latent": 1}.items():
         expect(drawing.locator(f"i.{name}")).to_have_count(count)
@@ -163,15 +160,11 @@ def test_experts_and_latents_are_drawn_and_counted(
 
 
 def test_a_wrong_number_of_parameters_is_reported(open_page: Callable[..., Page], url: str) -> None:
-    page = open_page(url)
-
     def answer(route: Route) -> None:
         wrong = route.fetch().json()
         route.fulfill(json=wrong | {"parameters": wrong["parameters"] + 1})
 
-    page.route(CARD, answer)
-    page.reload()
-    page.locator("header a[href='#model']").click()
+    page = open_page(f"{url}/#model", prepare=lambda page: page.route(CARD, answer))
     expect(page.locator("#parameters-differ")).to_be_visible()
 
 

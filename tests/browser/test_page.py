@@ -49,23 +49,15 @@ def wait_for(page: Page, view: str) -> None:
     expect(page.locator(LOADED.get(view, f"#{view}"))).to_be_visible()
 
 
-@pytest.mark.parametrize("view", VIEWS)
-def test_a_view_fits_and_is_accessible(
-    view: str,
-    open_page: Callable[..., Page],
-    url: str,
-    check_looks: Callable[[Page, str], None],
-) -> None:
-    page = open_page(f"{url}/#{view}")
-    wait_for(page, view)
-    check_looks(page, view)
-    page.locator("details").evaluate_all("all => { for (const one of all) one.open = true; }")
-    assert page.evaluate(SMALL_TARGETS) == []  # of the last look, the narrow one
-
-
-def test_the_reference_is_a_link_away_and_accessible(
+def test_the_views_and_the_reference_fit_and_are_accessible(
     page: Page, check_looks: Callable[[Page, str], None]
 ) -> None:
+    for view in VIEWS:
+        page.locator(f"header a[href='#{view}']").click()
+        wait_for(page, view)
+        check_looks(page, view)
+        page.locator("details").evaluate_all("all => { for (const one of all) one.open = true; }")
+        assert page.evaluate(SMALL_TARGETS) == [], view  # of the last look, the narrow one
     page.get_by_role("link", name="API", exact=True).click()
     expect(page.locator("#routes summary").first).to_be_visible()
     check_looks(page, "reference")
