@@ -37,7 +37,7 @@ from tests.kit.redis_server import RedisServer, redis_server
 N_CLIENTS = 8
 # Long and different enough that some stream runs whenever a server is stopped.
 MAX_TOKENS = range(136, 248, 16)
-BETWEEN = 20  # streams that end before, between and after the restarts
+BETWEEN = N_CLIENTS  # streams that end before, between and after the restarts
 
 NGINX = """
 daemon off; pid {folder}/nginx.pid; error_log {folder}/error.log;
