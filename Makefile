@@ -89,7 +89,7 @@ image-check: $(VENV)/.serve  ## Build the images with buildah, as root, and test
 compose-check: $(VENV)/.serve  ## Run the stack on this machine's Docker Engine and test it
 	$(BIN)/python -m tests.deploy.compose_check $(ARGS)
 
-faults: $(VENV)/.dev  ## Inject faults into servers; ARGS=ends selects one
+faults: $(VENV)/.dev  ## Inject faults into servers; ARGS=kills selects one
 	$(BIN)/python -m tests.faults $(ARGS)
 
 families: $(VENV)/.dev  ## Compare every causal type of transformers; ARGS="llama glm4"

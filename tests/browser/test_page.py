@@ -58,6 +58,7 @@ def test_the_views_and_the_reference_fit_and_are_accessible(
         check_looks(page, view)
         page.locator("details").evaluate_all("all => { for (const one of all) one.open = true; }")
         assert page.evaluate(SMALL_TARGETS) == [], view  # of the last look, the narrow one
+    page.set_viewport_size({"width": 1440, "height": 900})
     page.get_by_role("link", name="API", exact=True).click()
     expect(page.locator("#routes summary").first).to_be_visible()
     check_looks(page, "reference")

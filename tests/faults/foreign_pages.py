@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from typing import Any
 
 import httpx
 
@@ -24,7 +25,7 @@ _ORIGINS = (
     *("http://127.0.0.1:1", "http://localhost:1", "https://page.example.evil.example"),
     *("http://page.example", "file://", "chrome-extension://abc", "https://page.example:8443"),
 )
-ALLOWED = {  # settings of the server, which has no keys
+ALLOWED: dict[str, Any] = {  # settings of the server, which has no keys
     "allowed_hosts": "allowed.example, *.below.example",
     "cors_origins": "https://page.example",
 }
