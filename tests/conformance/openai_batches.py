@@ -38,7 +38,7 @@ def _upload(client: openai.OpenAI, server: Server, **body: object) -> str:
     file = client.files.create(file=("requests.jsonl", content), purpose="batch")
     assert (client.files.retrieve(file.id), file.bytes) == (file, len(content))
     assert client.files.content(file.id).content == content
-    return file.id
+    return str(file.id)
 
 
 def _begin(client: openai.OpenAI, file_id: str) -> str:
@@ -49,7 +49,7 @@ def _begin(client: openai.OpenAI, file_id: str) -> str:
         metadata={"of": "tests"},
     )
     assert batch.metadata == {"of": "tests"}
-    return batch.id
+    return str(batch.id)
 
 
 def _answer(client: openai.OpenAI, server: Server) -> None:

@@ -89,9 +89,7 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def by_transformers(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=Tokenizer(models.BPE()), **TOKENS
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), **TOKENS)
     rendered = tokenizer.apply_chat_template(
         messages, chat_template=template, tokenize=False, **options
     )

@@ -107,7 +107,7 @@ def test_relative_biases_are_those_of_transformers(
         max_model_len=300,
     )
     place = torch.arange(300)
-    buckets = T5Attention._relative_position_bucket(  # type: ignore[no-untyped-call]
+    buckets = T5Attention._relative_position_bucket(
         place - place[:, None],
         bidirectional=not causal,
         num_buckets=n_buckets,

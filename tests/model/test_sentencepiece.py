@@ -53,7 +53,7 @@ _FAMILIES: dict[str, tuple[tuple[str, ...], Any, Any, dict[str, Any]]] = {
 
 def write_model(path: Path, first: tuple[str, ...], **changes: Any) -> list[tuple[str, float]]:
     """Write a model; return its pieces and their scores."""
-    model = import_protobuf().ModelProto()  # type: ignore[no-untyped-call]
+    model = import_protobuf().ModelProto()
     for piece in first:
         model.pieces.add(piece=piece, score=0.0, type=_UNKNOWN if piece == "<unk>" else _CONTROL)
     for piece, score in SCORES.items():
