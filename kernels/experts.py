@@ -54,11 +54,12 @@ def experts(values: Values, node: NodeProto) -> None:
 
 def _limit(node: NodeProto) -> float:
     """Return the limit of gates, 0 for none."""
-    limit = attribute(node, "swiglu_limit", 0.0)
-    alpha, beta = attribute(node, "activation_alpha"), attribute(node, "activation_beta")
-    known = (1.0, 0.0) if not limit else (_ALPHA, 1.0)
+    limit = attribute(node, "swiglu_limit")
+    alpha, beta = attribute(node, "activation_alpha", 1.0), attribute(node, "activation_beta", 0.0)
+    known = (1.0, 0.0) if limit is None else (_ALPHA, 1.0)
     require((round(alpha, 6), beta) == known, f"gates have the factors {alpha} and {beta}")
-    return float(limit)
+    require(limit is None or limit > 0, f"gates have the limit {limit}")
+    return limit or 0.0
 
 
 def _scales(values: Values, name: str) -> str:
@@ -76,12 +77,13 @@ def _once(
 ) -> tuple[NodeProto, tuple[str, ...]]:
     """Return the node that makes what is read, and its rows and routes, which may come twice."""
     try:
-        pairs = [values.maker(name, "Concat").input for name in given]
+        joins = [values.maker(name, "Concat") for name in given]
         split = values.reader(node.output[0], "Split")
     except Mismatch:
         return node, given
     is_half = len(split.output) == 2 and attribute(split, "num_outputs") == 2
     unread = is_half and split.output[1] and not values.readers(split.output[1])
-    if not unread or any(len(pair) != 2 or pair[0] != pair[1] for pair in pairs):
+    of_rows = not any(attribute(part, "axis", 0) for part in (*joins, split))
+    if not unread or not of_rows or any(list(join.input) != 2 * [join.input[0]] for join in joins):
         return node, given
-    return split, tuple(pair[0] for pair in pairs)
+    return split, tuple(join.input[0] for join in joins)

@@ -18,6 +18,8 @@ DOMAIN = "kvasir"  # of our operators
 LINEARS = ("Linear", "Linear4", "Linear32")
 NIBBLE_BLOCK = 32  # inputs for each scale of `Linear4`
 N_INPUTS = 7  # of each
+MOST_INPUTS = 131_072  # of a row
+_POSITIONS = 9  # an input of GroupQueryAttention
 
 
 class Mismatch(Exception):  # noqa: N818  it is no error
@@ -121,7 +123,16 @@ def attribute(node: NodeProto, name: str, default: Any = None) -> Any:
 
 
 def attention_options(node: NodeProto) -> dict[str, Any]:
-    """Return what our attentions have of a GroupQueryAttention's attributes, by their names."""
+    """Return what our attentions have of a GroupQueryAttention's attributes, by their names.
+
+    Raises Mismatch for what none of them computes.
+    """
+    positions = node.input[_POSITIONS] if len(node.input) > _POSITIONS else ""
+    turns = attribute(node, "do_rotary", 0)
+    require(not turns or positions in ("", "position_ids"), "pairs turn by other positions")
+    require(attribute(node, "smooth_softmax", 0) != 1, "a score of 0 is beside the others")
+    require(not any(node.output[3:]), "scores are an output")
+    require(attribute(node, "scale", 0.0) >= 0, "scores change their sign")
     return {
         "heads": attribute(node, "num_heads"),
         "kv_heads": attribute(node, "kv_num_heads"),

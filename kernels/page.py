@@ -22,6 +22,7 @@ from kvasir.kernels.graph import (
     attention_options,
     attribute,
     replace_all,
+    require,
     set_attributes,
 )
 
@@ -94,7 +95,11 @@ def _attend_over_blocks(
     inputs = [*node.input, *[""] * (_STEP + 2 - len(node.input))]
     keys, values = inputs[_KEYS : _KEYS + 2]
     options = attention_options(node) | {"window": attribute(node, "local_window_size", -1)}
+    require(attribute(node, "causal", 1), "tokens see later ones")
+    require(len(node.output) == 3 and all(node.output), "keys and values are not kept")
+    require(keys in given and values in given, "keys and values are no inputs")
     rows = given[keys].type.tensor_type
+    require(len(rows.shape.dim) == 4, f"{keys} has {len(rows.shape.dim)} axes and not 4")
     of_floats = rows.elem_type == TensorProto.FLOAT
     if inputs[_BIAS]:
         raise Mismatch("scores have a bias")

@@ -16,6 +16,7 @@ from onnx.numpy_helper import to_array
 from kvasir.kernels.adapter_table import HADAMARD
 from kvasir.kernels.graph import (
     DOMAIN,
+    MOST_INPUTS,
     N_INPUTS,
     NIBBLE_BLOCK,
     Mismatch,
@@ -166,9 +167,11 @@ def float_product(values: Values, product: NodeProto) -> None:
     weight = values.constants.get(name)
     if weight is None or weight.data_type != TensorProto.FLOAT or len(weight.dims) != 2:
         raise Mismatch(f"{name} is no constant matrix of floats")
-    transposed = attribute(product, "transB", 0)
+    transposed = int(attribute(product, "transB", 0) != 0)
+    n_in, n_out = weight.dims[::-1] if transposed else weight.dims
+    require(1 <= n_in <= MOST_INPUTS and n_out, f"the matrix is {n_in} by {n_out}")
     if bias:
-        values.constant(bias[0], weight.dims[0 if transposed else 1])
+        values.constant(bias[0], n_out)
     _become(product, "Linear32", (x, name, "", *bias), transposed=transposed, mixed=0)
 
 

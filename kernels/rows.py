@@ -31,20 +31,32 @@ def attend_over_rows(values: Values, node: NodeProto) -> None:
         is_float = row is not None and row.type.tensor_type.elem_type == TensorProto.FLOAT
         require(is_float, "keys and values are no rows of floats")
     assert rows[0] is not None
-    n_channels = rows[0].type.tensor_type.shape.dim[3].dim_value
+    dims = rows[0].type.tensor_type.shape.dim
+    n_channels = dims[3].dim_value if len(dims) == 4 else 0
     fits = n_channels and n_channels % 16 == 0 and n_channels <= MOST_CHANNELS
     require(fits, f"{n_channels} channels of a head")
-    appends = not inputs[_NEW_KEYS]
-    if not appends:  # keys and values of no tokens
-        require(inputs[_NEW_KEYS] == inputs[_NEW_VALUES], "keys and values come beside queries")
-        require(not attribute(node, "causal", 1), "a source is seen in part")
-        require(not any(node.output[1:]), "a source changes")
-    rotates = attribute(node, "do_rotary", 0)
-    rotation = inputs[_COSINES : _SINES + 1] if rotates else ["", ""]
     options = attention_options(node)
     options["window"] = attribute(node, "local_window_size", -1)
+    rotates = attribute(node, "do_rotary", 0)
+    rotation = inputs[_COSINES : _SINES + 1] if rotates else ["", ""]
+    appends = not inputs[_NEW_KEYS]
+    if appends:
+        require(attribute(node, "causal", 1), "tokens see later ones")
+        require(len(node.output) == 3 and all(node.output), "rows are not kept")
+    else:
+        require(inputs[_NEW_KEYS] == inputs[_NEW_VALUES], "keys and values come beside queries")
+        require(_is_empty(values, inputs[_NEW_KEYS]), "a source grows")
+        require(not attribute(node, "causal", 1), "a source is seen in part")
+        require(options["window"] == -1 and not rotates, "a source has windows or rotations")
+        require(not any(node.output[1:]), "a source changes")
     node.op_type, node.domain = "RowAttention", DOMAIN
     rows_and_ends = [inputs[i] for i in (0, _KEYS, _VALUES, _SEQLENS)]
     node.input[:] = [*rows_and_ends, *rotation, inputs[_BIAS], inputs[_SINKS]]
     node.attribute.clear()
     set_attributes(node, **options, appends=int(appends))
+
+
+def _is_empty(values: Values, name: str) -> bool:
+    """Whether a value of three axes has no tokens, whatever the sizes of its other axes are."""
+    shape = values.maker(values.maker(name, "Expand").input[1], "Concat").input
+    return len(shape) == 3 and shape[1] in values.constants and values.number(shape[1]) == 0
