@@ -115,81 +115,97 @@ private:
             parts.push_back({layer, begin, std::min(begin + step, end)});
     }
 
-    // Pack the matrices [E, N, K] of an input, its scales [E, N, K / 32] and its bias [E, N], which come after it. Of
-    // interleaved ones rows 2i are gates and rows 2i + 1 what they gate: the gates come first here.
+    // A layer's inputs: matrices [E, N, K], perhaps scales [E, N, K / 32] and a bias [E, N]. Of interleaved ones rows 2i are
+    // gates and rows 2i + 1 what they gate; packed, all gates come first.
+    struct Given {
+        Tensor matrices, scales, bias;
+        bool has_bias, interleaved;
+
+        size_t outputs() const { return size_t(matrices.shape[1]); }
+
+        // The rows of one expert of an array, each of so many bytes, in the order in which they are packed.
+        std::vector<unsigned char> rows(const Tensor& of, size_t expert, size_t bytes) const {
+            const size_t half = outputs() / 2;
+            std::vector<unsigned char> ordered(outputs() * bytes);
+            for (size_t n = 0; n < outputs(); ++n) {
+                const size_t at = !interleaved ? n : n < half ? 2 * n : 2 * (n - half) + 1;
+                memcpy(&ordered[n * bytes], static_cast<const char*>(of.data) + (expert * outputs() + at) * bytes, bytes);
+            }
+            return ordered;
+        }
+    };
+
+    // Pack the layers of an input, whose scales and bias come after it.
     Layers take(const Node& node, Input matrices, const char* name, bool interleaved) const {
-        const Tensor given = node.constant(matrices, name);
-        const bool is_float = op.weights == Weights::floats;
-        if (given.type != (is_float ? element_float : element_uint8) || given.shape.size() != 3 || given.count() < 1 ||
-            (interleaved && given.shape[1] % 2))
-            node.refuse(std::string(name) + " is " + describe(given) + "; it has to be " + (is_float ? "float" : "uint8") +
+        const Given given{node.constant(matrices, name),
+                          node.has_input(matrices + 1) ? node.constant(matrices + 1, "scales") : Tensor{},
+                          node.has_input(matrices + 2) ? node.constant(matrices + 2, "bias") : Tensor{},
+                          node.has_input(matrices + 2), interleaved};
+        const Tensor& weights = given.matrices;
+        if (weights.type != (is_float() ? element_float : element_uint8) || weights.shape.size() != 3 || weights.count() < 1 ||
+            (interleaved && weights.shape[1] % 2))
+            node.refuse(std::string(name) + " is " + describe(weights) + "; it has to be " + (is_float() ? "float" : "uint8") +
                         " [experts, outputs, inputs], none of them 0" + (interleaved ? ", of even outputs" : ""));
-        const size_t count = size_t(given.shape[0]), outputs = size_t(given.shape[1]);
-        const size_t row_bytes = size_t(given.shape[2]) * (is_float ? sizeof(float) : 1);
         Layers layers;
-        layers.outputs = outputs;
-        layers.inputs = size_t(given.shape[2]) * (op.weights == Weights::nibbles ? 2 : 1);
-        if (layers.inputs > most_inputs || (!is_float && layers.inputs % nibble_block))
+        layers.outputs = given.outputs();
+        layers.inputs = size_t(weights.shape[2]) * (op.weights == Weights::nibbles ? 2 : 1);
+        if (layers.inputs > most_inputs || (!is_float() && layers.inputs % nibble_block))
             node.refuse(std::string(name) + " has " + std::to_string(layers.inputs) + " inputs; they have to be at most " +
                         std::to_string(most_inputs) + ", in whole blocks of " + std::to_string(nibble_block));
-        const size_t blocks = is_float ? 1 : layers.inputs / nibble_block;
-        const Tensor scales = node.has_input(matrices + 1) ? node.constant(matrices + 1, "scales") : Tensor{};
-        const bool has_halves = scales.type == element_float16;
-        if (is_float ? node.has_input(matrices + 1)
-                     : (!has_halves && scales.type != element_float) || scales.count() != count * outputs * blocks)
+        const size_t count = size_t(weights.shape[0]), rows = count * layers.outputs;
+        const bool is_type = given.scales.type == element_float || given.scales.type == element_float16;
+        if (is_float() ? node.has_input(matrices + 1)
+                       : !is_type || given.scales.count() != rows * (layers.inputs / nibble_block))
             node.refuse("the scales of " + std::string(name) + " have to be floats or float16, one for each " +
                         std::to_string(nibble_block) + " inputs, and none where weights are floats");
-        const bool has_bias = node.has_input(matrices + 2);
-        const Tensor bias = has_bias ? node.constant(matrices + 2, "bias") : Tensor{};
-        if (has_bias && (bias.type != element_float || bias.count() != count * outputs))
-            node.refuse("the bias of " + std::string(name) + " is " + describe(bias) + "; it has to be float [" +
-                        std::to_string(count) + ", " + std::to_string(outputs) + "]");
-        for (size_t e = 0; e < count; ++e) {
-            Layer layer{};
-            layer.inputs = layers.inputs;
-            layer.outputs = outputs;
-            layer.block = nibble_block;
-            layer.blocks = blocks;
-            layer.padded_inputs = op.weights == Weights::bytes ? round_up(layers.inputs, input_padding) : layers.inputs;
-            // The rows of one expert of an array, in the order of their columns here.
-            const auto rows = [&](const Tensor& from, size_t bytes) {
-                std::vector<unsigned char> ordered(outputs * bytes);
-                for (size_t n = 0; n < outputs; ++n) {
-                    const size_t at = !interleaved ? n : n < outputs / 2 ? 2 * n : 2 * (n - outputs / 2) + 1;
-                    memcpy(&ordered[n * bytes], static_cast<const char*>(from.data) + (e * outputs + at) * bytes, bytes);
-                }
-                return ordered;
-            };
-            std::vector<unsigned char> own = rows(given, row_bytes);
-            const auto keep = [&](Lines lines) {
-                layers.kept.push_back(std::move(lines));
-                return layers.kept.back().data()->bytes;
-            };
-            switch (op.weights) {
-            case Weights::bytes:
-                for (unsigned char& byte : own)
-                    byte ^= 128;
-                layer.weights = keep(pack_bytes(layer, reinterpret_cast<int8_t*>(own.data()), true, op.product.zero_point));
-                break;
-            case Weights::nibbles: layer.weights = keep(pack_nibbles(layer, own.data())); break;
-            case Weights::floats:
-                layer.weights = keep(pack_floats(layer, reinterpret_cast<float*>(own.data()), true));
-                break;
-            }
-            if (!is_float) {
-                const auto ordered = rows(scales, blocks * (has_halves ? sizeof(uint16_t) : sizeof(float)));
-                layer.scales = reinterpret_cast<const float*>(
-                    keep(has_halves ? pack_block_scales(layer, reinterpret_cast<const uint16_t*>(ordered.data()))
-                                    : pack_block_scales(layer, reinterpret_cast<const float*>(ordered.data()))));
-            }
-            if (has_bias)
-                layer.bias = reinterpret_cast<const float*>(
-                    keep(pad(reinterpret_cast<const float*>(rows(bias, sizeof(float)).data()), outputs)));
-            layers.of.push_back(layer);
-        }
-        give_back(given.data, count * outputs * row_bytes);
+        if (given.has_bias && (given.bias.type != element_float || given.bias.count() != rows))
+            node.refuse("the bias of " + std::string(name) + " is " + describe(given.bias) + "; it has to be float [" +
+                        std::to_string(count) + ", " + std::to_string(layers.outputs) + "]");
+        for (size_t expert = 0; expert < count; ++expert)
+            layers.of.push_back(pack(given, expert, layers));
+        give_back(weights.data, weights.count() * (is_float() ? sizeof(float) : 1));
         return layers;
     }
+
+    // Pack one expert's layer, of whose arrays `layers` takes care.
+    Layer pack(const Given& given, size_t expert, Layers& layers) const {
+        const auto keep = [&](Lines lines) {
+            layers.kept.push_back(std::move(lines));
+            return layers.kept.back().data()->bytes;
+        };
+        const auto keep_floats = [&](Lines lines) { return reinterpret_cast<const float*>(keep(std::move(lines))); };
+        Layer layer{};
+        layer.inputs = layers.inputs;
+        layer.outputs = layers.outputs;
+        layer.block = nibble_block;
+        layer.blocks = is_float() ? 1 : layers.inputs / nibble_block;
+        layer.padded_inputs = op.weights == Weights::bytes ? round_up(layers.inputs, input_padding) : layers.inputs;
+        const size_t row_bytes = size_t(given.matrices.shape[2]) * (is_float() ? sizeof(float) : 1);
+        std::vector<unsigned char> own = given.rows(given.matrices, expert, row_bytes);
+        switch (op.weights) {
+        case Weights::bytes:
+            for (unsigned char& byte : own)
+                byte ^= 128;
+            layer.weights = keep(pack_bytes(layer, reinterpret_cast<int8_t*>(own.data()), true, op.product.zero_point));
+            break;
+        case Weights::nibbles: layer.weights = keep(pack_nibbles(layer, own.data())); break;
+        case Weights::floats: layer.weights = keep(pack_floats(layer, reinterpret_cast<float*>(own.data()), true)); break;
+        }
+        if (given.scales.type == element_float16) {
+            const auto ordered = given.rows(given.scales, expert, layer.blocks * sizeof(uint16_t));
+            layer.scales = keep_floats(pack_block_scales(layer, reinterpret_cast<const uint16_t*>(ordered.data())));
+        } else if (!is_float()) {
+            const auto ordered = given.rows(given.scales, expert, layer.blocks * sizeof(float));
+            layer.scales = keep_floats(pack_block_scales(layer, reinterpret_cast<const float*>(ordered.data())));
+        }
+        if (given.has_bias) {
+            const auto ordered = given.rows(given.bias, expert, sizeof(float));
+            layer.bias = keep_floats(pad(reinterpret_cast<const float*>(ordered.data()), layers.outputs));
+        }
+        return layer;
+    }
+
+    bool is_float() const { return op.weights == Weights::floats; }
 
     const ExpertsOperator& op;
     const float limit;
