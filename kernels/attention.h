@@ -34,6 +34,9 @@ inline Floats exp2_or_zero(Floats x) {
     return if_less(x, least, all(0.0f), exp2(greater(x, least)));
 }
 
+// What is subtracted from scores, of which this is the largest: -infinity remains.
+inline Floats base_of(float largest) { return all(largest == -infinity ? 0.0f : largest); }
+
 // The factors that bring two sums of powers to the larger one of their largest scores.
 struct Factors {
     Floats sum, added;
@@ -47,9 +50,9 @@ struct Factors {
     }
 };
 
-// Add a section to a softmax, but for its values.
+// Add a section to a softmax, but for its values. One whose scores all are -infinity adds nothing.
 inline Factors join(const Softmax& softmax, size_t at, float most, float denominator) {
-    const Factors factors(softmax.most[at], most);
+    const Factors factors(most == -infinity ? 0.0f : softmax.most[at], most);
     softmax.most[at] = most > softmax.most[at] ? most : softmax.most[at];
     store(softmax.denominator + at, fma(all(softmax.denominator[at]), factors.sum, all(denominator) * factors.added), 1);
     return factors;
@@ -307,11 +310,12 @@ private:
     // Turn scores into probabilities, times the scale of the value and rounded.
     void soften(int r, const Softmax& softmax) {
         const float largest = greatest(most[r]);
+        const Floats base = base_of(largest);
         const size_t count = stop - start;
         Floats denominator = all(0.0f);
         Ints bits = all(0);
         for (size_t i = 0; i < count; i += lane_count) {
-            const Floats x = load(scores[r] + i) - all(largest);
+            const Floats x = load(scores[r] + i) - base;
             const Floats power = exp2_or_zero(x);
             denominator = denominator + power;
             // Where nothing was written the scale may be anything.

@@ -116,9 +116,10 @@ private:
     // Turn scores into powers, whose sum goes into the softmax.
     void soften(int r, const Softmax& softmax) {
         const float largest = greatest(most[r]);
+        const Floats base = base_of(largest);
         Floats denominator = all(0.0f);
         for (size_t i = 0; i < stop - start; i += lane_count) {
-            const Floats power = exp2_or_zero(load(scores[r] + i) - all(largest));
+            const Floats power = exp2_or_zero(load(scores[r] + i) - base);
             denominator = denominator + power;
             store(scores[r] + i, power);
         }

@@ -193,6 +193,8 @@ def _softmax(scores: FLOATS, part: Caches, seen: NDArray[Any], sink: Any) -> FLO
     for section in range(seen[0] // SECTION, seen[-1] // SECTION + 1):
         here = seen // SECTION == section
         largest = scores[here].max()
+        if largest == -np.inf:
+            continue
         powers = np.exp2(scores[here] - largest)
         probabilities, step = _round(powers * part.value_scales[here], MOST, part)
         values = part.values[here].astype(probabilities.dtype)

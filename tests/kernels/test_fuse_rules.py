@@ -190,6 +190,14 @@ def test_attention_at_other_positions() -> None:
     assert "GroupQueryAttention" in check(model, given)
 
 
+@pytest.mark.parametrize("least", [-np.inf, np.finfo(np.float32).min])
+def test_biases_that_hide_a_section_of_positions(least: float) -> None:
+    biases = floats(2, HEADS, 1, 300)
+    biases[..., :260] = least
+    more: Arrays = {"biases": biases}
+    assert "RowAttention" in check(*attention({}, 1, 299, more, ["y", *PRESENT]))
+
+
 @pytest.mark.parametrize(("n_more", "operator"), [(0, "RowAttention"), (1, "GroupQueryAttention")])
 def test_a_source_that_may_grow(n_more: int, operator: str) -> None:
     shape = (2, KV_HEADS, 6, SIZE)

@@ -94,6 +94,22 @@ def test_neighbours_change_no_bits(operator: str, path: str, bad: float) -> None
             assert same_bits(alone, together[part])
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [np.int8, np.float32])
+def test_biases_may_hide_a_section_of_positions(path: str, dtype: Any) -> None:
+    """The first, the last, or one of each kind in the same tile."""
+    random = np.random.default_rng(2)
+    heads = {"heads": 2, "kv_heads": 1, "looks_ahead": 1}
+    biases = floats(random, 1, 2, 300, 300)
+    biases[0, 0, ::2, :256] = biases[0, 1, :, 256:] = -np.inf
+    starts, qkv = ints(0, 300), floats(random, 300, 4 * 16)
+    attributes = heads | {"window": -1, "softcap": 0.0, "scale": 0.0, "interleaved": 0}
+    expected = text_attention(qkv, starts, {"biases": biases}, attributes, dtype)
+    operator = "TextAttention32" if dtype == np.float32 else "TextAttention"
+    found = run(session(text_graph(attributes, {"biases": biases}, operator), path), qkv, starts)
+    assert np.abs(found - expected).max() <= 2e-4
+
+
 ONES = np.ones((1, 4, 9, 9), dtype=np.float32)
 
 
