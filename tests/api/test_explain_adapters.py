@@ -45,7 +45,7 @@ class Adapted:
     def __init__(self, name: str, folder: Path) -> None:
         kind, precision, operators = name.split()
         self.served = Served(kind, precision, operators, folder)
-        self.served.export(self.served.model(), "base")
+        self.served.export()
         self.merged: Any = self.served.adapt("adapter1", 1).merge_and_unload()
         self.is_encoder = self.served.kind in ("bert", "modernbert")
         self.source = SOURCE if self.served.has_sources else []

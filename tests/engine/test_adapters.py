@@ -95,11 +95,15 @@ class Served:
         """Export a model, and save an adapter for each of OPTIONS."""
         kind, precision, operators = name.split()
         served = cls(kind, precision, operators, folder)
-        source = save(folder / "source", served.model())
-        export_checkpoint(source, folder / "base", precision=precision)
+        served.export()
         for i in range(len(OPTIONS)):
             served.adapt(f"adapter{i}", i)
         return served
+
+    def export(self) -> None:
+        """Export the model that adapters are of."""
+        source = save(self.folder / "source", self.model())
+        export_checkpoint(source, self.folder / "base", precision=self.precision)
 
     def adapt(self, name: str, i: int, **options: Any) -> Any:
         """Save an adapter of OPTIONS; return peft's model with it."""

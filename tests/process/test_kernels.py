@@ -136,12 +136,11 @@ async def test_drafts_change_no_byte_of_answers() -> None:
         assert with_drafts == without
 
 
-def test_graphs_without_rounded_products_need_no_library() -> None:
+def test_a_model_on_a_gpu_needs_no_library() -> None:
     settings, model_dir = load_settings(model=EXAMPLE), load_model_dir(EXAMPLE)
-    for change in ({"precision": "fp32"}, {"device": "cuda"}):
-        manifest = model_dir.manifest.model_copy(update=change)
-        other = replace(model_dir, manifest=manifest)
-        assert engine_builder.find_library(settings, other) is None
+    manifest = model_dir.manifest.model_copy(update={"device": "cuda"})
+    other = replace(model_dir, manifest=manifest)
+    assert engine_builder.find_library(settings, other) is None
 
 
 async def test_a_user_without_a_home_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
