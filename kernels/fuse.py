@@ -21,6 +21,12 @@ from dataclasses import dataclass
 from onnx import ModelProto, NodeProto, TensorProto
 from onnx.helper import make_opsetid
 
+from kvasir.kernels.attentions import (
+    STARTS,
+    add_starts,
+    attend_over_rows,
+    attend_over_texts,
+)
 from kvasir.kernels.experts import experts
 from kvasir.kernels.graph import (
     DOMAIN,
@@ -43,8 +49,6 @@ from kvasir.kernels.products import (
     mixing,
 )
 from kvasir.kernels.recurrences import convolution, memory
-from kvasir.kernels.rows import attend_over_rows
-from kvasir.kernels.texts import STARTS, add_starts, attend_over_texts
 
 _PRODUCTS = ("MatMulIntegerToFloat", "MatMulNBits", "Einsum", "MatMul", "Gemm", "MoE", "QMoE")
 _BIAS, _NORM, _NORM_BIAS, _RESIDUAL = 3, 4, 5, 6  # inputs of each

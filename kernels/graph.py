@@ -19,6 +19,7 @@ LINEARS = ("Linear", "Linear4", "Linear32")
 NIBBLE_BLOCK = 32  # inputs for each scale of `Linear4`
 N_INPUTS = 7  # of each
 MOST_INPUTS = 131_072  # of a row
+MOST_CHANNELS = 640  # of a head
 _POSITIONS = 9  # an input of GroupQueryAttention
 
 

@@ -18,6 +18,7 @@ from onnx.helper import make_node, make_opsetid, make_tensor, make_tensor_value_
 
 from kvasir.kernels.graph import (
     DOMAIN,
+    MOST_CHANNELS,
     Mismatch,
     attention_options,
     attribute,
@@ -27,7 +28,6 @@ from kvasir.kernels.graph import (
 )
 
 BLOCK_SIZE = 64  # tokens
-MOST_CHANNELS = 640  # of a head
 _DECODE = "decode"
 _TOKENS, _ROW, _AXIS = ("input_ids", "position_ids"), ".row", "row.axis"
 _RUN = ("cumulative_sequence_length", "past_seqlens", "block_table")
