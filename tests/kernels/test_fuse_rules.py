@@ -151,7 +151,7 @@ def attention(
     given |= more
     options = [name if name in more else "" for name in ("positions", "biases")]
     inputs = ["qkv", "", "", "keys", "values", "ends", "total", "cos", "sin", *options]
-    heads = {"num_heads": HEADS, "kv_num_heads": KV_HEADS}
+    heads: dict[str, Any] = {"num_heads": HEADS, "kv_num_heads": KV_HEADS}
     nodes = [
         helper.make_node("MatMul", ["x", "weight"], ["qkv"]),
         helper.make_node(
@@ -207,7 +207,7 @@ def test_a_source_that_may_grow(n_more: int, operator: str) -> None:
     constants: Arrays = {"weight": floats(8, HEADS * SIZE) / 3, "zero": np.zeros(1, np.float32)}
     constants |= {f"size.{axis}": size for axis, size in enumerate(sizes)}
     inputs = ["q", "more", "more", "keys", "values", "ends", "total"]
-    heads = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "causal": 0}
+    heads: dict[str, Any] = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "causal": 0}
     nodes = [
         helper.make_node("MatMul", ["x", "weight"], ["q"]),
         helper.make_node("Concat", [f"size.{axis}" for axis in range(3)], ["shape"], axis=0),

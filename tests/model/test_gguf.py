@@ -280,7 +280,7 @@ def test_a_split_file_is_one_model(tmp_path: Path) -> None:
 
 
 def test_what_travels_with_the_weights(tmp_path: Path) -> None:
-    more = {"general__sampling__temp": 0.5, "general__sampling__top_k": 20}
+    more: dict[str, Any] = {"general__sampling__temp": 0.5, "general__sampling__top_k": 20}
     path = write_gguf(tmp_path / "x.gguf", small_llama(), **more)
     files = load_checkpoint(path).extra_files
     assert files["chat_template.jinja"].decode() == CHAT_TEMPLATE
