@@ -51,7 +51,7 @@ public:
         fixed.window = window == -1 ? most_tokens : size_t(window);
         fixed.interleaved = node.flag("interleaved");
         fixed.reads_only = op.has_rows && !node.flag("appends");
-        fixed.looks_ahead = fixed.reads_only || (!op.has_blocks && !op.has_rows && node.flag("looks_ahead"));
+        fixed.looks_ahead = fixed.reads_only || (!op.has_caches && node.flag("looks_ahead"));
         for (size_t i = 0; i < op.inputs.size(); ++i)
             if (node.has_input(i))
                 places[op.inputs[i]] = int(i);
@@ -59,7 +59,7 @@ public:
             node.refuse("keys that are only read have neither windows nor rotations");
         if (has(Op::cosines) != has(Op::sines))
             node.refuse("the inputs cos and sin have to be there together");
-        if (op.has_floats && (has(Op::key_scales) || has(Op::value_scales) || has(Op::values) != (op.has_blocks || op.has_rows)))
+        if (op.has_floats && (has(Op::key_scales) || has(Op::value_scales) || has(Op::values) != op.has_caches))
             node.refuse("keys and values of floats have to be there together, without scales");
         if (!op.has_floats && has(Op::values) != has(Op::value_scales))
             node.refuse("the inputs values and value_scales have to be there together");
@@ -73,13 +73,13 @@ public:
         const Tensor inputs = input(run, Op::qkv);
         const size_t all_heads = heads.count + 2 * heads.kv_count;
         Shape shape = inputs.shape, blocks;
-        if (op.has_blocks || op.has_rows)
+        if (op.has_caches)
             blocks = take_blocks(run, heads);
         else if (!shape.empty())
             heads.size = size_t(shape.back()) / all_heads;
         if (shape.empty() || shape.back() != int64_t(heads.row_width()) || !is_head_size(heads.size))
             refuse("qkv is " + describe(inputs) + "; its last dimension has to be " +
-                   (op.has_blocks || op.has_rows ? std::to_string(heads.row_width())
+                   (op.has_caches ? std::to_string(heads.row_width())
                                   : std::to_string(all_heads) + " times a multiple of 16, at most " +
                                         std::to_string(most_head_size)));
         if (heads.scale == 0.0f)
@@ -92,7 +92,7 @@ public:
         std::vector<int32_t> own_table;
         const std::vector<Stretch> stretches =
             op.has_rows ? cut_rows(run, heads, blocks, inputs, room, own_table) : cut(run, heads, blocks, tokens, room, own_table);
-        const Caches caches = op.has_blocks || op.has_rows ? kept_caches(run, blocks) : new_caches(heads, own_table.size());
+        const Caches caches = op.has_caches ? kept_caches(run, blocks) : new_caches(heads, own_table.size());
         float* const out = run.output<float>(0, shape);
         if (op.has_rows)  // padding attends to nothing
             memset(out, 0, tokens * heads.count * heads.size * sizeof(float));
@@ -118,7 +118,8 @@ private:
         if (shape.size() != 4 || shape[1] != int64_t(heads.kv_count) || !(has_groups || (op.has_rows && shape[2] > 0)) ||
             !is_head_size(size_t(shape[3])))
             refuse("keys is " + describe(given) + "; it has to be " + (op.has_floats ? "float" : "int8") + " [N, " +
-                   std::to_string(heads.kv_count) + ", B, D] of B and D that are multiples of 16, D at most " + std::to_string(most_head_size));
+                   std::to_string(heads.kv_count) + ", B, D] of " + (op.has_rows ? "B from 1 on and D" : "B and D") +
+                   " in multiples of 16, D at most " + std::to_string(most_head_size));
         heads.size = size_t(shape[3]);
         return shape;
     }
@@ -452,6 +453,7 @@ AttentionOperator::AttentionOperator(const Runtime& runtime, const Path& path, K
       has_blocks(kind == blocks || kind == float_blocks),
       has_rows(kind == float_rows),
       has_floats(kind != blocks && kind != texts),
+      has_caches(has_blocks || has_rows),
       name(kind == blocks         ? "Attention"
            : kind == float_blocks ? "Attention32"
            : kind == texts        ? "TextAttention"

@@ -21,6 +21,7 @@ struct AttentionOperator : OrtCustomOp {
     const Runtime& runtime;
     const Attention& attention;
     const bool has_blocks, has_rows, has_floats;
+    const bool has_caches;  // of blocks or rows, which are inputs
     const char* const name;
     const std::vector<Input> inputs;  // in their order
 };

@@ -12,6 +12,7 @@ from onnx import GraphProto, NodeProto, TensorProto
 from onnx.helper import make_node, make_tensor
 
 from kvasir.kernels.graph import (
+    DECODE,
     DOMAIN,
     LINEARS,
     MOST_CHANNELS,
@@ -26,7 +27,6 @@ from kvasir.kernels.graph import (
 STARTS = "texts.cumulative_sequence_length"
 # Inputs of the graph, as `PackedInputs` has them.
 _ROWS, _PLACES, _LENGTHS, _TOKENS = "rows", "places", "lengths", "input_ids"
-_DECODE = "decode"  # an input of graphs with rows of two types
 # Inputs of GroupQueryAttention by their places.
 _NEW_KEYS, _NEW_VALUES, _KEYS, _VALUES, _SEQLENS, _COSINES, _SINES = 1, 2, 3, 4, 5, 7, 8
 _BIAS, _SINKS, _MORE = 10, 11, 12
@@ -84,7 +84,7 @@ def _window(values: Values, node: NodeProto, bias: str) -> tuple[int, str]:
 def attend_over_rows(values: Values, node: NodeProto) -> None:
     """Make GroupQueryAttention over rows of floats, own ones or sources', a `RowAttention`."""
     require(values.has_linears, "no product is ours")
-    require(_DECODE not in values.inputs, "rows have two types")
+    require(DECODE not in values.inputs, "rows have two types")
     inputs = [*node.input, *[""] * (_MORE - len(node.input))]
     require(not any(inputs[_MORE:]), "keys and values have scales")
     rows = [values.inputs.get(inputs[i]) for i in (_KEYS, _VALUES)]

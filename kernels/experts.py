@@ -2,7 +2,7 @@
 
 The exporter sends each row to one expert and adds the experts of a token itself. ONNX Runtime's
 operators get some rows twice, so that no expert has a single one (`export.rounding.experts`); ours
-need that not.
+do not need it.
 """
 
 from __future__ import annotations

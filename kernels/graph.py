@@ -20,6 +20,7 @@ NIBBLE_BLOCK = 32  # inputs for each scale of `Linear4`
 N_INPUTS = 7  # of each
 MOST_INPUTS = 131_072  # of a row
 MOST_CHANNELS = 640  # of a head
+DECODE = "decode"  # an input of graphs with rows of two types
 _POSITIONS = 9  # an input of GroupQueryAttention
 
 

@@ -17,6 +17,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 from onnx.helper import make_node, make_opsetid, make_tensor, make_tensor_value_info
 
 from kvasir.kernels.graph import (
+    DECODE,
     DOMAIN,
     MOST_CHANNELS,
     Mismatch,
@@ -28,10 +29,9 @@ from kvasir.kernels.graph import (
 )
 
 BLOCK_SIZE = 64  # tokens
-_DECODE = "decode"
 _TOKENS, _ROW, _AXIS = ("input_ids", "position_ids"), ".row", "row.axis"
 _RUN = ("cumulative_sequence_length", "past_seqlens", "block_table")
-_OF_ROWS = ("seqlens_k", "total_sequence_length", _DECODE)
+_OF_ROWS = ("seqlens_k", "total_sequence_length", DECODE)
 _FLOAT_ROWS = ("prompt_key_values.", "prompt_present.")
 # Inputs of GroupQueryAttention by their places.
 _QKV, _NEW_KEYS, _KEYS, _COSINES, _SINES, _BIAS, _SINKS, _STEP = 0, 1, 3, 7, 8, 10, 11, 12
@@ -71,7 +71,7 @@ def page(model: ModelProto) -> ModelProto:
 def _decoding(graph: GraphProto) -> Iterator[NodeProto]:
     """Yield a graph's nodes as they decode, without branches."""
     for node in graph.node:
-        if node.op_type != "If" or node.input[0] != _DECODE:
+        if node.op_type != "If" or node.input[0] != DECODE:
             yield node
             continue
         branch: GraphProto = attribute(node, "then_branch")
