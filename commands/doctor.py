@@ -201,7 +201,9 @@ def _kernels() -> str:
     except ModuleNotFoundError:  # _notes tells
         return "no ONNX Runtime is installed"
     library = load("auto", None)
-    return library if isinstance(library, str) else library.path
+    if isinstance(library, str):
+        return library
+    return f"{library.path}, since {library.fault}" if library.fault else library.path
 
 
 def cpu_features(cpuinfo: str) -> list[str]:

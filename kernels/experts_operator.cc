@@ -94,7 +94,7 @@ private:
         }
         const Layer& any = layers.of[0];
         const size_t rows = starts.back();
-        Lines values = lines_of(rows * any.padded_inputs * op.product.input_bytes);
+        Lines values = lines_of(round_up(rows, row_padding) * any.padded_inputs * op.product.input_bytes);
         std::vector<float> scales(rows * any.blocks), room(to_prepare.size() * any.padded_inputs);
         std::vector<int32_t> sums(rows * any.blocks);
         const RoundedRows rounded{values.data(), scales.data(), sums.data()};

@@ -9,6 +9,7 @@ namespace kvasir {
 constexpr size_t lane_count = 16;
 constexpr size_t tile_columns = 64;  // packed weights are padded to whole tiles
 constexpr size_t input_padding = 64;  // and to whole cache lines of inputs
+constexpr size_t row_padding = 16;  // room for rounded rows is a multiple of this
 constexpr size_t nibble_block = 32;  // inputs that share a scale in weights of 4 bits
 constexpr size_t mixed_parts = 8;
 
@@ -41,7 +42,7 @@ struct Layer {
 
 // Inputs rounded to int8: row m, block b has the values q * scales[m][b]. Of floats the values alone.
 struct RoundedRows {
-    void* values;   // [M][padded_inputs] of Product::input_bytes each; padding is 0
+    void* values;   // [M, padded][padded_inputs] of Product::input_bytes each; padding of inputs is 0
     float* scales;  // [M][blocks]
     int32_t* sums;  // [M][blocks]: of q
 };

@@ -7,7 +7,7 @@ import hashlib
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,18 +15,23 @@ from typing import Literal
 
 from kvasir.model.onnx.runtime import onnxruntime
 
-Choice = Literal["auto", "off", "scalar", "avx2", "avx512", "neon"]
+Choice = Literal["auto", "off", "scalar", "avx2", "avx512", "amx", "neon"]
 
 FILE = Path(__file__).with_name("libkvasir.so")
 _TIMEOUT = 60.0  # seconds of the trial, which takes less than one
+_SLOWER = ("avx512", "avx2")  # in the place of a fastest path whose trial fails
 
 
 @dataclass(frozen=True)
 class Library:
-    """The built library and the path that its operators take: the fastest one for `auto`."""
+    """The built library and the path that its operators take: the fastest one for `auto`.
+
+    fault: why it is a slower one, if a trial failed.
+    """
 
     file: Path
     path: str = "auto"
+    fault: str | None = field(default=None, compare=False)
 
     @cached_property
     def version(self) -> str:
@@ -62,22 +67,34 @@ def load(choice: Choice, cache: Path | None, file: Path = FILE) -> Library | str
         # Machines may share a cache, and their fastest paths differ.
         if passed is not None and passed.read_text() == library.resolved().path:
             return library.resolved()
-    command = (sys.executable, "-m", "kvasir.kernels.self_test", str(file), choice)
+    faults = []
+    for path in (choice, *(_SLOWER if choice == "auto" else ())):
+        if (fault := _try(file, path)) is None:
+            break
+        faults.append(f"the trial of {file.name} {fault}")
+    else:
+        return f"stock operators are used: {faults[0]}"
+    library = replace(Library(file, path).resolved(), fault=faults[0] if faults else None)
+    if passed is not None and not faults:
+        with suppress(OSError):  # the next start tries again, which takes half a second
+            passed.parent.mkdir(parents=True, exist_ok=True)
+            passed.write_text(library.path)
+    return library
+
+
+def _try(file: Path, path: str) -> str | None:
+    """Run the operators in a process of its own; return what is wrong, if anything is."""
+    command = (sys.executable, "-m", "kvasir.kernels.self_test", str(file), path)
     try:
         trial = subprocess.run(  # noqa: S603
             command, capture_output=True, text=True, timeout=_TIMEOUT, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"stock operators are used: the trial of {file.name} took more than {_TIMEOUT:g} s"
+        return f"took more than {_TIMEOUT:g} s"
     if trial.returncode:
-        fault = (trial.stderr.strip() or f"it ended with {trial.returncode}").splitlines()[-1]
-        return f"stock operators are used: the trial of {file.name} failed: {fault}"
-    library = library.resolved()
-    if passed is not None:
-        with suppress(OSError):  # the next start tries again, which takes half a second
-            passed.parent.mkdir(parents=True, exist_ok=True)
-            passed.write_text(library.path)
-    return library
+        said = trial.stderr.strip() or f"it ended with {trial.returncode}"
+        return f"failed: {said.splitlines()[-1]}"
+    return None
 
 
 def _unusable(choice: Choice, file: Path) -> str | None:

@@ -46,6 +46,26 @@ inline void finish(const Call& call, size_t m, size_t column, Floats value) {
     store(call.out + at, value, count);
 }
 
+// What a row has so far of 16 columns, and a block's sums of products.
+template <class P>
+inline Floats with_block(const Call& call, size_t m, size_t panel, size_t block, Ints whole, Floats value) {
+    const Layer& layer = call.layer;
+    const size_t at = m * layer.blocks + block;
+    Floats scale = all(call.rows.scales[at]);
+    if (P::scales_blocks)
+        scale = scale * load(layer.scales + (panel * layer.blocks + block) * lane_count);
+    return fma(to_floats(whole - all(P::zero_point * call.rows.sums[at])), scale, value);
+}
+
+// Finish 16 columns of which all blocks are added.
+template <class P>
+inline void finish_blocks(const Call& call, size_t m, size_t panel, Floats value) {
+    const size_t column = panel * lane_count;
+    if (!P::scales_blocks)
+        value = value * load(call.layer.scales + column);
+    finish(call, m, column, value);
+}
+
 // Compute R rows from m and P panels of 16 columns from a panel.
 template <class P, int R>
 void multiply_tile(const Call& call, size_t m, size_t panel) {
@@ -62,24 +82,13 @@ void multiply_tile(const Call& call, size_t m, size_t panel) {
         const uint8_t* const at = layer.weights + panel * panel_bytes + start * lane_count / P::weights_in_a_byte;
         const Panels weights{at, at + P::panels * panel_bytes, panel_bytes};
         P::multiply(q + start, layer.padded_inputs, weights, lesser(layer.block, layer.padded_inputs - start), whole);
-        for (int r = 0; r < R; ++r) {
-            const size_t at = (m + r) * layer.blocks + b;
-            const Ints excess = all(P::zero_point * call.rows.sums[at]);
-            for (int p = 0; p < P::panels; ++p) {
-                Floats scale = all(call.rows.scales[at]);
-                if (P::scales_blocks)
-                    scale = scale * load(layer.scales + ((panel + p) * layer.blocks + b) * lane_count);
-                value[r][p] = fma(to_floats(whole[r][p] - excess), scale, value[r][p]);
-            }
-        }
+        for (int r = 0; r < R; ++r)
+            for (int p = 0; p < P::panels; ++p)
+                value[r][p] = with_block<P>(call, m + r, panel + p, b, whole[r][p], value[r][p]);
     }
     for (int p = 0; p < P::panels; ++p)
-        for (int r = 0; r < R; ++r) {
-            const size_t column = (panel + p) * lane_count;
-            if (!P::scales_blocks)
-                value[r][p] = value[r][p] * load(layer.scales + column);
-            finish(call, m + r, column, value[r][p]);
-        }
+        for (int r = 0; r < R; ++r)
+            finish_blocks<P>(call, m + r, panel + p, value[r][p]);
 }
 
 // Compute rows [m, last), R at a time; what is left, R - 1 at a time.

@@ -97,7 +97,7 @@ private:
         const bool is_short = rows * layer.row_width() < fewest_parallel_inputs && !of_rows;
         const size_t prepare_step = is_short ? rows : prepared_rows;
         const size_t prepare_tasks = (rows + prepare_step - 1) / prepare_step;
-        const size_t values_bytes = round_up(rows * layer.padded_inputs * product.input_bytes, sizeof(CacheLine));
+        const size_t values_bytes = round_up(rows, row_padding) * layer.padded_inputs * product.input_bytes;
         const size_t scales_bytes = round_up(rows * layer.blocks * sizeof(float), sizeof(CacheLine));
         const size_t row_bytes = layer.padded_inputs * sizeof(float);
         // Adapters read what was prepared, which is x itself where nothing is done to it.

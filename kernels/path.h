@@ -71,7 +71,7 @@ struct Path {
 extern const Path scalar_path;
 #if defined(__x86_64__)
 extern const Path avx2_path;
-extern const Path avx512_path;
+extern const Path avx512_path, amx_path;
 #elif defined(__aarch64__)
 extern const Path neon_path;
 #endif

@@ -1,4 +1,5 @@
-// The path for AVX-512 with VNNI: Intel from Ice Lake, AMD from Zen 4.
+// The path for AVX-512 with VNNI: Intel from Ice Lake, AMD from Zen 4; and the one that multiplies bytes in tiles besides, for AMX:
+// Intel from Sapphire Rapids.
 #if defined(__x86_64__)
 
 #include <immintrin.h>
@@ -11,7 +12,7 @@
 
 // From here on the compiler may use these instructions: nothing of the standard library may follow, or the linker could
 // take such a copy of one of its functions for the whole library.
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,amx-tile,amx-int8")
 
 namespace kvasir::avx512 {
 #include "lanes_avx512.h"
@@ -24,24 +25,31 @@ namespace kvasir::avx512 {
 //
 #include "attention.h"
 #include "float_attention.h"
+//
+#include "product_amx.h"
 }  // namespace kvasir::avx512
 
 namespace kvasir {
-const Path avx512_path = {
-    "avx512",
-    avx512::product<avx512::BytesProduct>(),
-    avx512::product<avx512::InBlocks<avx512::BytesProduct>>(),
-    avx512::product<avx512::NibblesProduct>(),
-    avx512::float_product<12, 2>(),
-    avx512::attention<avx512::BytesProduct>(),
-    avx512::float_attention<12>(),
-    avx512::normalise,
-    avx512::multiply_floats<4>,
-    avx512::project,
-    avx512::expand,
-    avx512::convolve,
-    avx512::remember,
-};
+constexpr Path path(const char* name, Product bytes) {
+    return {
+        name,
+        bytes,
+        avx512::product<avx512::InBlocks<avx512::BytesProduct>>(),
+        avx512::product<avx512::NibblesProduct>(),
+        avx512::float_product<12, 2>(),
+        avx512::attention<avx512::BytesProduct>(),
+        avx512::float_attention<12>(),
+        avx512::normalise,
+        avx512::multiply_floats<4>,
+        avx512::project,
+        avx512::expand,
+        avx512::convolve,
+        avx512::remember,
+    };
+}
+
+const Path avx512_path = path("avx512", avx512::product<avx512::BytesProduct>());
+const Path amx_path = path("amx", avx512::tiles_product<avx512::BytesProduct>());
 }
 
 #endif

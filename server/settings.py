@@ -106,7 +106,7 @@ class Settings(BaseSettings):
     )
     cuda_graphs: bool = True
     """Launch the kernels of a decode together, on CUDA, unless several models are served."""
-    kernels: Literal["auto", "off", "scalar", "avx2", "avx512", "neon"] = "auto"
+    kernels: Literal["auto", "off", "scalar", "avx2", "avx512", "amx", "neon"] = "auto"
     """Operators of Kvasir's own on the CPU, for the fastest instructions or those named."""
     threads: int | None = Field(None, ge=1)
     """Compute threads. Default: the CPUs that this process may use."""

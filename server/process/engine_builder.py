@@ -113,6 +113,8 @@ def _find_library(choice: Choice, folder: Path | None) -> Library | None:
 
     library = load(choice, folder)
     if isinstance(library, Library):
+        if library.fault:
+            logger.info("the path %s of our operators is used: %s", library.path, library.fault)
         return library
     logger.info(library)
     return None

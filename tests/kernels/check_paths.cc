@@ -17,6 +17,13 @@
 
 using namespace kvasir;
 
+// emulated_tiles.cc
+namespace kvasir::emulated {
+Path path();
+void set_shapes(int who);
+int shapes();
+}  // namespace kvasir::emulated
+
 static uint64_t state;
 
 static uint32_t draw(uint32_t count) {
@@ -108,7 +115,7 @@ public:
         const Guarded x_page(x.data(), x.size() * 4, at_end);
         const Guarded residual_page(residual.data(), residual.size() * 4, at_end);
         const Guarded y(nullptr, layer.padded_inputs * 4, at_end);
-        const Guarded values(nullptr, rows * layer.padded_inputs * product.input_bytes, at_end);
+        const Guarded values(nullptr, round_up(rows, row_padding) * layer.padded_inputs * product.input_bytes, at_end);
         const Guarded row_scales(nullptr, rows * layer.blocks * 4, at_end);
         const Guarded row_sums(nullptr, rows * layer.blocks * 4, at_end);
         const Guarded out(nullptr, rows * layer.outputs * 4, at_end);
@@ -379,6 +386,16 @@ private:
     std::vector<float> weights, bias, before, x, queries, keys, values, rates, decays, matrices;
 };
 
+static const Path emulated_path = emulated::path();
+
+static std::vector<const Path*> usable_paths() {
+    std::vector<const Path*> paths;
+    for (const Candidate& candidate : candidates())
+        if (candidate.is_usable)
+            paths.push_back(&candidate.path);
+    return paths;
+}
+
 static uint64_t hash = 14695981039346656037u;  // FNV-1a
 
 // Return whether all paths compute the same.
@@ -386,10 +403,12 @@ template <class Trial>
 static bool agree(const Trial& trial, const char* name) {
     const std::vector<float> expected = trial.run(scalar_path, true);
     const size_t bytes = expected.size() * sizeof(float);
-    for (const Candidate& candidate : candidates())
+    std::vector<const Path*> paths = usable_paths();
+    paths.push_back(&emulated_path);
+    for (const Path* path : paths)
         for (bool at_end : {false, true})
-            if (candidate.is_usable && memcmp(trial.run(candidate.path, at_end).data(), expected.data(), bytes)) {
-                printf("%s differs on the path %s\n", name, candidate.path.name);
+            if (memcmp(trial.run(*path, at_end).data(), expected.data(), bytes)) {
+                printf("%s differs on the path %s\n", name, path->name);
                 return false;
             }
     for (size_t i = 0; i < bytes; ++i)
@@ -401,14 +420,19 @@ static bool agree(const Trial& trial, const char* name) {
 int main(int count, char** arguments) {
     const uint64_t step = count > 1 ? strtoull(arguments[1], nullptr, 10) : 1;
     std::string names;
-    for (const Candidate& candidate : candidates())
-        if (candidate.is_usable)
-            names += std::string(" ") + candidate.path.name;
+    for (const Path* path : usable_paths())
+        names += std::string(" ") + path->name;
     for (uint64_t seed = 0; seed < 200; seed += step) {
         state = seed;
         const auto kind = seed < 150 ? LayerTrial::Weights(seed % 2) : LayerTrial::floats;
+        const int who = int(seed / 2 % 3);
+        emulated::set_shapes(who);
         if (!agree(LayerTrial(kind), ("layer " + std::to_string(seed)).c_str()))
             return 1;
+        if (who && emulated::shapes() != who) {
+            printf("layer %d leaves other shapes of tiles\n", int(seed));
+            return 1;
+        }
     }
     for (uint64_t seed = 0; seed < 90; seed += step) {
         state = seed;

@@ -169,7 +169,7 @@ def usable_paths() -> list[str]:
     weight, scales = np.zeros((1, 1), dtype=np.int8), np.ones(1, dtype=np.float32)
     model = graph("Linear", {"weight": weight, "scales": scales})
     found = []
-    for path in ("scalar", "avx2", "avx512", "neon"):
+    for path in ("scalar", "avx2", "avx512", "amx", "neon"):
         try:
             session(model, path)
             found.append(path)

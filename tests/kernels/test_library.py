@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -39,7 +40,7 @@ def test_the_trial_of_another_machine_does_not_count(tmp_path: Path) -> None:
     """Its CPU may take another path from the cache that both share."""
     found = load("auto", tmp_path)
     (passed,) = tmp_path.iterdir()
-    passed.write_text("amx")
+    passed.write_text("other")
     assert load("auto", tmp_path) == found
     assert passed.read_text() == getattr(found, "path", "")
 
@@ -77,6 +78,31 @@ def test_a_library_that_crashes_ends_its_trial_alone(tmp_path: Path) -> None:
     subprocess.run([str(COMPILER), "-shared", "-fPIC", "-o", file, source], check=True)
     found = load("auto", tmp_path, file)
     assert re.search(r"failed: it ended with -\d+$", str(found))
+
+
+@needs_library
+@pytest.mark.skipif("avx2" not in usable_paths(), reason="needs AVX2")
+def test_a_slower_path_is_used_if_the_fastest_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each start says so, and tries the fastest again."""
+    run, failing = subprocess.run, ["auto", "avx512"]
+
+    def fail(command: tuple[str, ...], **options: Any) -> subprocess.CompletedProcess[str]:
+        if command[-1] in failing:
+            return subprocess.CompletedProcess(command, 1, stderr="wrong by up to 3")
+        return run(command, **options)
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    for _ in range(2):
+        found = load("auto", tmp_path)
+        assert isinstance(found, Library)
+        assert found.path == "avx2"
+        assert found.fault == "the trial of libkvasir.so failed: wrong by up to 3"
+    failing.clear()
+    found = load("auto", tmp_path)
+    assert isinstance(found, Library)
+    assert found.fault is None
 
 
 @needs_library

@@ -1,6 +1,7 @@
 """The paths of several CPUs, in emulation where this machine has another.
 
 `check_paths.cc` compares them with the scalar one, and has forbidden pages around every buffer.
+No emulator has the tiles of AMX, so its product is tried with tiles in plain C++.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def program(compiler: Path, link: str, *sanitizers: str) -> Path:
         objects = folder / f"{compiler.name}{len(sanitizers)}"
         objects.mkdir()
-        sources = [Path(__file__).with_name("check_paths.cc"), ROOT / "kernels/pack.cc"]
+        sources = [*Path(__file__).parent.glob("*.cc"), ROOT / "kernels/pack.cc"]
         for source in (*sources, *sorted((ROOT / "kernels").glob("path*.cc"))):
             made = objects / f"{source.stem}.o"
             if sanitizers and source.stem == NOT_SANITIZED:
