@@ -108,7 +108,8 @@ void append(const Heads& heads, const Caches& caches, const float* x, const Stre
         for (size_t i = 0; i < group; ++i, x += size) {
             const size_t at = (kv_head * tokens + token) * group + i;
             round_block(turned(heads, x, position, y), size, size, static_cast<Input*>(queries.values) + at * size,
-                        queries.scales[at], queries.sums[at]);
+                        queries.scales[at], queries.excess[at]);
+            queries.excess[at] *= P::zero_point;
         }
     for (size_t head = 0; head < heads.kv_count; ++head, x += size) {
         const size_t place = stretch.place(heads, caches, head, position);
@@ -267,7 +268,7 @@ public:
         q = static_cast<const Input*>(queries.values) + query * heads.size;
         for (int r = 0; r < R; ++r) {
             factor[r] = queries.scales[query + r] * heads.scale;
-            excess[r] = P::zero_point * queries.sums[query + r];
+            excess[r] = queries.excess[query + r];
         }
     }
 

@@ -359,7 +359,7 @@ private:
         const auto queries_of = [&](const Stretch& stretch, size_t kv_head) {
             const size_t first = (kv_head * tokens + stretch.token) * heads.group();
             return RoundedRows{static_cast<unsigned char*>(rounded) + first * heads.size * attention.input_bytes,
-                               all_queries.scales + first, all_queries.sums + first};
+                               all_queries.scales + first, all_queries.excess + first};
         };
         if (!is_divided)
             return run_tasks(run, is_parallel, tasks, [&](size_t task) {

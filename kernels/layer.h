@@ -44,7 +44,7 @@ struct Layer {
 struct RoundedRows {
     void* values;   // [M, padded][padded_inputs] of Product::input_bytes each; padding of inputs is 0
     float* scales;  // [M][blocks]
-    int32_t* sums;  // [M][blocks]: of q
+    int32_t* excess;  // [M][blocks]: the sum of q, times Product::zero_point
 };
 
 // The functions for one format of weights on one instruction set.

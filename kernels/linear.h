@@ -54,7 +54,7 @@ inline Floats with_block(const Call& call, size_t m, size_t panel, size_t block,
     Floats scale = all(call.rows.scales[at]);
     if (P::scales_blocks)
         scale = scale * load(layer.scales + (panel * layer.blocks + block) * lane_count);
-    return fma(to_floats(whole - all(P::zero_point * call.rows.sums[at])), scale, value);
+    return fma(to_floats(whole - all(call.rows.excess[at])), scale, value);
 }
 
 // Finish 16 columns of which all blocks are added.
@@ -117,7 +117,7 @@ struct InBlocks : P {
 
 template <class P>
 constexpr Product product() {
-    return {sizeof(typename P::Input), P::zero_point, prepare<typename P::Input>, multiply<P>};
+    return {sizeof(typename P::Input), P::zero_point, prepare<P>, multiply<P>};
 }
 
 // Compute R rows from m and N panels of 16 columns from a panel: each output is a sum over the inputs in order.

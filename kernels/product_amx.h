@@ -103,5 +103,5 @@ void multiply_tiles(const Layer& layer, const RoundedRows& rows, size_t first, s
 
 template <class Few>
 constexpr Product tiles_product() {
-    return {sizeof(int8_t), Few::zero_point, prepare<int8_t>, multiply_tiles<Few>};
+    return {sizeof(int8_t), Few::zero_point, prepare<Few>, multiply_tiles<Few>};
 }

@@ -6,6 +6,12 @@ inline __m512i four_inputs(const int8_t* q) {
     return _mm512_set1_epi32(four);
 }
 
+// A pointer whose origin gcc does not see: it would keep one for each of eight rows, which are more than there are registers.
+inline const int8_t* hidden(const int8_t* pointer) {
+    asm("" : "+r"(pointer));
+    return pointer;
+}
+
 struct BytesProduct {
     using Input = int8_t;
     // 8 x 2 was fastest on Zen 4 of 6 x 4, 8 x 2, 10 x 2, 12 x 2 and 16 x 1: two panels fit the first cache.
@@ -22,11 +28,8 @@ struct BytesProduct {
                 weight[p] = _mm512_loadu_si512(weights.at(p, k));
                 prefetch(weights.next(p, k));
             });
-            // gcc would keep a pointer for each row, which are more than there are registers.
-            const Input* early = q + k;
-            asm("" : "+r"(early));
-            const Input* late = early + 4 * stride;
-            asm("" : "+r"(late));
+            const Input* const early = hidden(q + k);
+            const Input* const late = hidden(early + 4 * stride);
             unrolled<R>([&](auto r) {
                 const __m512i input = four_inputs((r < 4 ? early : late) + r % 4 * stride);
                 unrolled<panels>([&](auto p) { total[r][p] = _mm512_dpbusd_epi32(total[r][p], weight[p], input); });
@@ -54,10 +57,13 @@ struct NibblesProduct {
             weight[i] = _mm512_and_si512(both, low);
             weight[i + 4] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
         });
+        const Input* const early = hidden(q);
+        const Input* const late = hidden(early + 4 * stride);
         unrolled<R>([&](auto r) {
+            const Input* const row = (r < 4 ? early : late) + r % 4 * stride;
             __m512i total = _mm512_setzero_si512();
             unrolled<8>([&](auto i) {
-                total = _mm512_dpbusd_epi32(total, weight[i], four_inputs(q + r * stride + i * 4));
+                total = _mm512_dpbusd_epi32(total, weight[i], four_inputs(row + i * 4));
             });
             sums[r][0].v = total;
         });

@@ -139,14 +139,15 @@ inline const float* prologue(const Layer& layer, const float* x, float* y) {
 }
 
 // Product::prepare of integers.
-template <class Input>
+template <class P>
 void prepare(const Layer& layer, const float* x, float* y, const RoundedRows& rows, size_t m) {
     x = prologue(layer, x, y);
-    Input* const q = static_cast<Input*>(rows.values) + m * layer.padded_inputs;
+    auto* const q = static_cast<typename P::Input*>(rows.values) + m * layer.padded_inputs;
     for (size_t b = 0; b < layer.blocks; ++b) {
         const size_t start = b * layer.block, at = m * layer.blocks + b;
         round_block(x + start, lesser(layer.block, layer.inputs - start), lesser(layer.block, layer.padded_inputs - start),
-                    q + start, rows.scales[at], rows.sums[at]);
+                    q + start, rows.scales[at], rows.excess[at]);
+        rows.excess[at] *= P::zero_point;
     }
 }
 

@@ -219,7 +219,7 @@ public:
         const size_t last = (heads.end_seen(here.position + here.count - 1, here.length) - 1) / section_tokens;
         for (size_t head = 0; head < heads.kv_count; ++head) {
             const size_t at = head * here.count * heads.group();
-            const RoundedRows own{rounded.data + at * heads.size * attention.input_bytes, all.scales + at, all.sums + at};
+            const RoundedRows own{rounded.data + at * heads.size * attention.input_bytes, all.scales + at, all.excess + at};
             for (size_t section = first; section <= last; ++section) {
                 if (at_end)
                     alone.clear();

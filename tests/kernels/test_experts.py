@@ -87,11 +87,13 @@ def test_every_path_computes_what_numpy_does(
     given |= {name: constants.get(name) for name in names}
     evaluator = object.__new__(getattr(linear_reference, operator))
     (expected,) = reference(evaluator, **given, limit=limit)
-    # A number in the middle of two steps of 8 bits may be rounded to either.
     errors = np.abs(scalar - expected).max(axis=1, initial=0)
     size = np.abs(expected).max(initial=1e-30)
-    assert np.sort(errors)[: rows // 2 + 1].max(initial=0) <= 1e-5 * size
-    assert errors.max(initial=0) <= 0.05 * size
+    if operator == "Experts32":
+        assert errors.max(initial=0) <= 1e-3 * size  # sums of large numbers may be small
+    else:  # a number in the middle of two steps of 8 bits may be rounded to either
+        assert np.sort(errors)[: rows // 2].max(initial=0) <= 1e-5 * size
+        assert errors.max(initial=0) <= 0.05 * size
 
 
 @pytest.mark.parametrize("path", PATHS)
