@@ -46,6 +46,11 @@ bench: $(VENV)/.train  ## Measure engine and server, random weights; PRESET=tiny
 	$(BIN)/kvasir bench engine --preset $(PRESET) --precision int8
 	$(BIN)/kvasir bench serve $(ARGS) "$$($(BIN)/kvasir bench model --preset $(PRESET) --precision int8)"
 
+limits:  ## Measure what memory and products of this machine can do at most
+	mkdir -p build
+	$(CXX) $$(cat kernels/compile_flags.txt) -pthread -Ikernels kernels/limits/limits.cc kernels/pack.cc kernels/path*.cc -o build/limits
+	build/limits
+
 loadtest: $(VENV)/.serve build/loadtest/.ready  ## Load MODEL=DIR for a minute, by Locust; LOAD="-u 32"
 	rm -rf build/loadtest-report && mkdir -p build/loadtest-report
 	$(BIN)/python -m kvasir.server.process.local_server $(MODEL) build/loadtest/bin/locust -f loadtest/locust/locustfile.py \
@@ -245,4 +250,4 @@ build/agent-clients/.ready:
 		openai-agents==0.24.0 'pydantic-ai-slim[openai]==2.68.0'
 	@touch $@
 
-.PHONY: package-check rounding fleet-check ray-smoke families newcomer demo docs compose-check browser-test overload soak cold-start dashboard-smoke conformance faults attack image-check rolling-restart loadtest validate help serve test lint train export bench gpu-check gpu-wheels webgpu-check example example-seq2seq
+.PHONY: limits package-check rounding fleet-check ray-smoke families newcomer demo docs compose-check browser-test overload soak cold-start dashboard-smoke conformance faults attack image-check rolling-restart loadtest validate help serve test lint train export bench gpu-check gpu-wheels webgpu-check example example-seq2seq
