@@ -119,7 +119,7 @@ class Engine:
         fits_budget = n_rows * self.kv.reservation(n_prompt, n_after) <= self.kv.budget_tokens
         if not (fits and fits_budget and n_rows <= self.max_num_seqs):
             raise ValueError(f"{n_prompt} prompt and {n_after} new tokens cannot fit")
-        if self.speculate and sequence.constraint is None:  # each draft token would need a mask
+        if self.speculate:
             sequence.speculation = Speculation(sequence.prompt_ids, sequence.prediction)
         try:
             self._sequences[sequence.id] = sequence
@@ -211,11 +211,7 @@ class Engine:
         if sequence.scores is not None:
             self._score(chunk, logits[first:end], sequence.scores)
         if chunk.draft:
-            tokens = verify(logits[first:end], sequence, chunk.draft)
-            # Keys and values of rejected draft tokens do not count.
-            self.scheduler.record(chunk, len(tokens))
-            wanted = zip(tokens, range(first, end), strict=False)
-            return [self._append(sequence, token, logits, row) for token, row in wanted]
+            return self._verify(chunk, logits, first)
         self.scheduler.record(chunk, chunk.count)
         if chunk.yields_token:
             if sequence.beams is not None:
@@ -227,6 +223,18 @@ class Engine:
             scored = TokenOutput(sequence.id, None, prompt_logprobs=sequence.scores)
             return [self._finish(sequence, FinishReason.LENGTH, scored)]
         return []
+
+    def _verify(self, chunk: Chunk, logits: Logits, first: int) -> list[TokenOutput]:
+        """Append the tokens that a draft yields; first: of its rows of logits."""
+        sequence, outputs = chunk.sequence, list[TokenOutput]()
+        rows = logits[first : first + chunk.n_logits]
+        for token in verify(rows, sequence, chunk.draft):
+            # Keys and values of rejected draft tokens do not count.
+            self.scheduler.record(chunk, len(outputs) + 1)
+            outputs.append(self._append(sequence, token, logits, first + len(outputs)))
+            if outputs[-1].finish_reason is not None:
+                break
+        return outputs
 
     def _score(self, chunk: Chunk, logits: Floats, scores: list[TokenLogprobs]) -> None:
         """Note the log-probabilities of the prompt tokens that follow a chunk's positions."""

@@ -158,6 +158,12 @@ class Sequence:
         return self.scores is not None
 
     @property
+    def hit_rate(self) -> float:
+        """See Speculation; 0 where nothing is drafted."""
+        is_slow = self.constraint is not None and self.constraint.is_slow
+        return 0.0 if self.speculation is None or is_slow else self.speculation.hit_rate
+
+    @property
     def last_token_id(self) -> int:
         """The newest token."""
         return self.output_ids[-1] if self.output_ids else self.prompt_ids[-1]
@@ -168,7 +174,7 @@ def draft(sequences: list[Sequence], *, in_one_run: bool) -> list[list[int]]:
 
     in_one_run: see draft_lengths.
     """
-    rates = [s.speculation.hit_rate if s.speculation else 0.0 for s in sequences]
+    rates = [s.hit_rate for s in sequences]
     if not any(rates):
         return [[] for _ in sequences]
     rooms = [s.params.max_tokens - len(s.output_ids) - 1 for s in sequences]  # a token follows

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from tests.kit.chats import LONG, chatting
+from tests.kit.chats import LONG, chatting, closed
 from tests.kit.dialects import CHAT, USER, post, stream
 from tests.kit.serving import EOS, small_tokenizer
 from tests.kit.serving import sample as value
@@ -62,14 +63,31 @@ async def test_other_predictions_change_nothing_but_their_counts() -> None:
 
 
 async def test_without_drafts_it_is_not_used() -> None:
-    """So in a grammar, whose texts have none."""
     unused = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
     async with chatting(ANSWER) as (served, _, _):
         answer = await post(served, CHAT, **predicted(ANSWER))
         assert answer["usage"]["completion_tokens_details"] == unused
-    async with chatting(speculate=True) as (served, _, _):
-        answer = await post(served, CHAT, **predicted(ANSWER), regex="(def|read)+", max_tokens=9)
-        assert answer["usage"]["completion_tokens_details"] == unused
+
+
+async def test_a_document_is_edited_under_its_schema() -> None:
+    """With and without drafts, though the model would say more than the schema allows."""
+    user = closed(name={"type": "string"}, age={"type": "integer"})
+    schema = closed(users={"type": "array", "items": user})
+    old = json.dumps({"users": [{"name": f"Ann {i}", "age": 30 + i} for i in range(9)]})
+    new = old.replace("Ann 3", "Bob").replace("36", "63")
+    form = {"type": "json_schema", "json_schema": {"name": "users", "schema": schema}}
+    body = predicted(old) | {"response_format": form, "max_tokens": 1000}
+    answers, n_runs = [], []
+    for speculate in (False, True):
+        async with chatting(new + ", and more", speculate=speculate) as (served, _, _):
+            answers.append(await post(served, CHAT, **body))
+            n_runs.append(len(served.runner.batches))
+    details = [answer["usage"].pop("completion_tokens_details") for answer in answers]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    assert answers[0]["usage"] == answers[1]["usage"]
+    assert answers[0]["choices"][0]["message"]["content"] == new
+    assert details[1]["accepted_prediction_tokens"] > len(ids_of(old)) - 20
+    assert n_runs[1] < n_runs[0] / 3
 
 
 async def test_a_wrong_prediction_is_refused() -> None:

@@ -240,23 +240,6 @@ def test_other_formats_say_what_a_text_is_for(compiler: GrammarCompiler) -> None
     jsonschema.validate(json.loads(text_of(result)), schema)
 
 
-def test_constrained_sequences_do_not_guess(compiler: GrammarCompiler) -> None:
-    """Other sequences do, in the same steps."""
-    runner = FakeRunner(
-        VOCAB_SIZE,
-        max_model_len=64,
-        next_token=lambda prefix: prefix[-2] if len(prefix) > 1 else None,
-    )
-    engine = Engine(runner, chunk_size=8, speculate=True)
-    sequences = [constrained(compiler, 0, by_regex("(ab){20}"), max_tokens=50)]
-    sequences.append(make_sequence(1, [8, 9, 8, 9], SamplingParams(max_tokens=50, temperature=0.0)))
-    results = run_to_end(engine, sequences)
-    assert text_of(results[0]) == "ab" * 20
-    assert results[1].token_ids == [8, 9] * 25
-    assert sequences[0].speculation is None
-    assert sequences[1].speculation is not None
-
-
 def test_a_grammar_that_cannot_go_on_ends_its_own_sequence_alone(compiler: GrammarCompiler) -> None:
     """One exceeds llguidance's limits, the other has no next token; both show as the text grows."""
     wide = {"type": "object", "properties": {f"p{i}": {} for i in range(700)}}

@@ -17,8 +17,7 @@ from kvasir.kernels.fuse import fuse
 from kvasir.kernels.graph import Mismatch
 from kvasir.kernels.library import FILE, Library
 from kvasir.kernels.page import BLOCK_SIZE, page
-from kvasir.server.engine.batch import StepStats
-from kvasir.server.engine.engine import Engine, TokenOutput
+from kvasir.server.engine.engine import Engine
 from kvasir.server.engine.gpu.model import DeviceModel
 from kvasir.server.engine.gpu.runner import PagedRunner
 from kvasir.server.engine.kv.memory import map_memory
@@ -26,7 +25,7 @@ from kvasir.server.engine.packed import MemoryBlocks, bind_cpu_blocks, open_pack
 from kvasir.server.engine.session import open_session
 from tests.engine.test_invariance import N_REQUESTS, RandomCapacity, make_request
 from tests.kernels.graphs import needs_library, usable_paths
-from tests.kit.engine_driver import Result, assert_same, run_at_random, run_to_end
+from tests.kit.engine_driver import CountingEngine, Result, assert_same, run_at_random, run_to_end
 from tests.kit.random_models import RandomModel, export_random
 from tests.model.variants import VARIANTS
 
@@ -71,18 +70,6 @@ def test_same_request_same_bits(model: RandomModel, n: int) -> None:
         engine.scheduler.capacity = RandomCapacity(generator)
     requests = [make_request(model, i) for i in range(N_REQUESTS)]
     assert_same(run_at_random(engine, requests, generator, n_aborted=n), run_alone(model))
-
-
-class CountingEngine(Engine):
-    """An engine that counts draft tokens and those that were right."""
-
-    n_drafted = n_accepted = 0
-
-    def step(self) -> tuple[list[TokenOutput], StepStats]:
-        outputs, stats = super().step()
-        self.n_drafted += stats.n_drafted
-        self.n_accepted += stats.n_accepted
-        return outputs, stats
 
 
 @pytest.mark.parametrize("n", range(2))

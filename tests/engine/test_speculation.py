@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from itertools import product
 from typing import Any
 
@@ -42,7 +42,7 @@ def random_model(seed: int) -> Model:
     return logits
 
 
-def verify_with(model: Model, sequence: Sequence, draft: list[int]) -> list[int | None]:
+def verify_with(model: Model, sequence: Sequence, draft: list[int]) -> Iterator[int | None]:
     """Verify with the logits after the sequence's tokens and after each of the draft."""
     ids = sequence.token_ids
     return verify(
@@ -66,14 +66,16 @@ def step_by_step(model: Model, sequence: Sequence) -> list[int]:
 def speculate(model: Model, sequence: Sequence, propose: Callable[[], list[int]]) -> list[int]:
     while not has_ended(sequence):
         draft, before = propose(), list(sequence.output_ids)
-        tokens = verify_with(model, sequence, draft)
-        assert sequence.output_ids == before, "appending is the caller's"
+        tokens: list[int] = []
+        for token in verify_with(model, sequence, draft):
+            assert sequence.output_ids == before + tokens, "appending is the caller's"
+            assert token is not None
+            tokens.append(token)
+            sequence.output_ids.append(token)
+            if has_ended(sequence):
+                break
         assert 1 <= len(tokens) <= len(draft) + 1
         assert tokens[: len(tokens) - 1] == draft[: len(tokens) - 1]
-        for token in tokens:
-            assert not has_ended(sequence), "tokens after the last"
-            assert token is not None
-            sequence.output_ids.append(token)
     return sequence.output_ids
 
 
@@ -197,7 +199,7 @@ def greedy(max_tokens: int = 9, **params: Any) -> Sequence:
 def test_a_row_without_a_token_to_choose_comes_last() -> None:
     logits = likes(4, 5, 6)
     logits[1] = np.nan
-    assert verify(logits, greedy(), [4, 5]) == [4, None]
+    assert list(verify(logits, greedy(), [4, 5])) == [4, None]
 
 
 @pytest.mark.parametrize("in_one_run", [False, True])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvasir.server.engine.batch import StepStats
 from kvasir.server.engine.engine import BeamOutput, Engine, TokenOutput
 from kvasir.server.engine.sampling.beams import Hypothesis
 from kvasir.server.engine.sampling.params import SamplingParams, TokenLogprobs
@@ -61,6 +62,18 @@ class Collector:
                 result.hypotheses = output.hypotheses
             if output.finish_reason is not None:
                 result.finish_reasons.append(output.finish_reason)
+
+
+class CountingEngine(Engine):
+    """An engine that counts draft tokens and those that were right."""
+
+    n_drafted = n_accepted = 0
+
+    def step(self) -> tuple[list[TokenOutput], StepStats]:
+        outputs, stats = super().step()
+        self.n_drafted += stats.n_drafted
+        self.n_accepted += stats.n_accepted
+        return outputs, stats
 
 
 def run_to_end(engine: Engine, sequences: Iterable[Sequence]) -> dict[int, Result]:

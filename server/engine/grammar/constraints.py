@@ -28,6 +28,7 @@ _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder=
 _PENALTIES = np.where(_BITS, np.float32(0.0), np.float32(-np.inf))
 # A hundred times the usual time, which only grammars of unbounded ambiguity exceed.
 _MAX_SECONDS_PER_TOKEN = 0.02
+_SLOW_SECONDS_PER_TOKEN = 0.001  # several such tokens in a step would delay others
 # One way to write each value, spaced like most JSON that models have read: with free whitespace,
 # small models repeat it without end. `lenient` would skip keywords that cannot be enforced.
 JSON_OPTIONS: JsonCompileOptions = {
@@ -81,6 +82,7 @@ class Constraint:
     param: str  # the field of the request that holds the grammar
     penalty: NDArray[np.float32] = field(init=False)  # [vocab], added to logits: 0 or -inf
     error: str | None = None  # set once no token may come next
+    is_slow: bool = False  # at the last token
 
     @property
     def is_complete(self) -> bool:
@@ -98,8 +100,15 @@ class Constraint:
             self.error = error_of(self.matcher)
         elif (ends or self.matcher.is_stopped()) and not self.matcher.is_accepting():
             self.error = _STUCK
-        elif thread_time() - started > _MAX_SECONDS_PER_TOKEN:
+        seconds = thread_time() - started
+        self.is_slow = seconds > _SLOW_SECONDS_PER_TOKEN
+        if not self.error and seconds > _MAX_SECONDS_PER_TOKEN:
             self.error = "it is too ambiguous: the text so far can be read in too many ways"
+
+    def compute_mask(self, n_vocab: int, ending_ids: frozenset[int]) -> None:
+        """Set the penalty of the next token at once; see `set_mask`."""
+        mask = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
+        self.set_mask(mask, n_vocab, ending_ids)
 
     def set_mask(self, mask: NDArray[np.uint8], n_vocab: int, ending_ids: frozenset[int]) -> None:
         """Set the penalty from a bit for each token, and allow endings where the text may end."""

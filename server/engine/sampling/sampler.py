@@ -8,6 +8,7 @@ ties at a threshold are all kept. Rows are sampled one by one, because one fits 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,26 +50,26 @@ def is_adjusted(sequence: Sequence) -> bool:
     return params.penalises or bool(params.logit_bias) or bans_endings or is_constrained
 
 
-def verify(logits: Floats, sequence: Sequence, draft: list[int]) -> list[int | None]:
-    """Return the 1 to n_draft + 1 tokens that a draft yields; the last may be None, see `sample`.
+def verify(logits: Floats, sequence: Sequence, draft: list[int]) -> Iterator[int | None]:
+    """Choose the 1 to n_draft + 1 tokens that a draft yields; the last may be None, see `sample`.
 
     logits: [n_draft + 1, vocab]; row i follows the sequence's tokens and the first i of the draft.
-    Tokens and random draws are those of one token a step. This is rejection sampling with a point
-    mass q as the draft's distribution: a token is kept with probability p = min(1, p / q), and its
-    replacement follows max(0, p - q), which is p without that token, renormalised.
+    The caller appends each token before it takes the next, and takes none after one that ends the
+    sequence. So tokens, random draws and the grammar's positions are those of one token a step.
+    This is rejection sampling with a point mass q as the draft's distribution: a token is kept with
+    probability p = min(1, p / q), and its replacement follows max(0, p - q), which is p without
+    that token, renormalised.
     """
-    tokens: list[int | None] = []
-    n_output = len(sequence.output_ids)
+    constraint = sequence.constraint
     for row, drafted in zip(logits, (*draft, None), strict=True):
         token = sample(row, sequence)
-        tokens.append(token)
-        n_new = n_output + len(tokens)
-        ends = token in sequence.ending_ids or n_new >= sequence.params.max_tokens
-        if token is None or token != drafted or ends:
-            break
-        sequence.output_ids.append(token)  # the next row's penalties count it
-    del sequence.output_ids[n_output:]
-    return tokens
+        yield token
+        if token != drafted:
+            return
+        if constraint is not None:
+            if constraint.is_slow:
+                return
+            constraint.compute_mask(row.size, sequence.ending_ids)
 
 
 def _kth_largest(values: Floats, k: int) -> float:
