@@ -8,7 +8,7 @@ from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from string import ascii_uppercase
-from typing import Any, Literal
+from typing import Any
 
 from typer import Argument, Option
 
@@ -25,7 +25,6 @@ from kvasir.commands.console.output import fail, one_line_errors, show
 from kvasir.commands.console.progress import ProgressBar, loading
 from kvasir.model.directory import PRECISIONS
 
-Kernels = Literal["on", "off", "on,off"]
 _WORKLOAD = (
     "text, embed, seq2seq (suites), or CONCURRENCYx[SHARED+]INPUT/OUTPUT: 16x128/64 is 16 requests "
     "at a time, of 128 tokens in and 64 out. INPUT may be a range; nine in ten are short after "
@@ -55,26 +54,34 @@ def bench_engine(
     device: Device = "cpu",
     precision: Precision = None,
     threads: int | None = Option(None, min=1, help="Default: all usable processors."),
-    kernels: Kernels | None = Option(
-        None, help="Operators of Kvasir's own, or both in turn. Default: on, if they work here."
+    kernels: str | None = Option(
+        None,
+        help="Operators of Kvasir's own: on, off, or their instructions, such as avx2; with ',off' "
+        "stock ones in turn. Default: on, if they work here.",
     ),
+    prompt: list[int] | None = Option(
+        None, min=1, help="Tokens of a prompt that is timed; repeatable. Default: 128 and 512."
+    ),
+    plot: Path | None = Option(None, help="With --kernels on,off: a picture of the ratios."),
     cache_dir: CacheDir = None,
     as_json: Json = False,
 ) -> None:
     """Measure the engine in this process, with random weights and without HTTP."""
     with loading(quiet=as_json):
         from kvasir.loadtest import bench_engine as bench
+        from kvasir.loadtest.engine_figures import Comparison
         from kvasir.loadtest.random_model import folder_name
 
     precision = precision or PRECISIONS[device][0]
     with one_line_errors(), ProgressBar(quiet=as_json) as progress:
-        library = None
-        if kernels != "off":
-            library = bench.find_library(precision, device, is_needed=kernels is not None)
-        libraries = (library, None) if kernels == "on,off" and library else (library,)
+        libraries = bench.find_libraries(kernels, device)
+        if plot and len(libraries) < 2:
+            raise ValueError("--plot draws ratios, which need --kernels on,off")
         models = models_in(cache_dir)
         measured = preset, precision, threads, models, device, progress, libraries
-        figures = bench.bench_engine(*measured)
+        figures = bench.bench_engine(*measured, prompts=prompt or ())
+        if plot and isinstance(figures, Comparison):
+            figures.draw(plot)
     then = ("bench", "serve", models / folder_name(preset, precision, device))
     show(as_json, figures.as_json(), *figures.tables(), then=then)
 

@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvasir.kernels.library import Library, load
+from kvasir.kernels.library import Choice, Library, load
 from kvasir.loadtest.engine_figures import Comparison, DecodeFigures, EngineFigures
 from kvasir.loadtest.random_model import folder_name, make_random_model
 from kvasir.model.config import TransformerConfig
@@ -46,6 +47,7 @@ from kvasir.server.engine.sequence import Sequence
 
 DECODE_BATCHES: dict[Device, tuple[int, ...]] = {"cpu": (1, 4, 16), "cuda": (1, 8, 32, 128)}
 PREFILL_TOKENS: dict[Device, tuple[int, ...]] = {"cpu": (128, 512), "cuda": (512, 1536)}
+_LONG_PREFILL = 2048  # tokens: such a prompt is timed once, shorter ones five times
 _CHUNK: dict[Device, int] = {"cpu": 256, "cuda": 2048}
 _PROMPT_TOKENS = 128
 _DECODE_STEPS = 48
@@ -65,16 +67,24 @@ _BYTES: dict[tuple[Device, str], tuple[float, float, int]] = {
 }
 
 
-def find_library(precision: str, device: Device, *, is_needed: bool) -> Library | None:
-    """Return the library that a server would use. Raises ValueError if one is needed in vain."""
-    library: Library | str = f"{precision} on {device} has no products for them"
-    if device == "cpu" and precision != "fp32":
-        library = load("auto", None)
-    if isinstance(library, Library):
-        return library
-    if is_needed:
-        raise ValueError(f"kernels cannot be on: {library}")
-    return None
+def find_libraries(choices: str | None, device: Device) -> tuple[Library | None, ...]:
+    """Return the library of a choice, and None, which is stock operators, if ",off" follows.
+
+    A choice is on, off, or the name of a path; by default on, where a server would use it. Raises
+    ValueError for a choice that is none or cannot be had.
+    """
+    names = ("on",) if choices is None else tuple(choices.split(","))
+    if {"on", *get_args(Choice)}.isdisjoint(names[:1]) or names[1:] not in {(), ("off",)}:
+        raise ValueError(f"kernels are {choices!r}; they may be on, off, or such as on,off")
+    found = list[Library | None]()
+    for name in names:
+        library = load("auto" if name == "on" else cast("Choice", name), None)
+        if device != "cpu" and name != "off":
+            library = f"{device} has no products for them"
+        if isinstance(library, str) and name != "off" and choices is not None:
+            raise ValueError(f"kernels cannot be {name}: {library}")
+        found.append(library if isinstance(library, Library) else None)
+    return tuple(found)
 
 
 def bench_engine(
@@ -85,16 +95,21 @@ def bench_engine(
     device: Device,
     progress: Progress = no_progress,
     libraries: tuple[Library | None, ...] = (None,),
+    prompts: Iterable[int] = (),
 ) -> EngineFigures | Comparison:
     """Measure a preset with the operators of a library, or of two in turn; None: stock ones.
 
-    Weights are random, and kept in `cache`. Raises as `make_random_model`.
+    Weights are random, and kept in `cache`. prompts: numbers of tokens; by default those of the
+    device. Raises as `make_random_model`, and ValueError for a prompt that does not fit.
     """
     if device not in DECODE_BATCHES:
         raise ValueError(f"no figures of {device}; there are {', '.join(DECODE_BATCHES)}")
+    config, batches, threads = preset(name), DECODE_BATCHES[device], threads or usable_cpus()
+    lengths = sorted({*prompts}) or PREFILL_TOKENS[device]
+    if prompts and lengths[-1] >= config.max_model_len:
+        raise ValueError(f"a prompt of {lengths[-1]} tokens, and {name} has {config.max_model_len}")
     folder = cache / folder_name(name, precision, device)
     graph = make_random_model(name, precision, folder, device, progress) / GRAPH_FILE
-    config, batches, threads = preset(name), DECODE_BATCHES[device], threads or usable_cpus()
     progress("loading the model", 0, 0)
     benches = [
         _EngineBench(_open(graph, config, threads, device, len(libraries), library), _CHUNK[device])
@@ -102,8 +117,8 @@ def bench_engine(
     ]
     progress("reading memory", 0, 0)
     copied, peak = measure_gpu() if device == "cuda" else (None, None)
-    prompts = with_progress(PREFILL_TOKENS[device], "prefill", progress)
-    prefill = [(n, [bench.prefill(n) for bench in benches]) for n in prompts]
+    measured_prompts = with_progress(lengths, "prefill", progress)
+    prefill = [(n, [bench.prefill(n) for bench in benches]) for n in measured_prompts]
     decode: list[list[DecodeFigures]] = []
     for batch in with_progress(batches, "decode", progress):
         measured = [bench.decode(batch, temperature=0.0) for bench in benches]
@@ -179,14 +194,15 @@ class _EngineBench:
 
     def prefill(self, n_tokens: int) -> float:
         """Return the tokens per second of one prompt alone, until its first new token."""
-        prompts = iter([self._draw(n_tokens, 1, 0.0) for _ in range(_PREFILL_ROUNDS + 1)])
+        n_rounds = _PREFILL_ROUNDS if n_tokens < _LONG_PREFILL else 1
+        prompts = iter([self._draw(n_tokens, 1, 0.0) for _ in range(n_rounds + 1)])
 
         def run() -> None:
             self._engine.add(next(prompts))
             while self._engine.has_work:
                 self._engine.step()
 
-        return n_tokens / median(seconds_of(run, _PREFILL_ROUNDS))
+        return n_tokens / median(seconds_of(run, n_rounds))
 
     def decode(self, batch: int, temperature: float) -> tuple[float, float]:
         """Return a decode step's seconds and its share outside the model."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
 from rich.table import Column, Table
 
 
@@ -123,6 +125,27 @@ class Comparison:
             for name, speed in self.kernels.speeds.items()
         ]
         return [self.kernels.heading(), _table("operators of our own and stock ones", rows)]
+
+    def draw(self, out: Path) -> None:
+        """Write a PNG: for each figure how many times as fast our operators are."""
+        stock = self.stock.speeds
+        ratios = {name: speed / stock[name] for name, speed in self.kernels.speeds.items()}
+        figure = Figure(figsize=(8, 1.2 + 0.4 * len(ratios)), layout="constrained")
+        axes = figure.subplots()
+        bars = axes.barh(list(ratios), list(ratios.values()), color="#1b4965")
+        axes.bar_label(
+            bars,
+            [f"{n:.2f}   {self.kernels.speeds[name]:,.0f} / {stock[name]:,.0f} tokens/s"
+             for name, n in ratios.items()],
+            padding=4,
+        )  # fmt: skip
+        axes.axvline(1.0, color="#e9a23b", label="stock operators")
+        axes.set_xlim(0.0, 1.6 * max(ratios.values()))
+        axes.invert_yaxis()
+        axes.set_xlabel("times as fast as stock operators")
+        axes.set_title(self.kernels.heading(), loc="left", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.savefig(out, dpi=150)
 
 
 def _table(title: str, rows: list[dict[str, str]]) -> Table:

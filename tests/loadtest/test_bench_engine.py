@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -26,8 +27,8 @@ def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(bench, name, value)
     measure, found = bench.bench_engine, list[Any]()
 
-    def measure_once(*asked: Any) -> Any:
-        found.extend([measure(*asked)] if not found else ())
+    def measure_once(*asked: Any, **more: Any) -> Any:
+        found.extend([measure(*asked, **more)] if not found else ())
         return found[0]
 
     monkeypatch.setattr(bench, "bench_engine", measure_once)
@@ -70,14 +71,30 @@ def test_the_command_prints_its_figures(tiny_model: Path, monkeypatch: pytest.Mo
 
 
 @needs_library
-def test_operators_of_our_own_and_stock_ones_are_measured_in_turn(tiny_model: Path) -> None:
-    found, table = figures_and_table(tiny_model, "--kernels", "on,off")
-    assert (found["kernels"]["kernels"], found["stock"]["kernels"]) == (usable_paths()[-1], None)
+@pytest.mark.parametrize("kernels", ["on", "scalar"])
+def test_operators_of_our_own_and_stock_ones_are_measured_in_turn(
+    kernels: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    picture = tmp_path / "ratios.png"
+    options = (
+        "--kernels",
+        f"{kernels},off",
+        "--plot",
+        str(picture),
+        "--prompt",
+        "16",
+        "--prompt",
+        "40",
+    )
+    found, table = figures_and_table(tiny_model, *options)
+    path = usable_paths()[-1] if kernels == "on" else kernels
+    assert (found["kernels"]["kernels"], found["stock"]["kernels"]) == (path, None)
+    assert plt.imread(picture).ndim == 3
     for place, (batch, ratio) in enumerate(found["decode_ratios"].items()):
         ours, stock = (found[name]["decode"][place] for name in ("kernels", "stock"))
         assert ours["batch"] == stock["batch"] == int(batch)
         assert ratio == pytest.approx(stock["step_milliseconds"] / ours["step_milliseconds"])
-    assert found["prefill_ratios"].keys() == {"128", "512"}
+    assert found["prefill_ratios"].keys() == {"16", "40"}
     assert f"kernels for {found['kernels']['kernels']}" in table
     assert table.count("decode, batch") == 3
 
@@ -99,7 +116,11 @@ def test_the_speed_of_reading_is_a_number(n_bytes: float) -> None:
         ("--precision", "int3", "no precision 'int3'"),
         ("--device", "cuda", "install the extra cuda"),
         ("--kernels", "on", "kernels cannot be on: libkvasir.so is missing"),
-        ("--kernels", "on,off", "kernels cannot be on: libkvasir.so is missing"),
+        ("--kernels", "avx2,off", "kernels cannot be avx2: libkvasir.so is missing"),
+        ("--kernels", "off,on", "kernels are 'off,on'"),
+        ("--kernels", "sse", "kernels are 'sse'"),
+        ("--plot", "ratios.png", "--plot draws ratios"),
+        ("--prompt", "4096", "a prompt of 4096 tokens, and tiny has"),
     ],
 )
 def test_an_unusable_option_is_refused_in_one_line(
