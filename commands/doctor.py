@@ -35,6 +35,12 @@ _FEATURES = {
     "i8mm": "I8MM",
     "bf16": "BF16",
 }
+# What a processor lacks on which our operators take these paths.
+_FASTER = {
+    "scalar": "AVX2 with FMA, or DotProd on Arm",
+    "avx2": "AVX-512 with VNNI",
+    "avx512": "AMX int8",
+}
 _SHOWN_VERSIONS = ("kvasir-lm", "onnxruntime", "onnxruntime-gpu", "tokenizers", "torch", "onnx")
 _PURPOSES = {
     "cpu": "serve, generate, explain on the CPU",
@@ -203,7 +209,10 @@ def _kernels() -> str:
     library = load("auto", None)
     if isinstance(library, str):
         return library
-    return f"{library.path}, since {library.fault}" if library.fault else library.path
+    if library.fault:
+        return f"{library.path}, since {library.fault}"
+    faster = _FASTER.get(library.path)
+    return f"{library.path}; faster ones need {faster}" if faster else library.path
 
 
 def cpu_features(cpuinfo: str) -> list[str]:
