@@ -60,7 +60,10 @@ def bench_engine(
         "stock ones in turn. Default: on, if they work here.",
     ),
     prompt: list[int] | None = Option(
-        None, min=1, help="Tokens of a prompt that is timed; repeatable. Default: 128 and 512."
+        None,
+        min=1,
+        max=131_072,
+        help="Tokens of a prompt that is timed; repeatable. Default: 128 and 512.",
     ),
     plot: Path | None = Option(None, help="With --kernels on,off: a picture of the ratios."),
     cache_dir: CacheDir = None,

@@ -100,16 +100,22 @@ def bench_engine(
     """Measure a preset with the operators of a library, or of two in turn; None: stock ones.
 
     Weights are random, and kept in `cache`. prompts: numbers of tokens; by default those of the
-    device. Raises as `make_random_model`, and ValueError for a prompt that does not fit.
+    device; one that is longer than the preset's context makes that longer. Raises as
+    `make_random_model`, and ValueError for an encoder-decoder.
     """
     if device not in DECODE_BATCHES:
         raise ValueError(f"no figures of {device}; there are {', '.join(DECODE_BATCHES)}")
     config, batches, threads = preset(name), DECODE_BATCHES[device], threads or usable_cpus()
+    if config.encoder is not None:
+        measured = "measure encoder-decoders with: kvasir bench serve DIR --workload seq2seq"
+        raise ValueError(f"{name} has no prompts; {measured}")
     lengths = sorted({*prompts}) or PREFILL_TOKENS[device]
+    folder, shape = cache / folder_name(name, precision, device), dict[str, int]()
     if prompts and lengths[-1] >= config.max_model_len:
-        raise ValueError(f"a prompt of {lengths[-1]} tokens, and {name} has {config.max_model_len}")
-    folder = cache / folder_name(name, precision, device)
-    graph = make_random_model(name, precision, folder, device, progress) / GRAPH_FILE
+        shape["max_model_len"] = lengths[-1] + 1
+        folder = folder.with_name(f"{folder.name}-{lengths[-1]}")
+        config = preset(name, **shape)
+    graph = make_random_model(name, precision, folder, device, progress, **shape) / GRAPH_FILE
     progress("loading the model", 0, 0)
     benches = [
         _EngineBench(_open(graph, config, threads, device, len(libraries), library), _CHUNK[device])

@@ -120,7 +120,7 @@ def test_the_speed_of_reading_is_a_number(n_bytes: float) -> None:
         ("--kernels", "off,on", "kernels are 'off,on'"),
         ("--kernels", "sse", "kernels are 'sse'"),
         ("--plot", "ratios.png", "--plot draws ratios"),
-        ("--prompt", "4096", "a prompt of 4096 tokens, and tiny has"),
+        ("--preset", "tiny-seq2seq", "measure encoder-decoders with"),
     ],
 )
 def test_an_unusable_option_is_refused_in_one_line(
