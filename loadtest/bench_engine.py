@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -107,10 +107,10 @@ def bench_engine(
         raise ValueError(f"no figures of {device}; there are {', '.join(DECODE_BATCHES)}")
     config, batches, threads = preset(name), DECODE_BATCHES[device], threads or usable_cpus()
     if config.encoder is not None:
-        measured = "measure encoder-decoders with: kvasir bench serve DIR --workload seq2seq"
-        raise ValueError(f"{name} has no prompts; {measured}")
+        how = "measure encoder-decoders with: kvasir bench serve DIR --workload seq2seq"
+        raise ValueError(f"{name} has no prompts; {how}")
     lengths = sorted({*prompts}) or PREFILL_TOKENS[device]
-    folder, shape = cache / folder_name(name, precision, device), dict[str, int]()
+    folder, shape = cache / folder_name(name, precision, device), dict[str, Any]()
     if prompts and lengths[-1] >= config.max_model_len:
         shape["max_model_len"] = lengths[-1] + 1
         folder = folder.with_name(f"{folder.name}-{lengths[-1]}")
