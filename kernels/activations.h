@@ -18,6 +18,9 @@ inline Floats exp(Floats x) {
     return if_less(most, x, all(__builtin_inff()), p * power_of_two(to_ints(n)));
 }
 
+// The same, but 0 below -87.
+inline Floats vanishing_exp(Floats x) { return if_less(x, all(-87.0f), all(0.0f), exp(x)); }
+
 inline Floats negated(Floats x) { return all(-0.0f) - x; }
 
 inline Floats sigmoid(Floats x) { return all(1.0f) / (all(1.0f) + exp(negated(x))); }
@@ -54,3 +57,15 @@ inline Floats gelu(Floats x) {
 inline Floats relu(Floats x) { return if_less(x, all(0.0f), all(0.0f), x); }
 
 inline Floats relu2(Floats x) { return relu(x) * relu(x); }
+
+// log(1 + e^x) is max(x, 0) + log(1 + t) of t = e^-|x|, and log(1 + t) is 2 artanh(z) of z = t / (2 + t), at most 1/3.
+inline Floats softplus(Floats x) {
+    const Floats t = vanishing_exp(if_less(x, all(0.0f), x, negated(x)));
+    const Floats z = t / (all(2.0f) + t), square = z * z;
+    Floats p = all(0.14089167f);  // of artanh(z) / z; within 4e-9 of it
+    p = fma(p, square, all(0.13980301f));
+    p = fma(p, square, all(0.20012454f));
+    p = fma(p, square, all(0.33333158f));
+    p = fma(p, square, all(1.0f));
+    return fma(z + z, p, relu(x));
+}

@@ -28,6 +28,7 @@ from kvasir.kernels.attentions import (
     attend_over_texts,
 )
 from kvasir.kernels.experts import experts
+from kvasir.kernels.functions import FUNCTIONS, function, minus_softplus, softmax, square
 from kvasir.kernels.graph import (
     DOMAIN,
     LINEARS,
@@ -229,4 +230,8 @@ _RULES: tuple[tuple[tuple[str, ...], _Rule], ...] = (
     (("MoE", "QMoE"), experts),
     (("CausalConvWithState",), convolution),
     (("LinearAttention",), memory),
+    (("Gather",), minus_softplus),
+    (("Softmax",), softmax),
+    (FUNCTIONS, function),
+    (("Pow",), square),
 )

@@ -16,8 +16,8 @@ constexpr size_t mixed_parts = 8;
 // |q| <= 127 and |w| <= 128, so a sum of this many products fits int32.
 constexpr size_t most_inputs = 131'072;
 
-enum class Norm { none, rms, layer, l2 };
-enum class Activation { none, silu, gelu, gelu_tanh, quick_gelu, relu, relu2, sigmoid };
+enum class Norm { none, rms, layer, l2, softmax };
+enum class Activation { none, silu, gelu, gelu_tanh, quick_gelu, relu, relu2, sigmoid, tanh, exp, softplus };
 
 struct Layer {
     size_t inputs;   // K

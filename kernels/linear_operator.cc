@@ -21,25 +21,13 @@ constexpr size_t fewest_parallel_products = 1 << 17;
 // Rows of one task; 48 is a multiple of each path's rows in a tile.
 constexpr size_t prepared_rows = paired_rows, multiplied_rows = 48;
 
-template <class Value, size_t count>
-Value choice(const Node& node, const char* attribute, const char* const (&names)[count]) {
-    const std::string given = node.text(attribute);
-    std::string known;
-    for (size_t i = 0; i < count; ++i) {
-        if (given == names[i])
-            return Value(i);
-        known += (i ? ", \"" : "\"") + std::string(names[i]) + "\"";
-    }
-    node.refuse(std::string("the attribute ") + attribute + " is \"" + given + "\"; it has to be one of " + known);
-}
-
 class LinearKernel {
 public:
     LinearKernel(const LinearOperator& op, const Node& node)
         : runtime(op.runtime), path(op.path), product(op.product), name(op.name), parts(Parts::of(node)) {
-        layer.activation = choice<Activation>(
-            node, "activation", {"", "silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid"});
-        layer.norm = choice<Norm>(node, "norm", {"", "rms", "layer"});
+        layer.activation = node.choice<Activation>(
+            "activation", {"", "silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid"});
+        layer.norm = node.choice<Norm>("norm", {"", "rms", "layer"});
         layer.gated = node.flag("gated");
         layer.epsilon = node.number("epsilon", -1.0f);
         if (layer.norm != Norm::none && !(layer.epsilon >= 0.0f))

@@ -71,6 +71,18 @@ public:
     float number(const char* attribute, float absent) const;
     bool flag(const char* attribute) const;  // 0 or 1
     std::string text(const char* attribute) const;
+    // The value of an enumeration with this name.
+    template <class Value, size_t count>
+    Value choice(const char* attribute, const char* const (&names)[count]) const {
+        const std::string given = text(attribute);
+        std::string known;
+        for (size_t i = 0; i < count; ++i) {
+            if (given == names[i])
+                return Value(i);
+            known += (i ? ", \"" : "\"") + std::string(names[i]) + "\"";
+        }
+        refuse(std::string("the attribute ") + attribute + " is \"" + given + "\"; it has to be one of " + known);
+    }
 
     [[noreturn]] void refuse(const std::string& what) const { throw Refusal("kvasir." + name + ": " + what); }
 

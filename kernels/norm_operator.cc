@@ -13,12 +13,13 @@ enum Input : size_t { x, weight, bias, input_count };
 class NormKernel {
 public:
     NormKernel(const PathOperator& op, const Node& node) : runtime(op.runtime), path(op.path) {
-        const std::string kind = node.text("norm");
-        fixed.norm = kind == "rms" ? Norm::rms : kind == "layer" ? Norm::layer : kind == "l2" ? Norm::l2 : Norm::none;
+        fixed.norm = node.choice<Norm>("norm", {"", "rms", "layer", "l2", "softmax"});
         if (fixed.norm == Norm::none)
-            node.refuse("the attribute norm is \"" + kind + "\"; it has to be \"rms\", \"layer\" or \"l2\"");
+            node.refuse("the attribute norm has to be there");
+        if (fixed.norm == Norm::softmax && (node.has_input(weight) || node.has_input(bias)))
+            node.refuse("a softmax has no weight and no bias");
         fixed.epsilon = node.number("epsilon", -1.0f);
-        if (!(fixed.epsilon >= 0.0f))
+        if (fixed.norm != Norm::softmax && !(fixed.epsilon >= 0.0f))
             node.refuse("the attribute epsilon has to be there, and at least 0");
         fixed.norm_weight = floats(node, weight, "weight", weights);
         fixed.norm_bias = floats(node, bias, "bias", biases);

@@ -66,6 +66,9 @@ struct Path {
 
     // Columns [column, column + 16) of a head's matrix, and of what a row's tokens read [tokens][heads][values].
     void (*remember)(const Memory&, const Told&, size_t tokens, size_t head, size_t column, float* matrix, float* read);
+
+    // The activation of a layer: y [inputs] of x [inputs].
+    void (*activate)(const Layer&, const float* x, float* y);
 };
 
 extern const Path scalar_path;

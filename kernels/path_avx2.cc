@@ -40,6 +40,7 @@ const Path avx2_path = {
     avx2::expand,
     avx2::convolve,
     avx2::remember,
+    avx2::activate,
 };
 }
 

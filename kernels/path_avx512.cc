@@ -45,6 +45,7 @@ constexpr Path path(const char* name, Product bytes) {
         avx512::expand,
         avx512::convolve,
         avx512::remember,
+        avx512::activate,
     };
 }
 

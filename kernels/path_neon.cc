@@ -41,6 +41,7 @@ const Path neon_path = {
     neon::expand,
     neon::convolve,
     neon::remember,
+    neon::activate,
 };
 }
 

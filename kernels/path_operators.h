@@ -14,6 +14,7 @@ struct PathOperator : OrtCustomOp {
     const char* const name;
 };
 
+PathOperator activation_operator(const Runtime&, const Path&);
 PathOperator norm_operator(const Runtime&, const Path&);
 PathOperator head_linear_operator(const Runtime&, const Path&);
 PathOperator convolution_operator(const Runtime&, const Path&);

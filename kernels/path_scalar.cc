@@ -34,5 +34,6 @@ const Path scalar_path = {
     scalar::expand,
     scalar::convolve,
     scalar::remember,
+    scalar::activate,
 };
 }

@@ -31,13 +31,33 @@ inline void activate(const Layer& layer, const float* x, float* y) {
     case Activation::relu: return activate<relu>(layer, x, y);
     case Activation::relu2: return activate<relu2>(layer, x, y);
     case Activation::sigmoid: return activate<sigmoid>(layer, x, y);
+    case Activation::tanh: return activate<tanh>(layer, x, y);
+    case Activation::exp: return activate<vanishing_exp>(layer, x, y);
+    case Activation::softplus: return activate<softplus>(layer, x, y);
     }
+}
+
+// y [K] = e^(x - largest) / sum of these. x may be y.
+inline void softmax(size_t inputs, const float* x, float* y) {
+    float largest = x[0];
+    for (size_t k = 1; k < inputs; ++k)
+        largest = largest < x[k] ? x[k] : largest;
+    Floats total = all(0.0f);
+    for (size_t k = 0; k < inputs; k += lane_count) {
+        store(y + k, vanishing_exp(load(x + k, inputs - k) - all(largest)), inputs - k);
+        total = total + load(y + k, inputs - k);  // in which missing lanes are 0
+    }
+    const Floats whole = all(sum(total));
+    for (size_t k = 0; k < inputs; k += lane_count)
+        store(y + k, load(y + k, inputs - k) / whole, inputs - k);
 }
 
 // y [K] = (x - mean) / sqrt(mean of squares + epsilon) * weight + bias; RMS norms take 0 for the mean. x may be y.
 // Of l2, y = x / sqrt(sum of squares), or / epsilon if that is larger.
 inline void normalise(const Layer& layer, const float* x, float* y) {
     const size_t inputs = layer.inputs;
+    if (layer.norm == Norm::softmax)
+        return softmax(inputs, x, y);
     const float count = float(inputs);
     if (layer.norm == Norm::layer) {
         Floats total = all(0.0f);

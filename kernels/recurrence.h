@@ -49,7 +49,6 @@ inline Floats chained(size_t keys, const float* numbers, const Row& row) {
             if (layer.decays > 1)
                 __builtin_prefetch(told.decay + next * keys + k);
         }
-        const auto decay_of = [](Floats logarithm) { return if_less(logarithm, all(-87.0f), all(0.0f), exp(logarithm)); };
         const auto row = [&](size_t k) { return load(rows + k * lane_count); };
         // Add to decayed rows what is not known under the key, and read them.
         const auto move = [&](const auto& decayed, Floats known) {
@@ -64,12 +63,12 @@ inline Floats chained(size_t keys, const float* numbers, const Row& row) {
             store(read + at, found * all(layer.scale), count);
         };
         if (layer.decays == 1) {
-            const Floats decay = decay_of(all(logarithms[0]));
+            const Floats decay = vanishing_exp(all(logarithms[0]));
             move([&](size_t k) { return decay * row(k); }, told.rate ? decay * chained(keys, key, row) : all(0.0f));
             continue;
         }
         for (size_t k = 0; k < keys; k += lane_count) {
-            const Floats decay = decay_of(load(logarithms + k, keys - k));
+            const Floats decay = vanishing_exp(load(logarithms + k, keys - k));
             store(decays + k, decay, keys - k);
             store(decayed_key + k, decay * load(key + k, keys - k), keys - k);
         }

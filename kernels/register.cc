@@ -50,8 +50,8 @@ struct Domain {
                      {runtime, path, AttentionOperator::texts},
                      {runtime, path, AttentionOperator::float_texts},
                      {runtime, path, AttentionOperator::float_rows}},
-          small{norm_operator(runtime, path), head_linear_operator(runtime, path), convolution_operator(runtime, path),
-                memory_operator(runtime, path)} {
+          small{activation_operator(runtime, path), norm_operator(runtime, path), head_linear_operator(runtime, path),
+                convolution_operator(runtime, path), memory_operator(runtime, path)} {
         check(runtime.CreateCustomOpDomain("kvasir", &domain));
         for (const LinearOperator& op : linears)
             check(runtime.CustomOpDomain_Add(domain, &op));
@@ -67,7 +67,7 @@ struct Domain {
     const LinearOperator linears[3];
     const ExpertsOperator experts[3];
     const AttentionOperator attentions[5];
-    const PathOperator small[4];
+    const PathOperator small[5];
 };
 
 }  // namespace

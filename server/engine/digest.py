@@ -8,26 +8,30 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import onnx
 
 from kvasir.kernels.fuse import fuse
-from kvasir.kernels.graph import DOMAIN, Mismatch
+from kvasir.kernels.graph import DOMAIN, Mismatch, parts
 from kvasir.kernels.library import Library, load
 from kvasir.kernels.page import page
 from kvasir.model.config import TransformerConfig
 from kvasir.model.directory import MANIFEST_FILE, load_model_dir
 from kvasir.server.engine.engine import Engine
-from kvasir.server.engine.packed import open_packed_runner
+from kvasir.server.engine.packed import open_decoder
 from kvasir.server.engine.sampling.params import SamplingParams
 from kvasir.server.engine.sequence import Sequence
 
 RULES = 1  # one more after a change of what operators, sampler or the requests below compute
-# Operators of ONNX Runtime that move numbers, or compute one from few, rounded correctly.
+# Operators of ONNX Runtime that move numbers, choose some, or compute one from few, rounded
+# correctly. TopK takes the first of equal numbers.
 _EXACT = {
-    *("Cast", "Concat", "Gather", "GatherND", "Identity", "Reshape", "Shape", "Slice", "Split"),
-    *("Squeeze", "Transpose", "Unsqueeze", "Add", "Div", "Mul", "Sub"),
+    *("Cast", "Concat", "Constant", "Expand", "Gather", "GatherElements", "GatherND", "Identity"),
+    *("If", "Pad", "Range", "Reshape", "Shape", "Slice", "Split", "Squeeze", "Transpose"),
+    *("Unsqueeze", "Clip", "Equal", "Greater", "Less", "Not", "ReduceMax", "Relu", "TopK", "Where"),
+    *("Add", "Div", "Mul", "Neg", "Sub"),
 }
 _PROMPT_LENGTHS = (1, 20, 90)  # the last has more than a block of keys and values
 _NEW_TOKENS = 6
@@ -39,11 +43,15 @@ def compute_digest(graph: Path, config: TransformerConfig, library: Library) -> 
 
     Raises Mismatch if operators of our own do not compute all that may differ between CPUs.
     """
-    if config.recurrence is not None:
-        raise Mismatch("recurrences are computed by ONNX Runtime, in an order of the CPU's")
-    model, _ = fuse(page(onnx.load(graph, load_external_data=False)))
-    for node in model.graph.node:
-        if node.domain != DOMAIN and node.op_type not in _EXACT:
+    if config.encoder is not None:
+        raise Mismatch("an encoder-decoder answers about a source")
+    model = onnx.load(graph, load_external_data=False)
+    if config.recurrence is None:  # as open_decoder does
+        with suppress(Mismatch):
+            model = page(model)
+    model, _ = fuse(model)
+    for node in (node for part in parts(model.graph) for node in part.node):
+        if node.domain != DOMAIN and (node.domain or node.op_type not in _EXACT):
             raise Mismatch(f"{node.op_type} is computed by ONNX Runtime, in an order of the CPU's")
     lengths = sorted({min(n, config.max_model_len - _NEW_TOKENS) for n in _PROMPT_LENGTHS})
     requests = list[Sequence]()
@@ -58,7 +66,7 @@ def compute_digest(graph: Path, config: TransformerConfig, library: Library) -> 
                 **sampling,  # type: ignore[arg-type]
             )
             requests.append(Sequence(len(requests), prompt_ids, params, frozenset(), 0.0))
-    runner = open_packed_runner(
+    runner = open_decoder(
         graph,
         config,
         library,

@@ -118,6 +118,12 @@ def norm_graph(attributes: dict[str, Any], constants: dict[str, Any]) -> bytes:
     return _one_node("Norm", names, attributes, constants, {"x": TensorProto.FLOAT})
 
 
+def activation_graph(activation: str) -> bytes:
+    """Return a model of one `Activation`."""
+    types = {"x": TensorProto.FLOAT}
+    return _one_node("Activation", ("x",), {"activation": activation}, {}, types)
+
+
 def head_linear_graph(weight: FLOATS) -> bytes:
     """Return a model of one `HeadLinear`."""
     types = {"x": TensorProto.FLOAT}
@@ -180,19 +186,21 @@ def usable_paths() -> list[str]:
 
 
 def self_test_graph() -> bytes:
-    """Return the graph of the trial."""
-    weight, scales, bias = self_test.weights()
-    constants = {"weight": weight, "scales": scales, "bias": bias}
-    attributes = {"activation": "", "epsilon": 1e-5, "gated": 0}
-    model = ModelProto.FromString(graph("Linear", constants, attributes, ("x", "residual")))
-    attention = ModelProto.FromString(attention_graph(self_test.HEADS, {})).graph
-    attention.node[0].output[0] = attention.output[0].name = "attended"
-    texts = ModelProto.FromString(text_graph(self_test.HEADS, {})).graph
-    texts.node[0].output[0] = texts.output[0].name = "texts"
-    model.graph.node.extend([*attention.node, *texts.node])
-    model.graph.input.extend(attention.input)
-    model.graph.output.extend([*attention.output, *texts.output])
-    return bytes(model.SerializeToString())
+    """Return the graph of the trial: an input or constant is named by operator and place."""
+    nodes, inputs, outputs, constants = [], [], [], []
+    for trial in self_test.trials():
+        operator, places = trial.operator, {*trial.inputs, *trial.constants}
+        names = [f"{operator}.{i}" if i in places else "" for i in range(max(places) + 1)]
+        made = [f"{operator}.made.{i}" if i in trial.outputs else "" for i in range(5)]
+        made = [operator, *made[1 : trial.outputs[-1] + 1]]
+        nodes.append(helper.make_node(operator, names, made, domain="kvasir", **trial.attributes))
+        for place, array in trial.inputs.items():
+            of_type = helper.np_dtype_to_tensor_dtype(array.dtype)
+            inputs.append(helper.make_tensor_value_info(names[place], of_type, None))
+        for place, array in trial.constants.items():
+            constants.append(numpy_helper.from_array(array, names[place]))
+        outputs.append(helper.make_tensor_value_info(operator, TensorProto.FLOAT, None))
+    return _bytes_of(helper.make_graph(nodes, "trial", inputs, outputs, constants))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from tests.kernels import test_states as states
 from tests.kernels.graphs import (
     CACHES,
     FLOAT_CACHES,
+    activation_graph,
     attention_graph,
     experts_graph,
     graph,
@@ -40,10 +41,10 @@ TYPES = [np.float32, np.int8, np.uint8, np.int32, np.float64]
 INTEGERS = [-(2**63), -(2**31), -1, 0, 1, 2, 3, 16, 100, 2**31 - 1, 2**31, 2**63 - 1]
 FLOATS = [-1.0, 0.0, 1e-45, 3e38, float("inf"), float("nan")]
 OPERATORS = [*LINEARS, "Attention", "TextAttention", "Attention32", "TextAttention32", "Norm"]
-OPERATORS += ["HeadLinear", "Convolution", "Memory", *experts.OPERATORS, "Other"]
+OPERATORS += ["Activation", "HeadLinear", "Convolution", "Memory", *experts.OPERATORS, "Other"]
 OPERATORS += ["RowAttention"]
 ATTRIBUTES = ["transposed", "block", "gated", "interleaved", "mixed", "looks_ahead", "silu"]
-TEXTS = ["", "rms", "layer", "silu", "gelu", "x" * 1000]
+TEXTS = ["", "rms", "layer", "softmax", "silu", "exp", "x" * 1000]
 
 
 def bases(generator: np.random.Generator) -> list[tuple[bytes, dict[str, Any]]]:
@@ -94,6 +95,8 @@ def bases(generator: np.random.Generator) -> list[tuple[bytes, dict[str, Any]]]:
         (attention_graph({**HEADS, "window": 9}, tables, FLOAT_CACHES), of_floats),
         (text_graph({**HEADS, "looks_ahead": 1}, of_texts, "TextAttention32"), texts),
         (norm_graph({"norm": "layer", "epsilon": 0.1}, {"weight": ones(64), "bias": ones(64)}), x),
+        (norm_graph({"norm": "softmax"}, {}), x),
+        (activation_graph("softplus"), x),
         (head_linear_graph(ones(3, 64, 5)), {"x": ones(2, 3, 64)}),
         (states.graph("Convolution", states.TOKENS, taps, silu=1), dict(states.TOKENS)),
         (states.graph("Memory", states.MATRICES, {}, scale=0.5), dict(states.MATRICES)),
@@ -144,7 +147,7 @@ def damage_node(generator: np.random.Generator, node: NodeProto) -> None:
         other = node.input[generator.integers(len(node.input))]
         node.input[place] = other if generator.random() < 0.5 else ""
         if generator.random() < 0.3:
-            del node.input[int(generator.integers(1, len(node.input))) :]
+            del node.input[int(generator.integers(1, len(node.input) + 1)) :]
     else:
         node.op_type = OPERATORS[generator.integers(len(OPERATORS))]
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from onnx import ModelProto, NodeProto, ValueInfoProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from kvasir.export.rewrite import MICROSOFT
 from kvasir.kernels.fuse import fuse
@@ -75,6 +75,90 @@ def test_a_product_of_more_inputs_than_the_operator_takes() -> None:
     nodes = [helper.make_node("MatMul", ["x", "weight"], ["y"])]
     model = make(nodes, given, {"weight": floats(131_073, 1) / 1000}, "y")
     assert check(model, given) == {"MatMul"}
+
+
+def functions(nodes: list[NodeProto], constants: Arrays) -> set[str]:
+    """Compare what nodes make of z, which is a product of x [5, 8] with a constant [8, 6]."""
+    given: Arrays = {"x": floats(5, 8)}
+    product = helper.make_node("MatMul", ["x", "weight"], ["z"])
+    fixed: Arrays = {"weight": floats(8, 6)} | constants
+    return check(make([product, *nodes], given, fixed, "y"), given)
+
+
+@pytest.mark.parametrize(
+    ("operator", "inputs", "attributes", "made"),
+    [
+        ("Sigmoid", ["z"], {}, "Activation"),
+        ("Tanh", ["z"], {}, "Activation"),
+        ("Exp", ["z"], {}, "Activation"),
+        ("Softplus", ["z"], {}, "Activation"),
+        ("Gelu", ["z"], {}, "Activation"),
+        ("Gelu", ["z"], {"approximate": "tanh"}, "Activation"),
+        ("Exp", ["few"], {}, "Activation"),
+        ("Exp", ["many"], {}, "Exp"),
+        ("Exp", ["doubles"], {}, "Exp"),
+        ("Softmax", ["z"], {}, "Norm"),
+        ("Softmax", ["z"], {"axis": 0}, "Softmax"),
+        ("Pow", ["z", "two"], {}, "Mul"),
+        ("Pow", ["z", "three"], {}, "Pow"),
+        ("Pow", ["z", "z"], {}, "Pow"),
+    ],
+)
+def test_functions(operator: str, inputs: list[str], attributes: dict[str, Any], made: str) -> None:
+    nodes = [
+        helper.make_node(operator, inputs, ["made"], **attributes),
+        helper.make_node("Cast", ["made"], ["floats"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["floats", "z"], ["y"]),
+    ]
+    constants: Arrays = {"few": floats(6), "many": floats(300, 5, 6), "three": np.float32([3])}
+    constants |= {"two": np.float32([2]), "doubles": floats(6).astype(float)}
+    constants = {name: array for name, array in constants.items() if name in inputs}
+    assert made in functions(nodes, constants)
+
+
+def test_a_function_of_other_numbers() -> None:
+    """Of a cast, whose type the rule reads."""
+    nodes = [
+        helper.make_node("Cast", ["z"], ["wide"], to=TensorProto.DOUBLE),
+        helper.make_node("Exp", ["wide"], ["y"]),
+    ]
+    assert "Exp" in functions(nodes, {})
+
+
+def test_functions_without_a_product_of_ours() -> None:
+    given: Arrays = {"x": floats(5, 8)}
+    nodes = [helper.make_node("Softmax", ["x"], ["shares"])]
+    nodes += [helper.make_node("Exp", ["shares"], ["y"])]
+    assert check(make(nodes, given, {}, "y"), given) == {"Softmax", "Exp"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_softplus"),
+    [
+        ({}, True),
+        ({"column": np.array([2])}, True),
+        ({"column": np.array([0])}, False),
+        ({"pads": np.array([0, 0, 0, 0, 0, 1])}, False),
+        ({"pads": np.array([0, 0, 2, 0, 0, 0])}, False),
+        ({"place": np.array(1)}, False),
+        ({"place": np.array([0])}, False),
+        ({"beside": np.float32(1)}, False),
+        ({"axis": 1}, False),
+    ],
+)
+def test_the_logarithm_of_a_share_beside_a_zero(changes: dict[str, Any], is_softplus: bool) -> None:
+    constants: dict[str, Any] = {"column": np.array([-1]), "pads": np.array([0, 0, 1, 0, 0, 0])}
+    constants |= {"place": np.array(0)} | changes
+    axis = constants.pop("axis", -1)
+    nodes = [
+        helper.make_node("Unsqueeze", ["z", "column"], ["columns"]),
+        helper.make_node(
+            "Pad", ["columns", "pads", "beside" if "beside" in constants else ""], ["pairs"]
+        ),
+        helper.make_node("LogSoftmax", ["pairs"], ["shares"], axis=axis),
+        helper.make_node("Gather", ["shares", "place"], ["y"], axis=2),
+    ]
+    assert ("Activation" in functions(nodes, constants)) == is_softplus
 
 
 ROWS, EXPERTS, CHANNELS, HIDDEN = 6, 3, 64, 32

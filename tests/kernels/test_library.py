@@ -106,11 +106,20 @@ def test_a_slower_path_is_used_if_the_fastest_fails(
 
 
 @needs_library
-def test_a_wrong_result_fails_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, scales, bias = self_test.weights()
-    monkeypatch.setattr(self_test, "weights", lambda: (weight, scales, bias + np.float32(0.01)))
-    with pytest.raises(RuntimeError, match=r"wrong by up to 0\.01"):
+@pytest.mark.parametrize("place", range(len(self_test.trials())))
+def test_a_wrong_result_fails_the_trial(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = self_test.trials()
+    trial = trials[place]
+    trials[place] = trial._replace(expected=trial.expected + np.float32(0.5))
+    monkeypatch.setattr(self_test, "trials", lambda: trials)
+    with pytest.raises(RuntimeError, match=f"{trial.operator} is wrong by up to "):
         self_test.run(Library(library.FILE))
+
+
+def test_every_operator_is_tried() -> None:
+    source = library.FILE.with_name("register.cc").read_text()
+    registered = re.findall(r"^ +const \w+Operator \w+\[(\d+)\];$", source, re.MULTILINE)
+    assert len({trial.operator for trial in self_test.trials()}) == sum(map(int, registered))
 
 
 def test_the_graph_of_the_trial_is_current() -> None:

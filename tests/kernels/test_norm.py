@@ -20,7 +20,7 @@ pytestmark = needs_library
     seed=st.integers(0, 2**32 - 1),
     width=st.integers(1, 200),
     rows=st.integers(0, 300),
-    norm=st.sampled_from(["layer", "rms", "l2"]),
+    norm=st.sampled_from(["layer", "rms", "l2", "softmax"]),
     present=st.sets(st.sampled_from(["weight", "bias"])),
 )
 @settings(max_examples=40, deadline=None)
@@ -29,6 +29,7 @@ def test_every_path_computes_what_numpy_does(
 ) -> None:
     random = np.random.default_rng(seed)
     x, attributes = floats(random, rows, width), {"norm": norm, "epsilon": 1e-5}
+    present = set() if norm == "softmax" else present
     constants = {name: floats(random, width) for name in sorted(present)}
     weight, bias = constants.get("weight", np.ones(1)), constants.get("bias", np.zeros(1))
     exact = x.astype(np.float64)
@@ -36,6 +37,10 @@ def test_every_path_computes_what_numpy_does(
         lengths = np.linalg.norm(exact, axis=1, keepdims=True)
         expected = exact / np.maximum(lengths, 1e-5) * weight + bias
         tolerance: Any = np.abs(weight).max() + np.abs(bias).max()
+    elif norm == "softmax":
+        shares = np.exp(exact - exact.max(axis=1, keepdims=True, initial=-np.inf))
+        expected = shares / shares.sum(axis=1, keepdims=True)
+        tolerance = 1.0
     else:
         plain = attributes | {"activation": "", "gated": 0}
         expected, tolerance = prologue(exact, plain, {"norm": weight, "norm_bias": bias})
@@ -54,6 +59,9 @@ RMS = {"norm": "rms", "epsilon": 0.0}
     ("attributes", "constants", "message"),
     [
         (RMS | {"norm": "max"}, {}, 'norm is "max"'),
+        ({"epsilon": 0.0}, {}, "norm has to be there"),
+        ({"norm": "softmax"}, {"weight": ONES}, "no weight"),
+        ({"norm": "softmax"}, {"bias": ONES}, "no bias"),
         ({"norm": "rms"}, {}, "epsilon has to be there"),
         (RMS | {"epsilon": -1.0}, {}, "at least 0"),
         (RMS, {"weight": ONES, "bias": ONES[:3]}, r"bias is float\[3\]"),

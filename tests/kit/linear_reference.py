@@ -51,6 +51,10 @@ ACTIVATIONS: dict[str, Callable[[Floats], Floats]] = {
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "relu": lambda x: np.maximum(x, 0),
+    "sigmoid": _sigmoid,
+    "tanh": np.tanh,
+    "exp": np.exp,
+    "softplus": lambda x: np.logaddexp(np.float32(0), x),
 }
 
 
@@ -189,12 +193,24 @@ class Norm(OpRun):
         bias: Floats | None = None,
         *,
         norm: str,
-        epsilon: float,
+        epsilon: float = 0.0,
     ) -> tuple[Floats]:
+        if norm == "softmax":
+            shares = np.exp(x - x.max(axis=-1, keepdims=True))
+            return (shares / shares.sum(axis=-1, keepdims=True),)
         if norm == "l2":
             return (x / np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), epsilon),)
         options: dict[str, Any] = {"activation": "", "gated": 0, "norm": norm, "epsilon": epsilon}
         return (prepare(x, weight, bias, **options),)
+
+
+class Activation(OpRun):
+    """A function of each number."""
+
+    op_domain = DOMAIN
+
+    def _run(self, x: Floats, *, activation: str) -> tuple[Floats]:
+        return (ACTIVATIONS[activation](x),)
 
 
 class TextAttention(OpRun):
@@ -367,7 +383,7 @@ class FusedSession:
         self.model.CopyFrom(model)
         onnx.load_external_data_for_model(model, str(path.parent))
         stock = [type(name, (_Stock,), {"op_domain": domain}) for name, domain in _STOCK.items()]
-        own: list[type[OpRun]] = [Linear, Linear4, Linear32, Norm, HeadLinear]
+        own: list[type[OpRun]] = [Linear, Linear4, Linear32, Norm, Activation, HeadLinear]
         own += [TextAttention, TextAttention32, Experts, Experts4, Experts32]
         self._evaluator = ReferenceEvaluator(model, new_ops=[*own, *stock])
 
