@@ -61,7 +61,7 @@ public:
             node.refuse("the inputs cos and sin have to be there together");
         if (op.has_floats && (has(Op::key_scales) || has(Op::value_scales) || has(Op::values) != op.has_caches))
             node.refuse("keys and values of floats have to be there together, without scales");
-        if (!op.has_floats && has(Op::values) != has(Op::value_scales))
+        if (!op.has_floats && !op.has_rows && has(Op::values) != has(Op::value_scales))
             node.refuse("the inputs values and value_scales have to be there together");
         if (op.has_blocks && !op.has_floats && !has(Op::key_scales))
             node.refuse("the input key_scales has to be there");
@@ -143,6 +143,7 @@ private:
         Caches caches{};
         caches.block_tokens = size_t(shape[2]);
         caches.plain = op.has_rows;
+        caches.narrow = op.has_rows && !op.has_floats;
         if (fixed.reads_only) {
             const auto read = [&](Input which, const char* name) {
                 return reinterpret_cast<uint8_t*>(const_cast<float*>(tensor_of_shape(run, which, name, shape).floats()));
@@ -157,6 +158,10 @@ private:
             return caches;
         }
         caches.keys = kept<uint8_t>(run, Op::keys, "keys", shape);
+        if (op.has_rows) {
+            caches.values = kept<uint8_t>(run, Op::values, "values", shape);
+            return caches;
+        }
         caches.key_scales = kept<float>(run, Op::key_scales, "key_scales", scales);
         caches.values = fixed.shared ? nullptr : kept<uint8_t>(run, Op::values, "values", shape);
         caches.value_scales = fixed.shared ? caches.key_scales : kept<float>(run, Op::value_scales, "value_scales", scales);
@@ -451,14 +456,15 @@ AttentionOperator::AttentionOperator(const Runtime& runtime, const Path& path, K
     : runtime(runtime),
       attention(kind == blocks || kind == texts ? path.attention : path.float_attention),
       has_blocks(kind == blocks || kind == float_blocks),
-      has_rows(kind == float_rows),
-      has_floats(kind != blocks && kind != texts),
+      has_rows(kind == float_rows || kind == byte_rows),
+      has_floats(kind == float_blocks || kind == float_texts || kind == float_rows),
       has_caches(has_blocks || has_rows),
       name(kind == blocks         ? "Attention"
            : kind == float_blocks ? "Attention32"
            : kind == texts        ? "TextAttention"
            : kind == float_texts  ? "TextAttention32"
-                                  : "RowAttention"),
+           : kind == float_rows   ? "RowAttention"
+                                  : "RowAttention8"),
       inputs(has_blocks ? block_inputs : has_rows ? row_inputs : text_inputs) {
     describe_operator<AttentionOperator, AttentionKernel>(*this);
     GetInputType = [](const OrtCustomOp* op, size_t index) {

@@ -1,5 +1,6 @@
 // The operators kvasir.Attention, over blocks of keys and values, and kvasir.TextAttention, over whole texts, on one path;
-// and kvasir.Attention32, kvasir.TextAttention32 and kvasir.RowAttention, whose keys and values are floats.
+// and kvasir.Attention32, kvasir.TextAttention32 and kvasir.RowAttention, whose keys and values are floats, and
+// kvasir.RowAttention8.
 #pragma once
 
 #include <vector>
@@ -10,7 +11,7 @@
 namespace kvasir {
 
 struct AttentionOperator : OrtCustomOp {
-    enum Kind { blocks, float_blocks, texts, float_texts, float_rows };
+    enum Kind { blocks, float_blocks, texts, float_texts, float_rows, byte_rows };
 
     AttentionOperator(const Runtime&, const Path&, Kind);
 

@@ -2,8 +2,8 @@
 
 An encoder's graph puts tokens into a row for each text, padded on the right, and takes them out of
 the rows that ONNX Runtime's operator makes. `TextAttention` and `TextAttention32` read packed
-tokens, and where each text starts. `RowAttention` is over the rows of encoder-decoders, and where
-scores have biases.
+tokens, and where each text starts. `RowAttention` and `RowAttention8` are over the rows of
+encoder-decoders, beside recurrent layers, and where scores have biases.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from onnx import GraphProto, NodeProto, TensorProto
 from onnx.helper import make_node, make_tensor
 
 from kvasir.kernels.graph import (
-    DECODE,
     DOMAIN,
     LINEARS,
     MOST_CHANNELS,
@@ -29,7 +28,7 @@ STARTS = "texts.cumulative_sequence_length"
 _ROWS, _PLACES, _LENGTHS, _TOKENS = "rows", "places", "lengths", "input_ids"
 # Inputs of GroupQueryAttention by their places.
 _NEW_KEYS, _NEW_VALUES, _KEYS, _VALUES, _SEQLENS, _COSINES, _SINES = 1, 2, 3, 4, 5, 7, 8
-_BIAS, _SINKS, _MORE = 10, 11, 12
+_BIAS, _SINKS, _STEPS, _MORE = 10, 11, 12, 14
 
 
 def attend_over_texts(values: Values, node: NodeProto) -> None:
@@ -82,15 +81,24 @@ def _window(values: Values, node: NodeProto, bias: str) -> tuple[int, str]:
 
 
 def attend_over_rows(values: Values, node: NodeProto) -> None:
-    """Make GroupQueryAttention over rows of floats, own ones or sources', a `RowAttention`."""
+    """Make GroupQueryAttention over rows, own ones or sources', one of ours.
+
+    Rows are floats, or whole numbers of 8 bits, whose steps the exporter puts into the weights.
+    """
     require(values.has_linears, "no product is ours")
-    require(DECODE not in values.inputs, "rows have two types")
     inputs = [*node.input, *[""] * (_MORE - len(node.input))]
-    require(not any(inputs[_MORE:]), "keys and values have scales")
+    require(not any(inputs[_MORE:]), "the attention has further inputs")
     rows = [values.inputs.get(inputs[i]) for i in (_KEYS, _VALUES)]
-    for row in rows:
-        is_float = row is not None and row.type.tensor_type.elem_type == TensorProto.FLOAT
-        require(is_float, "keys and values are no rows of floats")
+    types = [row.type.tensor_type.elem_type for row in rows if row is not None]
+    of_bytes = types == [TensorProto.INT8] * 2
+    require(of_bytes or types == [TensorProto.FLOAT] * 2, "keys and values are no such rows")
+    steps = inputs[_STEPS:_MORE]
+    if of_bytes:
+        kinds = [attribute(node, f"{name}_quant_type") for name in "kv"]
+        is_whole = kinds == [b"PER_TENSOR"] * 2 and all(values.number(name) == 1 for name in steps)
+        require(is_whole and attribute(node, "kv_cache_bit_width") == 8, "rows have scales")
+    else:
+        require(not any(steps), "keys and values have scales")
     assert rows[0] is not None
     dims = rows[0].type.tensor_type.shape.dim
     n_channels = dims[3].dim_value if len(dims) == 4 else 0
@@ -110,7 +118,7 @@ def attend_over_rows(values: Values, node: NodeProto) -> None:
         require(not attribute(node, "causal", 1), "a source is seen in part")
         require(options["window"] == -1 and not rotates, "a source has windows or rotations")
         require(not any(node.output[1:]), "a source changes")
-    node.op_type, node.domain = "RowAttention", DOMAIN
+    node.op_type, node.domain = "RowAttention8" if of_bytes else "RowAttention", DOMAIN
     rows_and_ends = [inputs[i] for i in (0, _KEYS, _VALUES, _SEQLENS)]
     node.input[:] = [*rows_and_ends, *rotation, inputs[_BIAS], inputs[_SINKS]]
     node.attribute.clear()

@@ -2,6 +2,17 @@
 // [16][D], so that both products go through them in order: scores by elements, values by positions. Plain keys are [16][D],
 // and are turned when they are read.
 
+// Write a token's key or value to a plain cache: of int8 to the nearest integer from -127 to 127, and NaN to -127.
+inline void append_plain(const Caches& caches, uint8_t* cache, size_t at, const float* x, size_t size) {
+    if (!caches.narrow)
+        return void(memcpy(reinterpret_cast<float*>(cache) + at, x, size * sizeof(float)));
+    const Floats least = all(-127.0f), most = all(127.0f);
+    for (size_t d = 0; d < size; d += lane_count) {
+        const Floats cut = greater(least, load(x + d));
+        narrow(reinterpret_cast<int8_t*>(cache) + at + d, to_ints(round_even(if_less(most, cut, most, cut))));
+    }
+}
+
 // Attention::append.
 inline void append_floats(const Heads& heads, const Caches& caches, const float* x, const Stretch& stretch, size_t token,
                           size_t tokens, const RoundedRows& queries) {
@@ -19,7 +30,7 @@ inline void append_floats(const Heads& heads, const Caches& caches, const float*
         const size_t place = stretch.place(heads, caches, head, position);
         const float* const key = turned(heads, x, position, y);
         if (caches.plain) {
-            memcpy(reinterpret_cast<float*>(caches.keys) + place * size, key, size * sizeof(float));
+            append_plain(caches, caches.keys, place * size, key, size);
             continue;
         }
         float* const to = reinterpret_cast<float*>(caches.keys) + place / lane_count * lane_count * size + place % lane_count;
@@ -28,7 +39,7 @@ inline void append_floats(const Heads& heads, const Caches& caches, const float*
     }
     for (size_t head = 0; head < heads.kv_count; ++head, x += size) {
         const size_t place = stretch.place(heads, caches, head, position);
-        memcpy(reinterpret_cast<float*>(caches.values) + place * size, x, size * sizeof(float));
+        append_plain(caches, caches.values, place * size, x, size);
     }
 }
 
@@ -69,6 +80,8 @@ public:
             score(t);
         for (int r = 0; r < R; ++r)
             soften(r, softmax);
+        if (caches.narrow)
+            widened_values = widened(caches.values, start, end[R - 1] - start);
         // What a query does not attend to is not multiplied by 0: it may be NaN.
         const size_t shared_begin = begin[R - 1], shared_end = end[0];
         const bool is_shared = R > 1 && shared_begin < shared_end;
@@ -97,12 +110,25 @@ private:
         return reinterpret_cast<const float*>(cache) + stretch.place(heads, caches, kv_head, t) * heads.size;
     }
 
+    // Plain keys or values of positions from t on, as floats.
+    const float* widened(const uint8_t* cache, size_t t, size_t count) const {
+        if (!caches.narrow)
+            return group_at(cache, t);
+        const auto* const from = reinterpret_cast<const int8_t*>(cache) + stretch.place(heads, caches, kv_head, t) * heads.size;
+        auto* const to = reinterpret_cast<float*>(section_room(heads.size * sizeof(float)));
+        for (size_t i = 0; i < count * heads.size; ++i)
+            to[i] = float(from[i]);
+        return to;
+    }
+
     // Compute the scores of 16 positions from t on, which are a group.
     void score(size_t t) {
-        const float* keys = group_at(caches.keys, t);
+        const float* keys = turned_keys;
         if (caches.plain) {
-            turn_keys(keys, lesser(lane_count, caches.block_tokens - t), heads.size, turned_keys);
-            keys = turned_keys;
+            const size_t count = lesser(lane_count, caches.block_tokens - t);
+            turn_keys(widened(caches.keys, t, count), count, heads.size, turned_keys);
+        } else {
+            keys = group_at(caches.keys, t);
         }
         Floats total[R];
         unrolled<R>([&](auto r) { total[r] = all(0.0f); });
@@ -135,7 +161,8 @@ private:
             unrolled<N>([&](auto r) { total[r] = load(sums[query + r] + d); });
             for (size_t t = first, next; t < last; t = next) {
                 next = lesser(last, t / lane_count * lane_count + lane_count);
-                const float* value = group_at(caches.values, t) + d;
+                const float* value =
+                    (widened_values ? widened_values + (t - start) * heads.size : group_at(caches.values, t)) + d;
                 for (size_t i = t - start; i < next - start; ++i, value += heads.size) {
                     const Floats of_position = load(value);
                     unrolled<N>([&](auto r) { total[r] = fma(all(scores[query + r][i]), of_position, total[r]); });
@@ -149,6 +176,7 @@ private:
     const Stretch& stretch;
     const size_t kv_head;
     const float* q;  // [R][D]
+    const float* widened_values = nullptr;  // of the section, where they are int8
     alignas(64) float sums[R][most_head_size];
     alignas(64) float turned_keys[most_head_size * lane_count];
 };

@@ -46,7 +46,8 @@ struct Heads {
 };
 
 // A byte is the integer + 128; kernels/README.md draws the order within a block. Of floats keys are
-// [N][G][B / 16][D][16] and values [N][G][B][D], without scales; of plain ones keys are as values, and B may be any.
+// [N][G][B / 16][D][16] and values [N][G][B][D], without scales; of plain ones keys are as values, and B may be any. Plain
+// ones may also be int8, which are those numbers.
 struct Caches {
     size_t block_tokens;  // B, a multiple of 16
     bool plain;
@@ -54,6 +55,7 @@ struct Caches {
     float* key_scales;    // [N][G][B]
     uint8_t* values;      // [N][G][B / 4][D][4]; null where they are the keys
     float* value_scales;  // [N][G][B]
+    bool narrow = false;  // int8 in the place of floats
 };
 
 // Tokens of one sequence at consecutive positions, of a run of T tokens.

@@ -49,7 +49,8 @@ struct Domain {
                      {runtime, path, AttentionOperator::float_blocks},
                      {runtime, path, AttentionOperator::texts},
                      {runtime, path, AttentionOperator::float_texts},
-                     {runtime, path, AttentionOperator::float_rows}},
+                     {runtime, path, AttentionOperator::float_rows},
+                     {runtime, path, AttentionOperator::byte_rows}},
           small{activation_operator(runtime, path), norm_operator(runtime, path), head_linear_operator(runtime, path),
                 convolution_operator(runtime, path), memory_operator(runtime, path)} {
         check(runtime.CreateCustomOpDomain("kvasir", &domain));
@@ -66,7 +67,7 @@ struct Domain {
     OrtCustomOpDomain* domain = nullptr;
     const LinearOperator linears[3];
     const ExpertsOperator experts[3];
-    const AttentionOperator attentions[5];
+    const AttentionOperator attentions[6];
     const PathOperator small[5];
 };
 

@@ -123,7 +123,8 @@ def _attentions() -> list[Trial]:
     starts = np.arange(_ROWS + 1, dtype=np.int32)
     run = {5: starts, 6: ends, 7: starts[:-1, None]}
     in_bytes, in_floats = {1: blocks, 2: scales, 3: blocks, 4: scales}, {1: rows, 3: rows}
-    in_rows = {0: qkv[:, None], 1: rows, 2: rows, 3: ends}
+    in_rows, tens = {0: qkv[:, None], 1: rows, 2: rows, 3: ends}, np.rint(10 * copies)
+    in_byte_rows = in_rows | {0: 10 * qkv[:, None], 1: blocks, 2: blocks}
     texts, error, attributes = {0: qkv, 1: starts}, 1 / 127, _HEADS | {"appends": 1}
     return [
         Trial("Attention", _HEADS, {0: qkv} | in_bytes | run, {}, copies, error, (0, 1, 2, 3, 4)),
@@ -131,6 +132,7 @@ def _attentions() -> list[Trial]:
         Trial("TextAttention", _HEADS, texts, {}, copies, error),
         Trial("TextAttention32", _HEADS, texts, {}, copies),
         Trial("RowAttention", attributes, in_rows, {}, copies[:, None], outputs=(0, 1, 2)),
+        Trial("RowAttention8", attributes, in_byte_rows, {}, tens[:, None], outputs=(0, 1, 2)),
     ]
 
 

@@ -43,19 +43,19 @@ def open_decoder(
     layout: Layout | None = None,
     **options: Any,
 ) -> OnnxRunner | PagedRunner:
-    """Load a decoder, by operators of our own if there are such for all of it.
+    """Load a decoder: over blocks, if operators of our own compute it so, or over rows.
 
     layout: of adapters; None is without. options: OnnxRunner's. Raises as it does.
     """
     if config.recurrence is not None:
-        logger.info("attention and recurrences of %s are ONNX Runtime's", graph.parent.name)
+        logger.info("%s runs over rows: it has recurrent layers", graph.parent.name)
     elif library is not None:
         from kvasir.kernels.graph import Mismatch  # noqa: PLC0415  imports onnx
 
         try:
             return open_packed_runner(graph, config, library, layout=layout, **options)
         except Mismatch as mismatch:
-            logger.info("attention of %s is ONNX Runtime's: %s", graph.parent.name, mismatch)
+            logger.info("%s runs over rows: %s", graph.parent.name, mismatch)
     return OnnxRunner(graph, config, library=library, layout=layout, **options)
 
 

@@ -95,9 +95,8 @@ def test_what_the_runtime_computes_has_none(tmp_path: Path) -> None:
 
 
 # Mixtures, functions and recurrent layers that products of ours stand beside; rows with biases.
-KINDS = {"gpt-oss": "int4", "hunyuan mixture": "int8", "olmo2": "int8", "gemma": "int8"}
-KINDS |= {"mamba2": "int8", "without attention": "int8", "qwen3.5": "fp32", "bamba": "fp32"}
-KINDS |= {"falcon h1": "fp32", "bloom": "fp32"}
+KINDS = {"gpt-oss": "int4", "hunyuan mixture": "int8", "olmo2": "int8", "mamba2": "int8"}
+KINDS |= {"lfm2": "int4", "qwen3.5": "int8", "bamba": "fp32", "falcon h1": "int8", "bloom": "int8"}
 
 
 @needs_library

@@ -164,6 +164,7 @@ public:
         length = stretch.position + stretch.count + (is_text ? draw(300) : 0);
         stretch.length = length;
         plain = has_floats && draw(2);
+        narrow = plain && draw(2);
         block_tokens = plain ? length + draw(9) : 16 * (1 + draw(4));
         // Blocks in descending order, with one to spare.
         for (size_t i = (length - 1) / block_tokens + 1; i > 0; --i)
@@ -172,7 +173,7 @@ public:
         bytes.resize(tokens * heads.size);
         for (uint8_t& byte : bytes)
             byte = uint8_t(draw(256));
-        if (has_floats) {
+        if (has_floats && !narrow) {
             const std::vector<float> numbers = draw_floats(bytes.size());
             bytes.resize(numbers.size() * sizeof(float));
             memcpy(bytes.data(), numbers.data(), bytes.size());
@@ -210,7 +211,7 @@ public:
         placed.slopes = slopes.empty() ? nullptr : slope_page.floats();
         const auto as_bytes = [](const Guarded& page) { return reinterpret_cast<uint8_t*>(page.data); };
         const Caches caches{block_tokens, plain, as_bytes(keys), key_scale_page.floats(), as_bytes(values),
-                            (heads.shared ? key_scale_page : value_scale_page).floats()};
+                            (heads.shared ? key_scale_page : value_scale_page).floats(), narrow};
         Stretch here = stretch;
         here.biases = biases.empty() ? nullptr : bias_page.floats();
         here.bias_row = here.position;
@@ -271,7 +272,7 @@ private:
     }
 
     const bool has_floats;
-    bool plain;
+    bool plain, narrow;
     Heads heads{};
     Stretch stretch{};
     size_t length, block_tokens, tokens;

@@ -97,18 +97,21 @@ ROW_INPUTS = ("qkv", "keys", "values", "seqlens_k", "cos", "sin", "biases", "sin
 
 
 def row_graph(
-    attributes: dict[str, Any], constants: dict[str, Any], variables: Collection[str]
+    attributes: dict[str, Any],
+    constants: dict[str, Any],
+    variables: Collection[str],
+    operator: str = "RowAttention",
 ) -> bytes:
     """Return a model of one `RowAttention`, which has its rows as outputs if it appends to them."""
     types = dict.fromkeys(variables, TensorProto.FLOAT) | {"seqlens_k": TensorProto.INT32}
-    model = ModelProto.FromString(
-        _one_node("RowAttention", ROW_INPUTS, attributes, constants, types)
-    )
+    of_rows = TensorProto.INT8 if operator == "RowAttention8" else TensorProto.FLOAT
+    types |= dict.fromkeys(("keys", "values"), of_rows)
+    model = ModelProto.FromString(_one_node(operator, ROW_INPUTS, attributes, constants, types))
     if attributes.get("appends"):
         made = ["new_keys", "new_values"]
         model.graph.node[0].output.extend(made)
-        floats = (helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in made)
-        model.graph.output.extend(floats)
+        rows = (helper.make_tensor_value_info(name, of_rows, None) for name in made)
+        model.graph.output.extend(rows)
     return bytes(model.SerializeToString())
 
 

@@ -42,7 +42,7 @@ INTEGERS = [-(2**63), -(2**31), -1, 0, 1, 2, 3, 16, 100, 2**31 - 1, 2**31, 2**63
 FLOATS = [-1.0, 0.0, 1e-45, 3e38, float("inf"), float("nan")]
 OPERATORS = [*LINEARS, "Attention", "TextAttention", "Attention32", "TextAttention32", "Norm"]
 OPERATORS += ["Activation", "HeadLinear", "Convolution", "Memory", *experts.OPERATORS, "Other"]
-OPERATORS += ["RowAttention"]
+OPERATORS += ["RowAttention", "RowAttention8"]
 ATTRIBUTES = ["transposed", "block", "gated", "interleaved", "mixed", "looks_ahead", "silu"]
 TEXTS = ["", "rms", "layer", "softmax", "silu", "exp", "x" * 1000]
 
@@ -77,6 +77,10 @@ def bases(generator: np.random.Generator) -> list[tuple[bytes, dict[str, Any]]]:
     texts = {"qkv": ones(20, 8 * 32), "cumulative_sequence_length": ints(0, 3, 3, 20)}
     rated = states.MATRICES | {"rate": ones(2, 3, 2), "decay": -ones(2, 3, 8)}
     taps = {"weight": ones(5, 1, 3), "bias": ones(5)}
+    of_bytes = {
+        name: of.astype(np.int8) if name in FLOAT_CACHES else of
+        for name, of in rows.fitting().items()
+    }
     mixtures = [
         (
             experts_graph(operator, experts.mixture(generator, operator, (3, 32, 32, 64))),
@@ -103,6 +107,7 @@ def bases(generator: np.random.Generator) -> list[tuple[bytes, dict[str, Any]]]:
         (states.graph("Memory", rated, {}), rated),
         *mixtures,
         (row_graph({**HEADS, "appends": 1}, {}, rows.fitting()), rows.fitting()),
+        (row_graph({**HEADS, "appends": 1}, {}, rows.fitting(), "RowAttention8"), of_bytes),
     ]
 
 

@@ -259,6 +259,32 @@ def test_attention_over_rows(attributes: dict[str, Any], operator: str) -> None:
     assert operator in check(*attention(attributes, 5, 0, {}, ["y", *PRESENT]))
 
 
+@pytest.mark.parametrize(
+    ("changes", "operator"),
+    [
+        ({}, "RowAttention8"),
+        ({"step": 2.0}, "GroupQueryAttention"),
+        ({"k_quant_type": "PER_CHANNEL"}, "GroupQueryAttention"),
+        ({"v_quant_type": "PER_CHANNEL"}, "GroupQueryAttention"),
+        ({"kv_cache_bit_width": 4}, "GroupQueryAttention"),
+    ],
+)
+def test_attention_over_rows_of_8_bits(changes: dict[str, Any], operator: str) -> None:
+    kinds = {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR", "kv_cache_bit_width": 8}
+    attributes = kinds | {name: of for name, of in changes.items() if name != "step"}
+    model, given = attention(attributes, 1, 40, {}, ["y", *PRESENT])
+    graph = model.graph
+    step = np.array([changes.get("step", 1.0)], dtype=np.float32)
+    graph.initializer.append(numpy_helper.from_array(step, "step"))
+    graph.node[1].input.extend([""] * (12 - len(graph.node[1].input)) + ["step", "step"])
+    for value in graph.input[1:3]:
+        value.type.tensor_type.elem_type = TensorProto.INT8
+        given[value.name] = np.rint(20 * given[value.name]).astype(np.int8)
+    if operator == "RowAttention8":
+        assert operator in check(model, given)
+    assert operator in {node.op_type for node in fuse(model)[0].graph.node}
+
+
 def test_attention_whose_rows_nobody_keeps() -> None:
     assert "GroupQueryAttention" in check(*attention({}, 5, 0, {}, ["y"]))
 

@@ -119,6 +119,46 @@ def test_a_source_is_only_read(run: dict[str, Any]) -> None:
         assert np.abs(found - expected).max() <= 2e-4
 
 
+@given(run=runs())
+@settings(max_examples=30, deadline=None)
+def test_rows_of_8_bits_are_those_numbers(run: dict[str, Any]) -> None:
+    """As rows of floats to the bit, and new tokens are rounded."""
+    random = np.random.default_rng(run["seed"])
+    heads, kv_heads, size, n_new = run["heads"], run["kv_heads"], run["size"], run["new"]
+    attributes = {name: run[name] for name in ("heads", "kv_heads", "window", "softcap")}
+    attributes |= {"appends": 1, "scale": 0.01}
+    shape = (len(run["ends"]), kv_heads, run["room"], size)
+    given: dict[str, NDArray[Any]] = {"seqlens_k": ints(*run["ends"]) - np.int32(1)}
+    given |= dict(zip(("keys", "values"), random.integers(-128, 128, (2, *shape)), strict=True))
+    qkv = 60 * floats(random, len(run["ends"]), n_new, (heads + 2 * kv_heads) * size)
+    rounded = qkv.copy()
+    rounded[..., heads * size :] = np.clip(np.rint(qkv[..., heads * size :]), -127, 127)
+    of_floats = {name: of.astype(np.float32) for name, of in given.items() if name != "seqlens_k"}
+    wanted = session(row_graph(attributes, {}, [*given, "qkv"]), "scalar").run(
+        None, given | of_floats | {"qkv": rounded}
+    )
+    of_bytes = {name: of.astype(np.int8) for name, of in of_floats.items()}
+    model = row_graph(attributes, {}, [*given, "qkv"], "RowAttention8")
+    for path in PATHS:
+        opened = session(model, path, run["threads"])
+        y, *rows = opened.run(None, given | of_bytes | {"qkv": qkv})
+        assert same_bits(y, wanted[0]), path
+        assert all(map(np.array_equal, rows, wanted[1:])), path
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_8_bits_do_not_hold(path: str) -> None:
+    shape = (1, 1, 1, 16)
+    numbers = np.array([np.inf, -np.inf, np.nan, 1e30, -127.4, 0.5, 1.5, -0.5], dtype=np.float32)
+    given = {name: np.zeros(shape, dtype=np.int8) for name in ("keys", "values")}
+    qkv = np.zeros((1, 1, 48), dtype=np.float32)
+    qkv[..., 32:40] = numbers
+    given |= {"qkv": qkv, "seqlens_k": ints(0)}
+    model = row_graph({"heads": 1, "kv_heads": 1, "appends": 1}, {}, given, "RowAttention8")
+    _, _, values = session(model, path).run(None, given)
+    assert values.ravel()[:8].tolist() == [127, -127, -127, 127, -127, 0, 2, 0]
+
+
 def fitting() -> dict[str, NDArray[Any]]:
     """Return a run of two tokens in each of three rows."""
     rows = {name: np.zeros((3, 2, 20, 32), dtype=np.float32) for name in ("keys", "values")}

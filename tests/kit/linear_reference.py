@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import helper, numpy_helper
+from onnx import NodeProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from kvasir.export.rewrite import MICROSOFT
 from kvasir.kernels.fuse import fuse
-from kvasir.kernels.graph import DOMAIN
+from kvasir.kernels.graph import DOMAIN, parts
 from kvasir.model.onnx.runtime import onnxruntime, open_cpu_session
 
 Floats = NDArray[np.float32]
@@ -374,14 +374,49 @@ class HeadLinear(OpRun):
         return (np.einsum("...hi,hio->...ho", x, weight),)
 
 
+def _restore(node: NodeProto) -> None:
+    """Make attention over rows ONNX Runtime's again, in a graph of a decoder."""
+    given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    qkv, *rows_and_ends, cos, sin, biases, sinks = [*node.input, *[""] * 8][:8]
+    positions, options = "position_ids" if cos else "", dict[str, Any]()
+    inputs = [qkv, "", "", *rows_and_ends, "total_sequence_length", cos, sin, positions]
+    inputs += [biases, sinks]
+    if node.op_type == "RowAttention8":
+        inputs += ["step", "step"]
+        options |= {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR"}
+        options |= {"kv_cache_bit_width": 8}
+    restored = helper.make_node(
+        "GroupQueryAttention",
+        inputs,
+        list(node.output),
+        domain=MICROSOFT,
+        num_heads=given["heads"],
+        kv_num_heads=given["kv_heads"],
+        do_rotary=int(bool(cos)),
+        rotary_interleaved=given["interleaved"],
+        local_window_size=given["window"],
+        scale=given["scale"],
+        softcap=given["softcap"],
+        **options,
+    )
+    node.CopyFrom(restored)
+
+
 class FusedSession:
-    """A rewritten graph, with what tests use of ONNX Runtime's sessions."""
+    """A rewritten graph, with what tests use of ONNX Runtime's sessions.
+
+    Attention over rows is ONNX Runtime's: `tests.kernels.test_row_attention` has that of ours.
+    """
 
     def __init__(self, path: Path) -> None:
         model, self.report = fuse(onnx.load(path, load_external_data=False))
         self.model = onnx.ModelProto()
         self.model.CopyFrom(model)
         onnx.load_external_data_for_model(model, str(path.parent))
+        model.graph.initializer.append(numpy_helper.from_array(np.ones(1, np.float32), "step"))
+        for node in (node for part in parts(model.graph) for node in part.node):
+            if node.op_type.startswith("RowAttention"):
+                _restore(node)
         stock = [type(name, (_Stock,), {"op_domain": domain}) for name, domain in _STOCK.items()]
         own: list[type[OpRun]] = [Linear, Linear4, Linear32, Norm, Activation, HeadLinear]
         own += [TextAttention, TextAttention32, Experts, Experts4, Experts32]
