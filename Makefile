@@ -100,6 +100,9 @@ faults: $(VENV)/.dev  ## Inject faults into servers; ARGS=kills selects one
 families: $(VENV)/.dev  ## Compare every causal type of transformers; ARGS="llama glm4"
 	$(BIN)/python -m tests.families $(ARGS)
 
+arm-check: $(VENV)/.dev build/arm/.ready  ## Compare models on an emulated ARM CPU with this one; apt: g++-aarch64-linux-gnu qemu-user
+	$(BIN)/python -m tests.arm build/arm
+
 rounding: $(VENV)/.dev build/rounding/.ready  ## Measure formats, llama.cpp's too, on trained decoders; RUNS="runs/a runs/b"
 	$(BIN)/python -m tests.rounding build/rounding/node_modules/@node-llama-cpp/linux-x64/bins/linux-x64 $(or $(RUNS),$(RUN))
 
@@ -211,6 +214,10 @@ build/browser/.ready: constraints.txt
 	test -d build/browser/node_modules/axe-core
 	@touch $@
 
+build/arm/.ready: tests/arm/userland.sh constraints.txt $(KERNELS)
+	sh tests/arm/userland.sh build/arm $(BIN)/python
+	@touch $@
+
 build/rounding/.ready:  # its libraries alone: nothing is run
 	npm install --silent --no-audit --no-fund --ignore-scripts --prefix build/rounding node-llama-cpp@3.21.1
 	@touch $@
@@ -250,4 +257,4 @@ build/agent-clients/.ready:
 		openai-agents==0.24.0 'pydantic-ai-slim[openai]==2.68.0'
 	@touch $@
 
-.PHONY: limits package-check rounding fleet-check ray-smoke families newcomer demo docs compose-check browser-test overload soak cold-start dashboard-smoke conformance faults attack image-check rolling-restart loadtest validate help serve test lint train export bench gpu-check gpu-wheels webgpu-check example example-seq2seq
+.PHONY: arm-check limits package-check rounding fleet-check ray-smoke families newcomer demo docs compose-check browser-test overload soak cold-start dashboard-smoke conformance faults attack image-check rolling-restart loadtest validate help serve test lint train export bench gpu-check gpu-wheels webgpu-check example example-seq2seq

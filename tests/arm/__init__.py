@@ -1,0 +1,1 @@
+"""Whole models on an emulated ARM CPU answer with this machine's bits: `make arm-check`."""
