@@ -98,8 +98,8 @@ struct Attention {
     void (*join)(const Heads&, const Stretch&, size_t kv_head, const Softmax& section, const Softmax&);
 };
 
-// A thread's room for the keys of a section in the order of values, [section_tokens][D]. It is in pack.cc, which is
-// compiled for every CPU: a path allocates nothing.
-uint8_t* section_room(size_t head_size);
+// A thread's room for a section, of so many bytes a position. It is in pack.cc, which is compiled for every CPU: a path
+// allocates nothing.
+uint8_t* section_room(size_t position_bytes);
 
 }  // namespace kvasir

@@ -84,9 +84,9 @@ Lines pad(const float* values, size_t count) {
     return padded;
 }
 
-uint8_t* section_room(size_t head_size) {
+uint8_t* section_room(size_t position_bytes) {
     thread_local Lines room;
-    const size_t bytes = section_tokens * head_size;
+    const size_t bytes = section_tokens * position_bytes;
     if (room.size() * sizeof(CacheLine) < bytes)
         room = lines_of(bytes);
     return room.data()->bytes;

@@ -18,6 +18,7 @@ from kvasir.model.onnx.runtime import onnxruntime
 
 GRAPH = Path(__file__).with_name("self_test.onnx")  # of `trials`; tests/kernels/graphs.py writes it
 Array = NDArray[Any]
+Arrays = dict[int, Array]
 _ROWS = 16  # enough to use several threads
 _HEADS = {"heads": 4, "kv_heads": 2}
 _SIZE = 16  # of a head
@@ -31,8 +32,8 @@ class Trial(NamedTuple):
 
     operator: str
     attributes: dict[str, Any]
-    inputs: dict[int, Array]
-    constants: dict[int, Array]
+    inputs: Arrays
+    constants: Arrays
     expected: Array
     error: float = 1e-6
     outputs: tuple[int, ...] = (0,)
@@ -49,8 +50,8 @@ def _products(x: Array) -> list[Trial]:
     weight, scales = _steps(127, 64, 80), (np.arange(80, dtype=np.float32) + 1) / 128
     residual, few = np.cos(_steps(127, _ROWS, 80)), _steps(7, 80, 64)
     of_heads, by_head = _steps(127, 4, 16, 8), x.reshape(_ROWS, 4, 16)
-    of_bytes = {1: weight.astype(np.int8), 2: scales, 3: scales[::-1] - np.float32(0.01)}
-    of_nibbles = {1: _nibbles(few, 16), 2: np.full((80, 2), 0.25, dtype=np.float32)}
+    of_bytes: Arrays = {1: weight.astype(np.int8), 2: scales, 3: scales[::-1] - np.float32(0.01)}
+    of_nibbles: Arrays = {1: _nibbles(few, 16), 2: np.full((80, 2), 0.25, dtype=np.float32)}
     y = x @ weight
     return [
         Trial("Linear", {}, {0: x, 6: residual}, of_bytes, y * scales + of_bytes[3] + residual),
@@ -71,9 +72,9 @@ def _mixtures(x: Array) -> list[Trial]:
     x, (up, bias) = x[:, :32], (np.zeros(shape, np.float32) for shape in ((2, 64, 32), (2, 64)))
     up[:, 1::2], bias[:, ::2] = np.eye(32), 64
     down, chosen = _steps(7, 2, 32, 32), np.arange(_ROWS) % 2
-    inputs = {0: x, 1: np.eye(2, dtype=np.float32)[chosen]}
-    scales = {3: np.ones((2, 64, 1), np.float32), 6: np.ones((2, 32, 1), np.float32)}
-    matrices = {
+    inputs: Arrays = {0: x, 1: np.eye(2, dtype=np.float32)[chosen]}
+    scales: Arrays = {3: np.ones((2, 64, 1), np.float32), 6: np.ones((2, 32, 1), np.float32)}
+    matrices: dict[str, Arrays] = {
         "Experts": {2: (up + 128).astype(np.uint8), 5: (down + 128).astype(np.uint8), **scales},
         "Experts4": {2: _nibbles(up), 5: _nibbles(down), **scales},
         "Experts32": {2: up, 5: down},
@@ -100,9 +101,14 @@ def _states(x: Array) -> list[Trial]:
     past, taps = np.zeros((2, 2, 64), dtype=np.float32), _steps(7, 64, 1, 3)
     known = np.concatenate((past, tokens), axis=1)
     convolved = sum(known[:, i : i + 8] * taps[:, 0, i] for i in range(3))
-    inputs = {0: tokens, 3: past, 4: n_new}
+    inputs: Arrays = {0: tokens, 3: past, 4: n_new}
     query, key, value = (x[:, None, i : i + 16] for i in (0, 16, 32))
-    of_memory = {0: query, 1: key, 2: value, 3: np.zeros((_ROWS, 1, 16, 16), dtype=np.float32)}
+    of_memory: Arrays = {
+        0: query,
+        1: key,
+        2: value,
+        3: np.zeros((_ROWS, 1, 16, 16), dtype=np.float32),
+    }
     of_memory |= {4: np.zeros((_ROWS, 1, 1), dtype=np.float32), 6: np.ones(_ROWS, dtype=np.int64)}
     read = (query * key).sum(axis=-1, keepdims=True) * value
     return [
@@ -121,11 +127,16 @@ def _attentions() -> list[Trial]:
     blocks = np.zeros((*scales.shape, _SIZE), dtype=np.int8)
     rows, ends = blocks.astype(np.float32), np.zeros(_ROWS, dtype=np.int32)
     starts = np.arange(_ROWS + 1, dtype=np.int32)
-    run = {5: starts, 6: ends, 7: starts[:-1, None]}
-    in_bytes, in_floats = {1: blocks, 2: scales, 3: blocks, 4: scales}, {1: rows, 3: rows}
-    in_rows, tens = {0: qkv[:, None], 1: rows, 2: rows, 3: ends}, np.rint(10 * copies)
-    in_byte_rows = in_rows | {0: 10 * qkv[:, None], 1: blocks, 2: blocks}
-    texts, error, attributes = {0: qkv, 1: starts}, 1 / 127, _HEADS | {"appends": 1}
+    run: Arrays = {5: starts, 6: ends, 7: starts[:-1, None]}
+    in_bytes: Arrays = {1: blocks, 2: scales, 3: blocks, 4: scales}
+    in_floats: Arrays = {1: rows, 3: rows}
+    in_rows: Arrays = {0: qkv[:, None], 1: rows, 2: rows, 3: ends}
+    tens, in_byte_rows = (
+        np.rint(10 * copies),
+        in_rows | {0: 10 * qkv[:, None], 1: blocks, 2: blocks},
+    )
+    texts: Arrays = {0: qkv, 1: starts}
+    error, attributes = 1 / 127, _HEADS | {"appends": 1}
     return [
         Trial("Attention", _HEADS, {0: qkv} | in_bytes | run, {}, copies, error, (0, 1, 2, 3, 4)),
         Trial("Attention32", _HEADS, {0: qkv} | in_floats | run, {}, copies, outputs=(0, 1, 3)),

@@ -186,8 +186,8 @@ def test_states_move_as_they_did(name: str, tmp_path: Path) -> None:
     stock = onnx.load(model.graph, load_external_data=False)
     fused, _ = fuse(stock)
     operators = Counter(node.op_type for node in fused.graph.node)
-    stock = {"CausalConvWithState", "GatherElements", "LogSoftmax", *FUNCTIONS}
-    assert not stock & operators.keys()
+    replaced = {"CausalConvWithState", "GatherElements", "LogSoftmax", *FUNCTIONS}
+    assert not replaced & operators.keys()
     n_recurrent = len(model.config.recurrent_layers)
     n_matrices, n_left = "values" in model.config.states, "channels" in model.config.states
     assert operators["LinearAttention"] == n_recurrent * n_left

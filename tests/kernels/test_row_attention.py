@@ -150,7 +150,8 @@ def test_rows_of_8_bits_are_those_numbers(run: dict[str, Any]) -> None:
 def test_what_8_bits_do_not_hold(path: str) -> None:
     shape = (1, 1, 1, 16)
     numbers = np.array([np.inf, -np.inf, np.nan, 1e30, -127.4, 0.5, 1.5, -0.5], dtype=np.float32)
-    given = {name: np.zeros(shape, dtype=np.int8) for name in ("keys", "values")}
+    rows = np.zeros(shape, dtype=np.int8)
+    given: dict[str, NDArray[Any]] = {"keys": rows, "values": rows}
     qkv = np.zeros((1, 1, 48), dtype=np.float32)
     qkv[..., 32:40] = numbers
     given |= {"qkv": qkv, "seqlens_k": ints(0)}
