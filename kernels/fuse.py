@@ -145,12 +145,15 @@ def _gate(values: Values, name: str) -> tuple[str, str]:
 
 def _activated(values: Values, name: str) -> tuple[str, str]:
     """Return an activation and the value that it is of."""
-    node = values.maker(name, "Gelu", "Relu", "Mul")
+    node = values.maker(name, "Gelu", "Relu", "Pow", "Mul")
     if node.op_type == "Gelu":
         is_tanh = attribute(node, "approximate", b"none") == b"tanh"
         return "gelu_tanh" if is_tanh else "gelu", node.input[0]
     if node.op_type == "Relu":
         return "relu", node.input[0]
+    if node.op_type == "Pow":
+        require(values.number(node.input[1]) == 2, "it is no square")
+        return "relu2", values.maker(node.input[0], "Relu").input[0]
     x, share = node.input
     require(values.maker(share, "Sigmoid").input[0] == x, "it is no activation")
     return "silu", x

@@ -52,7 +52,7 @@ from tests.model.variants import VARIANTS
 Floats = NDArray[np.float32]
 _N_PROMPT, _N_TOKENS = 12, 20
 IN_4_BITS = ("gpt2", "phi", "gemma", "gpt-oss")
-IN_32_BITS = ("gpt2", "phi", "gemma", "bloom", "gpt-oss")
+IN_32_BITS = ("gpt2", "phi", "gemma", "bloom", "gpt-oss", "persimmon")
 NORMS = {"LayerNormalization", "RMSNormalization"}
 ENCODERS = {"bert": BERT, "mpnet": MPNET, "modernbert": MODERN, "last token": LAST_TOKEN}
 
@@ -92,7 +92,7 @@ def expected_features(config: TransformerConfig, n_bits: int) -> Counter[str]:
     n_shared = n_experts * bool(config.d_shared_expert)  # with gates, whose residuals stay
     more = 2 * n_layer * (config.latents is not None)  # products, each after a norm
     products = 2 * (n_layer + n_dense + n_shared) + more
-    n_known = (n_dense + n_shared) * (config.feed_forward not in ("relu2", "xielu"))
+    n_known = (n_dense + n_shared) * (config.feed_forward != "xielu")
     counts = Counter(
         norm=norms_first * (n_layer + n_dense) + more,
         activation=n_known,

@@ -70,6 +70,21 @@ def test_products(attributes: dict[str, Any], shape: tuple[int, ...], operator: 
     assert operator in check(make(nodes, given, {"weight": floats(*shape)}, "y"), given)
 
 
+@pytest.mark.parametrize(
+    ("before", "power", "left"),
+    [("Relu", 2, set()), ("Relu", 3, {"Relu", "Pow"}), ("Abs", 2, {"Abs", "Pow"})],
+)
+def test_powers(before: str, power: float, left: set[str]) -> None:
+    nodes = [
+        helper.make_node(before, ["x"], ["positive"]),
+        helper.make_node("Pow", ["positive", "power"], ["activated"]),
+        helper.make_node("MatMul", ["activated", "w"], ["y"]),
+    ]
+    constants = {"power": np.array(power, dtype=np.float32), "w": floats(32, 16)}
+    given = {"x": floats(3, 32)}
+    assert check(make(nodes, given, constants, "y"), given) == {"Linear32", *left}
+
+
 def test_a_product_of_more_inputs_than_the_operator_takes() -> None:
     given: Arrays = {"x": floats(1, 131_073)}
     nodes = [helper.make_node("MatMul", ["x", "weight"], ["y"])]

@@ -51,6 +51,7 @@ ACTIVATIONS: dict[str, Callable[[Floats], Floats]] = {
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "relu": lambda x: np.maximum(x, 0),
+    "relu2": lambda x: np.square(np.maximum(x, 0)),
     "sigmoid": _sigmoid,
     "tanh": np.tanh,
     "exp": np.exp,
