@@ -27,7 +27,10 @@ from tests.model.variants import VARIANTS
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {"decoder int8 stdlib": "stdlib", "encoder-decoder int8 numbers": "numbers"}
-DECODERS = ("fp32 llama", "fp32 deepseek", "int8 gpt2", "int8 qwen3", "int4 qwen", "int4 phi")
+DECODERS = (
+    *("fp32 llama", "fp32 deepseek", "int4 qwen", "int4 phi"),
+    *("int8 gpt2", "int8 qwen3", "int8 persimmon"),
+)
 ENCODERS = {"fp32 bert": BERT, "fp32 mpnet": MPNET, "int8 modernbert": MODERN}
 ENCODERS |= {"int4 qwen3": LAST_TOKEN}
 ENCODER_DECODERS = ("fp32 relative", "int8 relative", "int4 sinusoidal")
@@ -59,22 +62,22 @@ def export_models(folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    root, library, paths = folder / "root", str(folder / "libkvasir.so"), usable_paths()
+    root, library, usable = folder / "root", folder / "libkvasir.so", ",".join(usable_paths())
     emulated = ["qemu-aarch64", "-L", str(root), str(root / "usr/bin/python3")]
-    runs = ([sys.executable], str(FILE), ",".join(paths)), (emulated, library, "neon,scalar")
+    runs = ([sys.executable], FILE, usable), (emulated, library, "neon,scalar")
     answers: list[dict[str, dict[str, str]]] = []  # here and on ARM: digests by path and model
     with TemporaryDirectory() as models:
         export_models(Path(models))
         for python, file, names in runs:
-            command = [*python, "-m", "tests.arm.answers", file, names, models]
+            command = [*python, "-m", "tests.arm.answers", str(file), names, models]
             packages = [str(folder / "packages")] if python is emulated else []
             search = {"PYTHONPATH": os.pathsep.join([str(ROOT), *packages])}
             environment = os.environ | search | {"PYTHONDONTWRITEBYTECODE": "1"}
             run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
             answers.append(json.loads(run.stdout))
     are_equal = []
-    for model in answers[0][paths[0]]:
-        here, there = ({of[model] for of in by_path.values()} for by_path in answers)
+    for model in next(iter(answers[0].values())):
+        here, there = (dict.fromkeys(of[model] for of in paths.values()) for paths in answers)
         are_equal.append(len(here | there) == 1)
         said = "equal" if are_equal[-1] else "DIFFERENT"
         echo(f"{model:32} here {' '.join(here)}, ARM {' '.join(there)}: {said}")
