@@ -1,7 +1,7 @@
 """Adapters in a graph whose products are ours: each product learns which parts of them are its own.
 
 The inputs `adapters`, int64 [entries], and `adapter_table`, int64 [adapters, parts, TABLE_NUMBERS],
-are those of `Linear` and `Linear4` (kernels/README.md).
+are those of `Linear` and `Linear4` (kernels/OPERATORS.md).
 """
 
 from __future__ import annotations
