@@ -22,6 +22,7 @@ from kvasir.model.network.block import Block
 from kvasir.model.network.cross_attention import Source
 from kvasir.model.network.run_inputs import StepInputs
 from kvasir.model.network.skeleton import make_block, make_target_skeleton
+from kvasir.model.platform.machine import return_freed_memory
 from kvasir.model.platform.progress import Progress, no_progress, with_progress
 
 _TOKENS = 256  # computed together: of short rows, or of a chunk of a long one
@@ -106,6 +107,7 @@ class LayeredDecoder:
                 if observe is not None and cache is not None:
                     for place, key, value in zip(group, *cache, strict=True):
                         observe(layer, place, LayerCache(key, value))
+            return_freed_memory()  # pieces of a layer's, between which lies what is kept of it
         return [x for batch in hidden for x in batch]
 
     @torch.inference_mode()
