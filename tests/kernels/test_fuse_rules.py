@@ -72,7 +72,7 @@ def test_products(attributes: dict[str, Any], shape: tuple[int, ...], operator: 
 
 @pytest.mark.parametrize(
     ("before", "power", "left"),
-    [("Relu", 2, set()), ("Relu", 3, {"Relu", "Pow"}), ("Abs", 2, {"Abs", "Pow"})],
+    [("Relu", 2, set()), ("Relu", 3, {"Relu", "Pow"}), ("Abs", 2, {"Abs", "Mul"})],
 )
 def test_powers(before: str, power: float, left: set[str]) -> None:
     nodes = [
