@@ -32,6 +32,12 @@ def away() -> UnavailableError:
     return UnavailableError(message, retry_after=1)
 
 
+def _take_error(task: asyncio.Future[Any]) -> None:
+    """Take note of a command's error, for which nobody waits if its request was cancelled."""
+    if not task.cancelled():
+        task.exception()
+
+
 class Link:
     """Redis at a URL: once a reply fails to come, nobody waits until `keep` has had one.
 
@@ -72,6 +78,7 @@ class Link:
 
     async def _reply(self, command: Callable[[], Awaitable[T]], n_more: int = 0) -> T:
         task, clock = asyncio.ensure_future(command()), asyncio.get_running_loop().time
+        task.add_done_callback(_take_error)
         n_left, n_replies = _SLICES + n_more, self._n_replies
         try:
             while n_left:
