@@ -85,7 +85,8 @@ def bench_engine(
         figures = bench.bench_engine(*measured, prompts=prompt or ())
         if plot and isinstance(figures, Comparison):
             figures.draw(plot)
-    then = ("bench", "serve", models / folder_name(preset, precision, device))
+    shape = bench.longer_context(preset, prompt or ())
+    then = ("bench", "serve", models / folder_name(preset, precision, device, **shape))
     show(as_json, figures.as_json(), *figures.tables(), then=then)
 
 

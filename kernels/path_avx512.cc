@@ -1,5 +1,5 @@
-// The path for AVX-512 with VNNI: Intel from Ice Lake, AMD from Zen 4; and the one that multiplies bytes in tiles besides, for AMX:
-// Intel from Sapphire Rapids.
+// The path for AVX-512 with VNNI: Intel from Ice Lake, AMD from Zen 4. And the one for AMX, Intel from Sapphire Rapids, which
+// multiplies bytes in tiles and is the same else.
 #if defined(__x86_64__)
 
 #include <immintrin.h>
@@ -30,7 +30,7 @@ namespace kvasir::avx512 {
 }  // namespace kvasir::avx512
 
 namespace kvasir {
-constexpr Path path(const char* name, Product bytes) {
+static constexpr Path path(const char* name, Product bytes) {
     return {
         name,
         bytes,

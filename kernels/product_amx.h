@@ -1,8 +1,9 @@
-// Sums of products of rounded inputs and packed weights, by AMX: an instruction multiplies 16 rows of 64 inputs by 16 columns.
+// Sums of products of rounded inputs and packed weights, by AMX: an instruction multiplies 16 rows of 64 inputs by 16
+// columns.
 
 constexpr size_t tile_rows = 16, tile_inputs = 64;
 
-// The shapes of a thread's tiles, as ldtilecfg reads them (Intel's manual, volume 1, section 18.3): all are 16 rows of 64 bytes.
+// The shapes of a thread's tiles, as ldtilecfg reads them (in Intel's manual, volume 2): all are 16 rows of 64 bytes.
 struct alignas(64) TileShapes {
     uint8_t palette = 1, start = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -12,8 +13,8 @@ struct alignas(64) TileShapes {
 // The compiler does not know what tile instructions read and write.
 inline void settle_memory() { asm volatile("" ::: "memory"); }
 
-// Gives this thread's tiles our shapes. ONNX Runtime's kernels give them theirs once and count on them ever after: so other shapes
-// come back at the end, and where there were none ours stay.
+// Gives this thread's tiles our shapes. ONNX Runtime's kernels give them theirs once and count on them ever after: so other
+// shapes come back at the end, and where there were none ours stay.
 class Tiles {
 public:
     Tiles() {

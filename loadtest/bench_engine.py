@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
@@ -76,15 +76,23 @@ def find_libraries(choices: str | None, device: Device) -> tuple[Library | None,
     names = ("on",) if choices is None else tuple(choices.split(","))
     if {"on", *get_args(Choice)}.isdisjoint(names[:1]) or names[1:] not in {(), ("off",)}:
         raise ValueError(f"kernels are {choices!r}; they may be on, off, or such as on,off")
-    found = list[Library | None]()
-    for name in names:
-        library = load("auto" if name == "on" else cast("Choice", name), None)
-        if device != "cpu" and name != "off":
-            library = f"{device} has no products for them"
-        if isinstance(library, str) and name != "off" and choices is not None:
-            raise ValueError(f"kernels cannot be {name}: {library}")
-        found.append(library if isinstance(library, Library) else None)
-    return tuple(found)
+    stock = (None,) * names.count("off")
+    if names[0] == "off":
+        return stock
+    library: Library | str = f"{device} has no products for them"
+    if device == "cpu":
+        library = load("auto" if names[0] == "on" else cast("Choice", names[0]), None)
+    if isinstance(library, Library):
+        return (library, *stock)
+    if choices is not None:
+        raise ValueError(f"kernels cannot be {names[0]}: {library}")
+    return (None,)
+
+
+def longer_context(name: str, prompts: Collection[int]) -> dict[str, Any]:
+    """Return what makes a preset's context as long as prompts need, if it is shorter."""
+    needed = max(prompts, default=0) + 1
+    return {"max_model_len": needed} if needed > preset(name).max_model_len else {}
 
 
 def bench_engine(
@@ -95,7 +103,7 @@ def bench_engine(
     device: Device,
     progress: Progress = no_progress,
     libraries: tuple[Library | None, ...] = (None,),
-    prompts: Iterable[int] = (),
+    prompts: Collection[int] = (),
 ) -> EngineFigures | Comparison:
     """Measure a preset with the operators of a library, or of two in turn; None: stock ones.
 
@@ -109,12 +117,8 @@ def bench_engine(
     if config.encoder is not None:
         how = "measure encoder-decoders with: kvasir bench serve DIR --workload seq2seq"
         raise ValueError(f"{name} has no prompts; {how}")
-    lengths = sorted({*prompts}) or PREFILL_TOKENS[device]
-    folder, shape = cache / folder_name(name, precision, device), dict[str, Any]()
-    if prompts and lengths[-1] >= config.max_model_len:
-        shape["max_model_len"] = lengths[-1] + 1
-        folder = folder.with_name(f"{folder.name}-{lengths[-1]}")
-        config = preset(name, **shape)
+    shape = longer_context(name, prompts)
+    config, folder = preset(name, **shape), cache / folder_name(name, precision, device, **shape)
     graph = make_random_model(name, precision, folder, device, progress, **shape) / GRAPH_FILE
     progress("loading the model", 0, 0)
     benches = [
@@ -123,26 +127,14 @@ def bench_engine(
     ]
     progress("reading memory", 0, 0)
     copied, peak = measure_gpu() if device == "cuda" else (None, None)
-    measured_prompts = with_progress(lengths, "prefill", progress)
-    prefill = [(n, [bench.prefill(n) for bench in benches]) for n in measured_prompts]
+    lengths = with_progress(sorted({*prompts}) or PREFILL_TOKENS[device], "prefill", progress)
+    prefill = [(n, [bench.prefill(n) for bench in benches]) for n in lengths]
     decode: list[list[DecodeFigures]] = []
     for batch in with_progress(batches, "decode", progress):
         measured = [bench.decode(batch, temperature=0.0) for bench in benches]
         n_bytes = bytes_per_step(config, precision, batch, device)
         speed = copied or read_speed(n_bytes, threads)
-        decode.append(
-            [
-                DecodeFigures(
-                    batch=batch,
-                    tokens_per_second=batch / seconds,
-                    step_milliseconds=seconds * 1e3,
-                    read_gigabytes_per_second=speed / 1e9,
-                    roofline=n_bytes / speed / seconds,
-                    outside=outside,
-                )
-                for seconds, outside in measured
-            ]
-        )
+        decode.append([_decode_figures(batch, n_bytes, speed, *figures) for figures in measured])
     progress("time outside the model", 0, 0)
     sampled = [bench.decode(batches[-1], temperature=0.8)[1] for bench in benches]
     per_token = 2 * n_layer_weights(config)
@@ -165,6 +157,20 @@ def bench_engine(
         for i, library in enumerate(libraries)
     ]
     return Comparison(*figures) if figures[1:] else figures[0]
+
+
+def _decode_figures(
+    batch: int, n_bytes: float, speed: float, seconds: float, outside: float
+) -> DecodeFigures:
+    """Return a step's figures; speed: at which memory reads as many bytes, in bytes a second."""
+    return DecodeFigures(
+        batch=batch,
+        tokens_per_second=batch / seconds,
+        step_milliseconds=seconds * 1e3,
+        read_gigabytes_per_second=speed / 1e9,
+        roofline=n_bytes / speed / seconds,
+        outside=outside,
+    )
 
 
 def _open(

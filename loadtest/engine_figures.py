@@ -129,16 +129,16 @@ class Comparison:
     def draw(self, out: Path) -> None:
         """Write a PNG: for each figure how many times as fast our operators are."""
         stock = self.stock.speeds
-        ratios = {name: speed / stock[name] for name, speed in self.kernels.speeds.items()}
+        speeds = self.kernels.speeds
+        ratios = {name: speed / stock[name] for name, speed in speeds.items()}
         figure = Figure(figsize=(8, 1.2 + 0.4 * len(ratios)), layout="constrained")
         axes = figure.subplots()
         bars = axes.barh(list(ratios), list(ratios.values()), color="#1b4965")
-        axes.bar_label(
-            bars,
-            [f"{n:.2f}   {self.kernels.speeds[name]:,.0f} / {stock[name]:,.0f} tokens/s"
-             for name, n in ratios.items()],
-            padding=4,
-        )  # fmt: skip
+        labels = [
+            f"{ratio:.2f}   {speeds[name]:,.0f} / {stock[name]:,.0f} tokens/s"
+            for name, ratio in ratios.items()
+        ]
+        axes.bar_label(bars, labels, padding=4)
         axes.axvline(1.0, color="#e9a23b", label="stock operators")
         axes.set_xlim(0.0, 1.6 * max(ratios.values()))
         axes.invert_yaxis()

@@ -28,9 +28,10 @@ from kvasir.model.tokenizer import train_tokenizer
 _PREFIX = "random"
 
 
-def folder_name(name: str, precision: str, device: Device) -> str:
-    """Return the name of a random model's folder among others."""
-    return f"{name}-{precision}" if device == "cpu" else f"{name}-{device}-{precision}"
+def folder_name(name: str, precision: str, device: Device, **shape: int) -> str:
+    """Return the name of a random model's folder among others; shape: as `make_random_model`."""
+    of_device = () if device == "cpu" else (device,)
+    return "-".join((name, *of_device, precision, *map(str, shape.values())))
 
 
 def make_random_model(

@@ -116,7 +116,7 @@ def _find_library(choice: Choice, folder: Path | None) -> Library | None:
         if library.fault:
             logger.info("the path %s of our operators is used: %s", library.path, library.fault)
         return library
-    logger.info(library)
+    logger.info("%s; int8 and int4 take longer, and by default nothing is drafted", library)
     return None
 
 

@@ -1,5 +1,5 @@
-// The product for AMX without its instructions: tiles in plain C++, as Intel's manual describes them, and the lanes of the scalar
-// path.
+// The product for AMX without its instructions: tiles in plain C++, as Intel's manual describes them, and the lanes of the
+// scalar path.
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
